@@ -1,0 +1,164 @@
+"""What a system takes that nobody uses: CPU time, wake-ups and memory of each process.
+
+    python -m benchmarks.idle [--seconds 60] [--settle 60] [--requests 1] [--json FILE] [--up ARG…]
+
+``millrace up`` is started with the demo model, answers ``--requests`` short requests, so that
+every part has worked once, and rests for ``--settle`` seconds. Then the CPU time (user and system)
+and the voluntary context switches of all its processes are counted for ``--seconds``; the goal is
+1 % of a core in all together. RSS counts pages that processes share in each of them, PSS shares
+them out, so that the sum of PSS is what the system takes. The ceiling printed beside it is a Python
+process that only sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.sse_load import run_load
+from tests.support.system import System
+
+_GOAL_CORE_PERCENT = 1.0
+_REQUEST = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is TTFT?"}],
+    "max_tokens": 8,
+}
+_PORT = "18710"
+_SLEEPER = "import time; time.sleep(3600)"
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What a process has used since it started."""
+
+    role: str
+    cpu_s: float
+    num_switches: int
+
+
+class Idle(msgspec.Struct, frozen=True, kw_only=True):
+    """A process at rest. ``core_percent`` of one core; voluntary switches per second."""
+
+    role: str
+    core_percent: float
+    switches_per_s: float
+    rss_mib: float
+    pss_mib: float
+
+
+def role_of(command: Sequence[str]) -> str:
+    """What a process is by its command line: the module that ``python -m`` runs, or the program."""
+    words = list(command)
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    # Redis writes its address behind its name.
+    return Path(words[0]).name.split()[0] if words else "ended"
+
+
+def read(processes: Sequence[psutil.Process]) -> dict[int, Reading]:
+    """By process id, of those that still run."""
+    readings = {}
+    for process in processes:
+        try:
+            with process.oneshot():
+                times = process.cpu_times()
+                readings[process.pid] = Reading(
+                    role_of(process.cmdline()),
+                    float(times.user + times.system),
+                    _voluntary_switches(process.pid),
+                )
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            continue
+    return readings
+
+
+def _voluntary_switches(pid: int) -> int:
+    """Of all its threads: the process's own file has those of its first thread alone."""
+    num_switches = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        for line in status.read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                num_switches += int(line.split()[1])
+    return num_switches
+
+
+def idle_of(process: psutil.Process, before: Reading, after: Reading, seconds: float) -> Idle:
+    """What one process took from one reading to the other."""
+    memory = process.memory_full_info()
+    return Idle(
+        role=after.role,
+        core_percent=100 * (after.cpu_s - before.cpu_s) / seconds,
+        switches_per_s=(after.num_switches - before.num_switches) / seconds,
+        rss_mib=memory.rss / 2**20,
+        pss_mib=memory.pss / 2**20,
+    )
+
+
+def measure(processes: Sequence[psutil.Process], seconds: float) -> list[Idle]:
+    """The processes, each with what it took meanwhile, the busiest first."""
+    before = read(processes)
+    begin_s = time.monotonic()
+    time.sleep(seconds)
+    after = read(processes)
+    elapsed_s = time.monotonic() - begin_s
+    measured = [
+        idle_of(process, before[process.pid], after[process.pid], elapsed_s)
+        for process in processes
+        if process.pid in before and process.pid in after
+    ]
+    return sorted(measured, key=lambda idle: -idle.core_percent)
+
+
+def _print(processes: Sequence[Idle], floor: Idle) -> None:
+    print(f"{'process':24} {'% of a core':>11} {'switches/s':>11} {'RSS MiB':>8} {'PSS MiB':>8}")
+    columns = ("core_percent", "switches_per_s", "rss_mib", "pss_mib")
+    total = Idle(role="all", **{name: sum(getattr(p, name) for p in processes) for name in columns})
+    for idle in (*processes, total, floor):
+        print(
+            f"{idle.role:24} {idle.core_percent:11.2f} {idle.switches_per_s:11.1f} "
+            f"{idle.rss_mib:8.0f} {idle.pss_mib:8.0f}"
+        )
+    print(f"goal: at most {_GOAL_CORE_PERCENT:g} % of a core in all processes together")
+
+
+def run(folder: Path, arguments: argparse.Namespace) -> None:
+    system = System(folder / "data", ("--port", _PORT, *arguments.up)).start()
+    try:
+        asyncio.run(run_load(system.http, [_REQUEST] * arguments.requests, 1))
+        time.sleep(arguments.settle)
+        processes = measure(system.processes(), arguments.seconds)
+    finally:
+        system.stop()
+    with subprocess.Popen([sys.executable, "-c", _SLEEPER]) as sleeper:
+        time.sleep(1.0)  # until it sleeps
+        [floor] = measure([psutil.Process(sleeper.pid)], 5.0)
+        sleeper.kill()
+    floor = msgspec.structs.replace(floor, role="(a Python that sleeps)")
+    _print(processes, floor)
+    write_json(arguments.json, {"processes": processes, "floor": floor})
+
+
+def main() -> None:
+    parser = command_parser("idle", __doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long it is watched")
+    parser.add_argument("--settle", type=float, default=60.0, help="the rest before that")
+    parser.add_argument("--requests", type=int, default=1, help="short requests before the rest")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--up", nargs=argparse.REMAINDER, default=[], help="options of millrace up")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        run(Path(name), arguments)
+
+
+if __name__ == "__main__":
+    main()
