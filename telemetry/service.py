@@ -43,7 +43,13 @@ class TelemetryService:
         self.bridge: Bridge | None = None
         self.rollups = Rollups(store, clock, config.telemetry.rollup_interval_s)
         self.sink = Sink(
-            config.kafka, config.telemetry, store, self.ledger, clock, self.rollups.touched
+            config.kafka,
+            config.telemetry,
+            store,
+            self.ledger,
+            clock,
+            self.rollups.touched,
+            self.rollups.sampled,
         )
         self.stores = RecordStores(config.storage, clock, self.sink.insertion)
         self.unstored = UnstoredRecords(clock)
@@ -84,6 +90,7 @@ class TelemetryService:
             clock=self._clock,
             num_behind=self.sink.num_behind,
             on_new_cluster=self.sink.begin_again,
+            on_shipped=self.sink.shipped,
         )
         tasks = Tasks()
 

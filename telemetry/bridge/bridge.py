@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ from aiokafka.errors import KafkaError
 from bus import subjects
 from bus.api import Bus, OutboxMessage
 from runtime.clock import Clock
-from runtime.tasks import Tasks
+from runtime.tasks import Tasks, outcome_unless
 from schemas.config import KafkaConfig
 from schemas.errors import MillraceError
 from telemetry.bridge.in_flight_bytes import Backlog
@@ -32,12 +33,18 @@ from telemetry.store.outbox_ledger import OutboxLedger
 logger = logging.getLogger(__name__)
 
 _PULL_RECORDS = 1_000
-_PULL_TIMEOUT_S = 0.5
+_FIRST_PULL_TIMEOUT_S = 0.5
+# Where all that was sent has landed, nothing is to be done but to wait for more.
+_IDLE_PULL_TIMEOUT_S = 30.0
 _SHIP_BYTES = 1_000_000
 _CHECK_INTERVAL_S = 2.0
 _COMPACTION_INTERVAL_S = 60.0
+# Fewer records than this are not worth rewriting the ledger each time.
+_COMPACTION_RECORDS = 500
+_LONGEST_COMPACTION_INTERVAL_S = 600.0
 _BACKLOG_POLL_S = 0.02
 _WATCH_INTERVAL_S = 1.0
+_IDLE_WATCH_INTERVAL_S = 10.0
 _SLOW_S = 5.0
 
 
@@ -57,7 +64,9 @@ class Bridge:
 
     ``num_bridged`` counts records that went to Kafka, ``num_dead`` those that went to the dead
     letters instead. ``num_waiting`` are in the outbox and not in Kafka yet, as of a second ago, or
-    longer while NATS is unreachable.
+    longer while nothing comes or NATS is unreachable. ``is_waiting`` while all that was sent has
+    landed and it waits for more. ``on_shipped`` is told where the partitions end that messages were
+    put into.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class Bridge:
         clock: Clock,
         num_behind: Callable[[Offsets], int],
         on_new_cluster: Callable[[], None],
+        on_shipped: Callable[[Offsets], None],
     ) -> None:
         self._bus = bus
         self._config = config
@@ -75,7 +85,11 @@ class Bridge:
         self._clock = clock
         self._num_behind = num_behind
         self._on_new_cluster = on_new_cluster
-        self._stopping = False
+        self._on_shipped = on_shipped
+        self._stopping = asyncio.Event()
+        self._landed_sequence = -1
+        self.is_waiting = False
+        self._counted_s = float("-inf")
         self._ends: dict[TopicPartition, int] = {}
         self._bridged_sequence = 0
         self._promise: Promise | None = None
@@ -99,7 +113,7 @@ class Bridge:
 
     def stop(self) -> None:
         """End after the batch in hand."""
-        self._stopping = True
+        self._stopping.set()
 
     async def run(self) -> None:
         """Bridge until ``stop``; raises what Kafka, the bus or the store raises."""
@@ -131,10 +145,10 @@ class Bridge:
     async def _move(self, producer: AIOKafkaProducer, *, is_durable: bool) -> None:
         dead_letters = RecordDeadLetters(producer)
         next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
-        next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
-        while not self._stopping:
+        compacted_s, num_compacted = self._clock.monotonic(), self.num_bridged
+        while not self._stopping.is_set():
             if is_durable or not self._backlog.is_full:
-                messages = await self._bus.outbox.pull(_PULL_RECORDS, _PULL_TIMEOUT_S)
+                messages = await self._pull(next_check_s - self._clock.monotonic())
                 await self._note_delivery(messages)
                 for part in _parts(messages):
                     await self._until_room(is_durable=is_durable)
@@ -146,19 +160,41 @@ class Bridge:
             if self._clock.monotonic() >= next_check_s:
                 await self._check()
                 next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
-            if self._clock.monotonic() >= next_compaction_s:
+            since_s = self._clock.monotonic() - compacted_s
+            if _is_worth_compacting(self.num_bridged - num_compacted, since_s):
                 # Here, where the ledger is also cleared: neither may undo the other.
                 await self._ledger.compact()
-                next_compaction_s = self._clock.monotonic() + _COMPACTION_INTERVAL_S
+                compacted_s, num_compacted = self._clock.monotonic(), self.num_bridged
+
+    @property
+    def _has_landed(self) -> bool:
+        """Whether all that was sent is known to be stored."""
+        return self._rewound_to is None and self._bridged_sequence <= self._landed_sequence
+
+    async def _pull(self, check_in_s: float) -> list[OutboxMessage]:
+        """What comes, or nothing when it is time to look after what was sent."""
+        self.is_waiting = self._has_landed
+        if self.is_waiting:
+            timeout_s = _IDLE_PULL_TIMEOUT_S
+        elif self._bridged_sequence == 0:
+            timeout_s = _FIRST_PULL_TIMEOUT_S
+        else:
+            timeout_s = max(check_in_s, 0.0)
+        try:
+            pull = self._bus.outbox.pull(_PULL_RECORDS, timeout_s)
+            return await outcome_unless(self._stopping, pull) or []
+        finally:
+            self.is_waiting = False
 
     async def _until_room(self, *, is_durable: bool) -> None:
-        while not is_durable and self._backlog.is_full and not self._stopping:
+        while not is_durable and self._backlog.is_full and not self._stopping.is_set():
             await self._clock.sleep(_BACKLOG_POLL_S)
 
     async def _begin(self, producer: AIOKafkaProducer) -> None:
         known, self._ends = await look_at_cluster(self._config)
         self._promise = None
         self._bridged_sequence = 0
+        self._landed_sequence = -1
         if await self._bus.outbox.last_sequence() < await self._ledger.mark():
             logger.warning("the outbox has been made anew: the ledger starts again")
             await self._ledger.clear()
@@ -169,6 +205,7 @@ class Bridge:
         if not known:
             self._on_new_cluster()
             await sign_cluster(producer)
+        self._on_shipped(self._ends)
 
     async def _rewind(self) -> None:
         mark = await self._ledger.mark()
@@ -222,6 +259,7 @@ class Bridge:
         self._backlog.add(landed)
         for partition, load in landed.items():
             self._ends[partition] = max(self._ends.get(partition, 0), load.end)
+        self._on_shipped({partition: self._ends[partition] for partition in landed})
         if letters:
             await dead_letters.send(letters)
             self.num_dead += len(letters)
@@ -230,18 +268,39 @@ class Bridge:
 
     async def _check(self) -> None:
         promise = self._promise
+        if self._has_landed:
+            return
         if promise is None:
             self._promise = Promise(sequence=self._bridged_sequence, ends=dict(self._ends))
         elif self._num_behind(promise.ends) == 0:
             self._promise = None
-            if await self._ledger.mark() < promise.sequence:
+            mark = await self._ledger.mark()
+            if mark < promise.sequence:
                 await self._rewind()
+            else:
+                self._landed_sequence = max(self._landed_sequence, mark)
 
     async def _count_waiting(self) -> None:
+        now_s = self._clock.monotonic()
+        # A pull that waits would have what there is.
+        is_known = self.is_waiting and not self.num_waiting
+        if is_known and now_s - self._counted_s < _IDLE_WATCH_INTERVAL_S:
+            return
+        self._counted_s = now_s
         try:
             self.num_waiting = await self._bus.outbox.num_waiting()
         except MillraceError as error:
             logger.debug("the outbox does not answer", extra={"reason": error.message})
+
+
+def _is_worth_compacting(num_records: int, since_s: float) -> bool:
+    """Whether so many records in so much time have made the ledger long enough."""
+    interval_s = (
+        _COMPACTION_INTERVAL_S
+        if num_records >= _COMPACTION_RECORDS
+        else _LONGEST_COMPACTION_INTERVAL_S
+    )
+    return num_records > 0 and since_s >= interval_s
 
 
 def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage]]:

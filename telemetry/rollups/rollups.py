@@ -32,8 +32,8 @@ class Rollups:
     """Keeps ``usage_by_minute`` equal to the requests that are stored, and ``workers_by_minute`` to
     the samples.
 
-    ``touched`` may be called at any time; ``run`` does the work, ``stop`` ends it once every
-    minute that was touched by then is computed, if the store takes it.
+    ``touched`` and ``sampled`` may be called at any time; ``run`` does the work, ``stop`` ends it
+    once every minute that was touched by then is computed, if the store takes it.
     """
 
     def __init__(self, store: Store, clock: Clock, interval_s: float) -> None:
@@ -41,6 +41,8 @@ class Rollups:
         self._clock = clock
         self._interval_s = interval_s
         self._dirty: set[int] = set()
+        self._is_sampled = True
+        self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._version = 0
         self._settled_s: float | None = None
@@ -49,30 +51,50 @@ class Rollups:
     def touched(self, done_ns: Iterable[int]) -> None:
         """Requests that ended at these times, UTC epoch in ns, have been stored."""
         self._dirty.update(each // _NS_PER_MINUTE for each in done_ns)
+        if self._dirty:
+            self._wake.set()
+
+    def sampled(self) -> None:
+        """Samples of workers have been stored."""
+        self._is_sampled = True
+        self._wake.set()
 
     @property
     def age_s(self) -> float | None:
-        """For how long there has been no round without a failure; None before the first."""
-        return None if self._settled_s is None else self._clock.monotonic() - self._settled_s
+        """For how long what is stored has not been computed; None before the first round without a
+        failure, 0 while nothing is to be computed."""
+        if self._settled_s is None:
+            return None
+        return self._clock.monotonic() - self._settled_s if self._is_behind else 0.0
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._is_sampled or bool(self._dirty)
 
     def stop(self) -> None:
         """Have ``run`` return after one more round."""
         self._stopping.set()
+        self._wake.set()
 
     async def run(self) -> None:
-        """Reconcile, then compute what was touched, every ``interval_s``, later while that takes
-        long. Raises StoreUnavailableError: nothing that was touched is forgotten by it."""
+        """Reconcile, then compute what was touched, at most every ``interval_s``, later while that
+        takes long, and not at all while nothing is stored. Raises StoreUnavailableError: nothing
+        that was touched is forgotten by it."""
         await self.reconcile()
         reconciled_s = self._clock.monotonic()
         while not self._stopping.is_set():
             started_s = self._clock.monotonic()
-            if started_s - reconciled_s > _RECONCILE_INTERVAL_S:
+            if started_s - reconciled_s >= _RECONCILE_INTERVAL_S:
                 await self.reconcile(_RECONCILE_DAYS)
                 reconciled_s = self._clock.monotonic()
             await self.settle()
             took_s = self._clock.monotonic() - started_s
             rest_s = max(self._interval_s, took_s * (1 / _MOST_SHARE - 1))
             await wait_or_sleep(self._stopping, self._clock, rest_s)
+            if not self._is_behind and not self._stopping.is_set():
+                self._wake.clear()
+                due_s = reconciled_s + _RECONCILE_INTERVAL_S
+                await wait_or_sleep(self._wake, self._clock, due_s - self._clock.monotonic())
         await self.settle()
 
     async def settle(self) -> None:
@@ -88,7 +110,13 @@ class Rollups:
                 minutes.difference_update(range(begin, end))
         finally:
             self._dirty |= minutes
-        await self._correct(WORKERS, now - _MINUTES_PER_HOUR, now + _MINUTES_PER_HOUR)
+        if self._is_sampled:
+            self._is_sampled = False
+            try:
+                await self._correct(WORKERS, now - _MINUTES_PER_HOUR, now + _MINUTES_PER_HOUR)
+            except BaseException:
+                self._is_sampled = True
+                raise
         self._settled_s = self._clock.monotonic()
 
     async def reconcile(self, days: int | None = None) -> int:

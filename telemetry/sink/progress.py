@@ -46,6 +46,11 @@ class Progress:
         """All before these offsets is stored."""
         self._stored.update(offsets)
 
+    def note_ends(self, offsets: Offsets) -> None:
+        """The partitions reach at least to these offsets."""
+        for partition, end in offsets.items():
+            self._ends[partition] = max(end, self._ends.get(partition, 0))
+
     async def note_positions(self, consumer: AIOKafkaConsumer) -> None:
         """All that this member has consumed is stored. What lies before a partition's position
         has been stored by this life or one before it."""

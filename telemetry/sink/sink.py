@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from runtime.clock import Clock
-from runtime.tasks import Tasks
+from runtime.tasks import Tasks, wait_or_sleep
 from schemas.config import KafkaConfig, TelemetryConfig
 from schemas.records import RequestRecord
 from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
@@ -23,12 +23,15 @@ from telemetry.sink.rebalance_listener import RebalanceListener
 from telemetry.sink.tracing import StoredTraces
 from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
+from telemetry.store.tables import WORKER_SAMPLES
 
 logger = logging.getLogger(__name__)
 
 _POLL_MOST_S = 0.2
 _POLL_MESSAGES = 1_000
 _REFRESH_INTERVAL_S = 1.0
+# At rest it looks at Kafka this often, for what came past the bridge.
+_LONGEST_REST_S = 30.0
 _CATCH_UP_FACTOR = 4
 
 
@@ -37,8 +40,12 @@ class Sink:
 
     A batch is stored table by table, then entered in the ledger, then committed. It may be stored
     again after any failure in between: rows merge by identity, the ledger's ranges by overlap.
-    ``on_stored`` is told the ``done_ns`` of the requests that have just landed, ``traces`` all of
-    what has.
+    ``on_stored`` is told the ``done_ns`` of the requests that have just landed, ``on_sampled`` that
+    samples of workers have, ``traces`` all of what has.
+
+    The embedded cluster answers a fetch late rather than when something comes. So where a bridge
+    says what it ships (``shipped``), the sink stops fetching once all of that is stored
+    (``is_resting``), and goes on when there is more.
 
     ``num_stored`` counts messages that became rows, ``num_dead`` those that went to the dead
     letters, ``num_batches`` the batches that they came in; ``last_stored_s`` is when the latest one
@@ -53,16 +60,21 @@ class Sink:
         ledger: OutboxLedger,
         clock: Clock,
         on_stored: Callable[[Iterable[int]], None] | None = None,
+        on_sampled: Callable[[], None] | None = None,
     ) -> None:
         self._config = config
         self._telemetry = telemetry
         self._ledger = ledger
         self._clock = clock
         self._on_stored = on_stored
+        self._on_sampled = on_sampled
         self.insertion = Insertion(store, clock)
         self._progress = Progress()
         self._stopping = False
         self._restart = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._shipped: Offsets | None = None
+        self.is_resting = False
         self.traces: StoredTraces | None = None
         self.num_stored = 0
         self.num_dead = 0
@@ -72,6 +84,7 @@ class Sink:
     def stop(self) -> None:
         """End after the batch in hand."""
         self._stopping = True
+        self._wake.set()
         self.insertion.stop()
 
     def lag(self) -> dict[str, int]:
@@ -86,7 +99,15 @@ class Sink:
 
     def begin_again(self) -> None:
         """Forget the positions and join the group anew: Kafka is another one than before."""
+        self._shipped = None
         self._restart.set()
+        self._wake.set()
+
+    def shipped(self, ends: Offsets) -> None:
+        """Partitions end at these offsets now: this process's bridge has put messages there."""
+        self._shipped = {**(self._shipped or {}), **ends}
+        self._progress.note_ends(ends)
+        self._wake.set()
 
     async def run(self) -> None:
         """Consume until ``stop``; raises what Kafka raises. Waits while the store is
@@ -109,9 +130,11 @@ class Sink:
             await producer.start()
             try:
                 # Also while a batch waits for the store.
-                follow_ends = partial(self._progress.refresh, consumer)
+                follow_ends = partial(self._follow_ends, consumer)
                 watching.repeat(follow_ends, _REFRESH_INTERVAL_S, self._clock, "sink-progress")
-                await self._move(consumer, rebalance, RecordDeadLetters(producer))
+                await self._move(
+                    consumer, rebalance, RecordDeadLetters(producer), may_rest=not manages_groups
+                )
             finally:
                 await watching.close()
                 await stop_client(producer)
@@ -123,8 +146,11 @@ class Sink:
         consumer: AIOKafkaConsumer,
         rebalance: RebalanceListener,
         dead_letters: RecordDeadLetters,
+        *,
+        may_rest: bool,
     ) -> None:
         while not self._stopping and not self._restart.is_set():
+            self._wake.clear()
             if rebalance.is_pending:
                 await rebalance.wait(_POLL_MOST_S)
                 continue
@@ -135,6 +161,25 @@ class Sink:
                     await _commit(consumer, batch)
                     self._progress.note_stored(batch.next_offsets)
             await self._progress.note_positions(consumer)
+            if may_rest and not batch.num_messages:
+                await self._rest(consumer)
+
+    async def _rest(self, consumer: AIOKafkaConsumer) -> None:
+        """Fetch nothing until there is something, if all that was shipped is stored."""
+        if self._shipped is None or self.num_behind(self._shipped) or any(self.lag().values()):
+            return
+        partitions = consumer.assignment()
+        consumer.pause(*partitions)
+        self.is_resting = True
+        try:
+            await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S)
+        finally:
+            self.is_resting = False
+            consumer.resume(*partitions)
+
+    async def _follow_ends(self, consumer: AIOKafkaConsumer) -> None:
+        if not self.is_resting:
+            await self._progress.refresh(consumer)
 
     async def _gather(self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener) -> Batch:
         """What came within ``batch_interval_s`` of the first message, or as many as a batch has
@@ -179,6 +224,8 @@ class Sink:
             if self._on_stored is not None:
                 records = (row.record for row in rows)
                 self._on_stored(r.done_ns for r in records if isinstance(r, RequestRecord))
+            if self._on_sampled is not None and table is WORKER_SAMPLES:
+                self._on_sampled()
         if letters:
             await dead_letters.send(letters)
         sequences = batch.sequences()
