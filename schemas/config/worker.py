@@ -156,7 +156,8 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """How long a finished answer is kept for gateways that missed a part of it."""
 
     sample_interval_s: float = 1.0
-    """How often load and memory are recorded for analytics."""
+    """How often load and memory are recorded for analytics while the worker has something to do; at
+    rest they are each half minute."""
 
     drain_timeout_s: float = 8.0
     """How long a worker that stops finishes what no other worker takes over."""

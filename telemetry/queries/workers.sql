@@ -1,7 +1,8 @@
 -- What the workers did, in steps: tokens per second, sequences, queue, KV blocks, device time and cost.
 -- Levels are means over time, of each worker first and then added up; the queue belongs to a model,
 -- and each of its workers sees all of it. Money is for plotting: idle_cost has it exact. A short step
--- that is not over yet is left out; steps of a minute or more are of whole minutes.
+-- that is not over yet is left out; steps of a minute or more are of whole minutes. A worker at rest
+-- reports twice a minute, so that its last half minute may be missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param step_s: the length of a step (default 60)
@@ -37,28 +38,37 @@ WITH
           AND step_s >= 60
         UNION ALL
         SELECT
-            toInt64(toUnixTimestamp(sampled_at)),
+            toInt64(toUnixTimestamp(sampled_at)) - (num_pieces > 1) - piece * step_s,
             model,
             worker,
-            s.period_ms,
+            s.period_ms / num_pieces AS period_ms,
             s.busy_us,
             s.decode_tokens,
             s.prefill_tokens,
             s.num_preemptions,
-            s.num_running * s.period_ms,
-            s.num_waiting * s.period_ms,
-            s.queue_depth * s.period_ms,
-            s.num_blocks * s.period_ms,
-            (toInt64(s.num_blocks) - toInt64(s.num_free_blocks)) * s.period_ms,
+            s.num_running * period_ms,
+            s.num_waiting * period_ms,
+            s.queue_depth * period_ms,
+            s.num_blocks * period_ms,
+            (toInt64(s.num_blocks) - toInt64(s.num_free_blocks)) * period_ms,
             s.prefix_query_tokens,
             s.prefix_hit_tokens,
             toFloat64(device_per_hour) * s.busy_us / 3.6e9,
-            toFloat64(device_per_hour) * (s.period_ms * 1000 - s.busy_us) / 3.6e9
-        FROM worker_samples AS s FINAL
-        WHERE step_s < 60
-          AND sampled_at >= toDateTime64(begin_s, 6, 'UTC')
-          AND sampled_at < toDateTime64(end_s, 6, 'UTC')
-          AND ({model:String} = '' OR model = {model:String})
+            toFloat64(device_per_hour) * (period_ms * 1000 - s.busy_us) / 3.6e9
+        FROM
+        (
+            -- A rest is of every step that it lasted.
+            SELECT
+                *,
+                if(busy_us = 0 AND num_running = 0, period_ms / 1000 / step_s, 1) AS lasted,
+                toInt64(greatest(round(lasted), 1)) AS num_pieces,
+                arrayJoin(range(num_pieces)) AS piece
+            FROM worker_samples FINAL
+            WHERE step_s < 60
+              AND sampled_at >= toDateTime64(begin_s, 6, 'UTC')
+              AND sampled_at < toDateTime64(end_s, 6, 'UTC') + toIntervalSecond(30)
+              AND ({model:String} = '' OR model = {model:String})
+        ) AS s
     ),
     by_worker AS
     (
@@ -81,6 +91,7 @@ WITH
             sum(x.busy_cost) AS busy_cost,
             greatest(sum(x.idle_cost), 0) AS idle_cost
         FROM sums AS x
+        WHERE x.at_s >= begin_s AND x.at_s < end_s
         GROUP BY t, model, worker
     ),
     by_model AS

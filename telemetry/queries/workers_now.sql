@@ -1,4 +1,5 @@
--- Each worker that has reported within the last 15 seconds, by its latest sample.
+-- Each worker that has reported within the last 15 seconds, by its latest sample; one at rest, which
+-- reports twice a minute, within the last 45.
 -- param model: only this model's (default '')
 SELECT
     worker,
@@ -18,7 +19,9 @@ SELECT
     argMax(s.currency, sampled_at) AS currency,
     toUnixTimestamp64Milli(max(s.sampled_at)) AS sampled_ms
 FROM worker_samples AS s FINAL
-WHERE sampled_at > now64(6) - toIntervalSecond(15)
+WHERE sampled_at > now64(6) - toIntervalSecond(45)
   AND ({model:String} = '' OR s.model = {model:String})
 GROUP BY worker
+HAVING max(s.sampled_at) > now64(6) - toIntervalSecond(15)
+    OR argMax(s.num_running + s.num_waiting + s.busy_us, s.sampled_at) = 0
 ORDER BY name

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime.clock import SystemClock
 from schemas.control import TelemetryQuery
-from schemas.records import Status
+from schemas.records import Status, WorkerSample
 from telemetry.http.answers import Answers, load_queries
 from telemetry.rollups.rollups import Rollups
 from telemetry.store.store import Store
@@ -105,6 +105,39 @@ async def test_a_step_longer_than_a_sample_makes_no_idle_time(store: Store) -> N
     rows = await ask(store, "workers", from_s=-300, step_s=20)
     assert sum(row["busy_cost"] for row in rows) == pytest.approx(3.8)
     assert sum(row["idle_cost"] for row in rows) == pytest.approx(0.2)
+
+
+async def test_a_rest_is_of_every_step_that_it_lasted(store: Store) -> None:
+    until_ns = (time.time_ns() // (30 * 10**9) - 1) * 30 * 10**9
+    samples = [
+        _rest(1, until_ns - 30 * 10**9),
+        _rest(2, until_ns),
+        worker_sample(3, sampled_ns=until_ns + 10**9, worker="w-1"),
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(3)), "rests")
+    to_s = until_ns // 10**9
+    rows = await ask(store, "workers", from_s=to_s - 60, to_s=to_s, step_s=5)
+    assert [row["t"] for row in rows] == list(range(to_s - 60, to_s, 5))
+    assert {(row["workers"], row["busy_percent"]) for row in rows} == {(1, 0.0)}
+    assert sum(row["idle_cost"] for row in rows) == pytest.approx(60.0)
+
+
+async def test_a_worker_at_rest_is_there_for_longer(store: Store) -> None:
+    now_ns = time.time_ns()
+    samples = [
+        _rest(1, now_ns - 33 * 10**9),
+        replace(_rest(2, now_ns - 33 * 10**9), worker_id="busy", num_running=1),
+        replace(_rest(3, now_ns - 60 * 10**9), worker_id="gone"),
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(3)), "rests")
+    assert [row["worker"] for row in await ask(store, "workers_now")] == ["w-1"]
+
+
+def _rest(number: int, until_ns: int) -> WorkerSample:
+    """Half a minute in which nothing happened, at 3,600 an hour."""
+    sample = worker_sample(number, sampled_ns=until_ns, worker="w-1")
+    counts = {"num_running": 0, "num_waiting": 0, "num_steps": 0, "busy_us": 0, "busy_share": 0.0}
+    return replace(sample, period_ms=30_000.0, device_per_hour=Decimal(3_600), **counts)
 
 
 async def test_recent_requests_are_the_latest(store: Store) -> None:

@@ -142,6 +142,42 @@ async def test_a_sample_that_could_not_be_stored_is_part_of_the_next(
         assert (sample.period_ms, sample.busy_us, sample.decode_tokens) == (2000.0, 0, 0)
 
 
+async def test_a_worker_at_rest_is_sampled_twice_a_minute(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=1.0) as b:
+        b.engine.step(decode_tokens=50, busy_s=0.5)
+        for _ in range(3 * 60):
+            await b.settle(1.0)
+        busy, told, *rests = await b.samples()
+        assert (busy.period_ms, busy.busy_us) == (1_000.0, 500_000)
+        assert (told.period_ms, told.busy_us) == (1_000.0, 0)
+        assert len(rests) == 6
+        assert all(rest.sampled_ns // 10**9 % 30 == 0 for rest in rests)
+        assert [rest.period_ms for rest in rests[1:]] == [30_000.0] * 5
+
+
+async def test_the_end_of_a_rest_is_sampled_apart_from_it(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=1.0) as b:
+        for _ in range(5):
+            await b.settle(1.0)
+        b.engine.step(decode_tokens=90, busy_s=0.75, num_running=1)
+        await b.settle(1.0)
+        told, rest, busy = await b.samples()
+        assert (told.period_ms, rest.period_ms, busy.period_ms) == (1_000.0, 4_000.0, 1_000.0)
+        assert rest.sampled_ns == busy.sampled_ns - 1_000_000_000
+        assert (rest.num_steps, rest.busy_share, rest.num_running) == (0, 0.0, 0)
+        assert (busy.num_steps, busy.busy_share, busy.num_running) == (1, 0.75, 1)
+
+
+async def test_a_request_that_waits_is_no_rest(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=1.0) as b:
+        for _ in range(3):
+            await b.settle(1.0)
+        await b.dispatch()
+        for _ in range(3):
+            await b.settle(1.0)
+        assert [s.num_waiting for s in await b.samples()] == [0, 0, 1, 1, 1]
+
+
 async def test_what_was_left_to_sample_is_told_at_the_end(demo: ServedModel) -> None:
     async with bench(demo, sample_interval_s=60.0, drain_timeout_s=0.1) as b:
         b.engine.step(busy_s=0.25, charged_s=0.25)

@@ -17,6 +17,10 @@ from workers.host.reports.device_watch import DeviceReading, DeviceWatch
 _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8
 _US_PER_S = 1e6
+_NS_PER_S = 1e9
+# A worker at rest is sampled at the full and the half minute: those of all workers come together
+# then, and little is left of a sample in the minute before its own.
+_REST_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,9 @@ class WorkerLoad(Protocol):
 
 
 class StatusReporter:
-    """Publishes a heartbeat every ``heartbeat_s``, and sooner when much capacity came free.
+    """Publishes a heartbeat every ``heartbeat_s``, and sooner when much capacity came free; and a
+    sample every ``sample_interval_s`` while the worker has something to do, every ``_REST_S`` while
+    it has not.
 
     The engine's own counts follow those of ``load`` with its next step. ``num_samples_lost`` could
     not be stored; the next sample covers their time.
@@ -54,6 +60,8 @@ class StatusReporter:
         self._urgent = asyncio.Event()
         self._queue_depth = 0
         self._sampled_s, self._sampled = self._clock.monotonic(), self._engine.stats
+        self._is_resting = False
+        self._rested_until_s = self._sampled_s
         self.num_samples_lost = 0
 
     def drain(self) -> None:
@@ -139,16 +147,44 @@ class StatusReporter:
 
     async def _sample(self) -> None:
         while True:
+            before_s = self._clock.monotonic()
             await self._clock.sleep(self._config.sample_interval_s)
-            await self.sample()
+            if not self._has_rested():
+                await self.sample()
+            elif not self._is_resting or self._is_rest_due(before_s):
+                # What is shown of the worker does not wait for the end of its rest.
+                self._is_resting = await self.sample()
+            else:
+                self._rested_until_s = self._clock.monotonic()
 
-    async def sample(self) -> None:
-        """Publish a sample of the time since the last one, or since the start."""
+    def _has_rested(self) -> bool:
+        """Whether nothing has happened since the last sample."""
+        is_idle = not self._load.num_running and not self._queue_depth
+        return is_idle and self._engine.stats == self._sampled
+
+    def _is_rest_due(self, before_s: float) -> bool:
+        """Whether a half minute of the wall clock has begun since then."""
+        now_s = self._clock.now_ns() / _NS_PER_S
+        passed_s = self._clock.monotonic() - before_s
+        return now_s // _REST_S > (now_s - passed_s) // _REST_S
+
+    async def sample(self) -> bool:
+        """Publish a sample of the time since the last one, or since the start; whether it is
+        stored. A rest that has just ended has one of its own."""
         device = await self._device.read()
-        now_s, stats = self._clock.monotonic(), self._engine.stats
+        if self._is_resting and not self._has_rested():
+            self._is_resting = False
+            if self._rested_until_s > self._sampled_s:
+                rested = self._make_sample(self._sampled, self._rested_until_s, device)
+                await self._store(rested, self._sampled, self._rested_until_s)
+        stats, now_s = self._engine.stats, self._clock.monotonic()
+        num_held, queue_depth = self._load.num_running, self._queue_depth
+        sample = self._make_sample(stats, now_s, device, num_held, queue_depth)
+        return await self._store(sample, stats, now_s)
+
+    async def _store(self, sample: WorkerSample, stats: EngineStats, until_s: float) -> bool:
         before_s, before = self._sampled_s, self._sampled
-        self._sampled_s, self._sampled = now_s, stats
-        sample = self._make_sample(before, stats, now_s - before_s, device)
+        self._sampled_s, self._sampled = until_s, stats
         try:
             await self._context.bus.outbox.publish(sample)
         except MillraceError as error:
@@ -157,20 +193,30 @@ class StatusReporter:
                 self._sampled_s, self._sampled = before_s, before
             self.num_samples_lost += 1
             logger.warning("a sample could not be stored", extra={"code": error.code})
+            return False
+        return True
 
     def _make_sample(
-        self, before: EngineStats, stats: EngineStats, period_s: float, device: DeviceReading
+        self,
+        stats: EngineStats,
+        until_s: float,
+        device: DeviceReading,
+        num_held: int = 0,
+        queue_depth: int = 0,
     ) -> WorkerSample:
+        """Of the time from the last sample until then."""
+        before, period_s = self._sampled, until_s - self._sampled_s
+        ago_s = self._clock.monotonic() - until_s
         num_steps = stats.num_steps - before.num_steps
         busy_s = stats.busy_s - before.busy_s
         return WorkerSample(
             worker_id=self._context.worker_id,
             name=self._config.name,
             model=self._entry.name,
-            sampled_ns=self._clock.now_ns(),
+            sampled_ns=self._clock.now_ns() - round(ago_s * _NS_PER_S),
             period_ms=period_s * 1e3,
             num_running=stats.num_running,
-            num_waiting=max(0, self._load.num_running - stats.num_running),
+            num_waiting=max(0, num_held - stats.num_running),
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
             num_steps=num_steps,
@@ -179,7 +225,7 @@ class StatusReporter:
             prefill_tokens=stats.prefill_tokens - before.prefill_tokens,
             decode_tokens=stats.decode_tokens - before.decode_tokens,
             num_preemptions=stats.num_preemptions - before.num_preemptions,
-            queue_depth=self._queue_depth,
+            queue_depth=queue_depth,
             busy_us=round(stats.busy_s * _US_PER_S) - round(before.busy_s * _US_PER_S),
             charged_us=round(stats.charged_s * _US_PER_S) - round(before.charged_s * _US_PER_S),
             prefix_query_tokens=stats.prefix_query_tokens - before.prefix_query_tokens,
