@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 
 from bus import codec, subjects
-from runtime.json_schema import Schema, document_text, without_discriminators
 from schemas.control import (
     Cancel,
     Ended,
@@ -29,6 +28,7 @@ from schemas.control import (
 )
 from schemas.frames import Frame, FrameBatch
 from schemas.jobs import DeadJob, Job, JobResult, Tier
+from schemas.json_schema import Schema, document_text, without_discriminators
 from schemas.records import (
     DeliveryRecord,
     RefusalRecord,

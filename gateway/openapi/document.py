@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from gateway.openapi.fields import REF, refine
 from gateway.openapi.operations import BY_TAG, JSON, OPERATIONS, Media, Operation
-from runtime.json_schema import Schema, document_text, without_discriminators
+from schemas.json_schema import Schema, document_text, without_discriminators
 from schemas.openai import ErrorBody
 from schemas.responses import GivenCall, GivenCallOutput, GivenMessage
 from schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage

@@ -9,9 +9,9 @@ from typing import Any
 
 from gateway.request import message_fields, parsing
 from gateway.responses import input as responses_input
-from runtime.json_schema import Schema
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
+from schemas.json_schema import Schema
 from schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,

@@ -14,10 +14,10 @@ from gateway.api.system import Health
 from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
 from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
-from runtime.json_schema import Schema
 from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
 from schemas.files import FileDeleted, FileList, FileObject
+from schemas.json_schema import Schema
 from schemas.openai import (
     ChatCompletion,
     ChatCompletionRequest,
