@@ -70,14 +70,16 @@ def measure(
     load: Load,
     runs: int,
     vocab_size: int,
+    first_run: int = 0,
 ) -> Figures:
-    """The medians over ``runs`` runs of a load, after one round of its clients to warm up.
+    """The medians over ``runs`` runs of a load, after one round of its clients to warm up, which
+    has the prompts of the run ``first_run``.
 
     ``send`` sends prompts and returns when all are answered. Raises MissingTokensError.
     """
-    send(load, load.prompts(0, vocab_size)[: load.streams])
+    send(load, load.prompts(first_run, vocab_size)[: load.streams])
     measured = []
-    for run in range(1, runs + 1):
+    for run in range(first_run + 1, first_run + runs + 1):
         requests = send(load, load.prompts(run, vocab_size))
         for request in requests:
             if request.num_tokens != load.num_output_tokens:

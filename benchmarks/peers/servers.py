@@ -28,9 +28,10 @@ _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"))
 
 
-def measure_server(url: str, load: Load, runs: int, vocab_size: int) -> Figures:
+def measure_server(url: str, load: Load, runs: int, vocab_size: int, first_run: int = 0) -> Figures:
     """A load against an OpenAI-compatible server, with its first model. Prompts are token ids,
-    answers are streamed; a part of an answer is an event with text."""
+    answers are streamed; a part of an answer is an event with text. ``first_run`` as ``measure``
+    has it."""
     model = _first_model(url)
 
     def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:
@@ -46,7 +47,7 @@ def measure_server(url: str, load: Load, runs: int, vocab_size: int) -> Figures:
         ]
         return asyncio.run(run_load(url, bodies, load.streams, COMPLETIONS)).requests
 
-    return measure(send, load, runs, vocab_size)
+    return measure(send, load, runs, vocab_size, first_run)
 
 
 @contextmanager

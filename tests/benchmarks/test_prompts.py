@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN
-from benchmarks.peers.loads import LOADS, Load
+from benchmarks.peers.loads import LOADS, Load, measure
+from benchmarks.support.figures import RequestTimes
 from benchmarks.support.prompts import (
+    Prompt,
     distinct_prompts,
     gain_of_continuous,
     shared_prefix_prompts,
@@ -36,6 +40,19 @@ def test_no_run_of_a_load_finds_prompts_of_another(load: Load) -> None:
     beginnings = {prompt[:16] for prompts in runs for prompt in prompts}
     assert len(beginnings) == (4 if load.num_shared_tokens else 4 * load.num_requests)
     assert load.num_requests % load.streams == 0
+
+
+def test_what_is_measured_later_has_prompts_of_its_own() -> None:
+    """So that one server can be measured again and again."""
+    load, sent = LOADS[0], list[Prompt]()
+
+    def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:
+        sent.extend(prompts)
+        return [RequestTimes(0.0, (1.0, 2.0), load.num_output_tokens) for _ in prompts]
+
+    for first_run in (0, 3):
+        measure(send, load, 2, VOCAB_SIZE, first_run)
+    assert len(set(sent)) == len(sent) == 2 * (load.streams + 2 * load.num_requests)
 
 
 def test_skewed_lengths_are_mostly_short_and_one_is_the_longest() -> None:
