@@ -8,14 +8,13 @@ import uuid
 from typing import Any
 
 import httpx
-import jsonschema
-import openai
 import pytest
 
 from bus.api import Bus
 from schemas.sampling import Grammar, GrammarKind
 from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
 from tests.e2e.interruptions import assert_streams_survive_the_worker
+from tests.e2e.schema_answers import check_schema_answer
 from tests.support.system import System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -23,32 +22,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NUM_STREAMS = 6
 QUESTION = "What is TTFT?"
 DATE = r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]"
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "answer": {"type": "string", "maxLength": 60},
-        "sure": {"type": "boolean"},
-    },
-    "required": ["answer", "sure"],
-    "additionalProperties": False,
-}
 
 
 async def test_openai_client_gets_what_its_schema_says(system: System) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
-        completion = await client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": QUESTION}],
-            temperature=0,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
-            },
-        )
-    choice = completion.choices[0]
-    assert choice.finish_reason == "stop"
-    assert choice.message.content is not None
-    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    await check_schema_answer(system, QUESTION, longest=60)
 
 
 async def test_streams_and_sockets_and_jobs_are_held_to_a_form(

@@ -11,7 +11,6 @@ import json
 from typing import Any, ClassVar
 
 import httpx
-import jsonschema
 import openai
 import psutil
 import pytest
@@ -20,6 +19,7 @@ from playwright.async_api import expect
 from schemas.engines import PROMISES, EngineKind
 from schemas.sampling import GrammarKind
 from tests.e2e.clients import Answer, ask_sse, ask_websocket
+from tests.e2e.schema_answers import check_schema_answer
 from tests.gateway.page.windows import ask, ready
 from tests.support.chromium import chromium
 from tests.support.engine_servers import server_process
@@ -40,15 +40,6 @@ _WEATHER: dict[str, Any] = {
             "required": ["town"],
         },
     },
-}
-_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "answer": {"type": "string", "maxLength": 30},
-        "sure": {"type": "boolean"},
-    },
-    "required": ["answer", "sure"],
-    "additionalProperties": False,
 }
 
 
@@ -141,20 +132,7 @@ class EngineSystemChecks(EngineAnswerChecks):
         assert whole.choices[0].finish_reason == "tool_calls"
 
     async def test_the_openai_client_gets_what_its_schema_says(self, system: System) -> None:
-        async with _client(system) as client:
-            completion = await client.chat.completions.create(
-                model="demo",
-                messages=[{"role": "user", "content": QUESTION}],
-                temperature=0,
-                max_tokens=200,
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "answer", "schema": _SCHEMA, "strict": True},
-                },
-            )
-        choice = completion.choices[0]
-        assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content or ""), _SCHEMA)
+        await check_schema_answer(system, QUESTION, longest=30, max_tokens=200)
 
     async def test_the_chat_page_shows_the_same_answer(
         self, system: System, http: httpx.AsyncClient

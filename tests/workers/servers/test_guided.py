@@ -10,17 +10,11 @@ import pytest_asyncio
 from registry.served import ServedModel
 from schemas.sampling import Grammar, GrammarKind
 from tests.workers.conformance import request
-from tests.workers.scripted import served_model
 from workers.servers.dialect import ServerStreamError
 from workers.servers.dialects.json_grammars import with_few_blanks
 from workers.servers.guided import Guides
 
 _ANY = Grammar(kind=GrammarKind.JSON_OBJECT)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture

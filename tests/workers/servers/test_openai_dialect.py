@@ -24,8 +24,10 @@ from schemas.errors import ConfigError
 from schemas.frames import FinishReason
 from tests.support.engine.tokenizers_made import metaspace, write_tokenizer
 from tests.workers.conformance import PROMPT, Heard, request
-from tests.workers.scripted import EOS, served_model
-from tests.workers.servers.transcripts import Played, Transcript, playing
+from tests.workers.scripted import EOS
+from tests.workers.servers.stand_ins.checks import attached
+from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.transcripts import Played, Transcript
 from workers.engine_like import EngineFailedError
 from workers.servers.dialect import RefusedByServerError, ServerStreamError
 from workers.servers.dialects.openai import OpenAiDialect
@@ -35,11 +37,6 @@ from workers.servers.server_engine import ServerEngine
 from workers.servers.starting import start_server_engine
 
 _COMPLETIONS, _MODELS = "/v1/completions", "/v1/models"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
 
 
 def _chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -69,15 +66,11 @@ def _transcript(*events: Any, **changes: Any) -> Transcript:
 async def _attached(
     model: ServedModel, transcript: Transcript, path: str = "", **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    async with playing(transcript) as url:
-        settings = EngineConfig(
-            kind=EngineKind.OPENAI, url=url + path, start_timeout_s=5.0, **config
-        )
-        engine = await start_server_engine(model, settings, SystemClock())
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    async with (
+        listening(transcript.play) as url,
+        attached(model, EngineKind.OPENAI, url + path, **config) as engine,
+    ):
+        yield engine
 
 
 # --- how it is started ---

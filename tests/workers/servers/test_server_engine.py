@@ -21,8 +21,8 @@ from schemas.frames import FinishReason
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
-from tests.workers.scripted import served_model
-from tests.workers.servers.random_server import RandomDialect, RandomServer, serving
+from tests.workers.servers.stand_ins.checks import attached, check_cancel
+from tests.workers.servers.stand_ins.random_server import RandomDialect, RandomServer, serving
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.kinds import DIALECTS
 from workers.servers.server_engine import ServerEngine
@@ -45,11 +45,6 @@ _REGEX = Grammar(
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _random_kind() -> object:
     with pytest.MonkeyPatch.context() as patch:
@@ -59,13 +54,8 @@ def _random_kind() -> object:
 
 @asynccontextmanager
 async def _engine(model: ServedModel, server: RandomServer) -> AsyncIterator[ServerEngine]:
-    async with serving(server) as url:
-        config = EngineConfig(kind=EngineKind.VLLM, url=url, start_timeout_s=5.0)
-        engine = await start_server_engine(model, config, SystemClock())
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    async with serving(server) as url, attached(model, EngineKind.VLLM, url) as engine:
+        yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -150,11 +140,7 @@ async def test_a_server_without_figures_lives_as_long_as_it_is_healthy(
 async def test_a_cancel_closes_the_connection(model: ServedModel) -> None:
     server = RandomServer(model.vocab_size, token_s=0.02)
     async with _engine(model, server) as engine:
-        heard = Heard(engine)
-        engine.add(request("gone", max_tokens=90))
-        await eventually(lambda: len(heard.tokens("gone")) > 2)
-        engine.cancel("gone")
-        await eventually(lambda: server.num_running == 0)
+        await check_cancel(engine, server)
         assert len(server.calls) == 1
 
 

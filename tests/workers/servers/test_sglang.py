@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -17,7 +16,6 @@ import pytest_asyncio
 import yaml
 
 from registry.served import ServedModel
-from runtime.clock import SystemClock
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError
@@ -25,8 +23,15 @@ from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
-from tests.workers.scripted import served_model
-from tests.workers.servers.sglang_server import SglangServer, serving
+from tests.workers.servers.stand_ins.checks import (
+    attached,
+    check_cancel,
+    check_refused,
+    launched,
+    steered_request,
+)
+from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.sglang_server import SglangServer
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import (
     Part,
@@ -37,27 +42,17 @@ from workers.servers.dialect import (
 from workers.servers.dialects.sglang import SglangDialect
 from workers.servers.dialects.sglang_answers import SglangReader
 from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
-
-_ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager
 async def _attached(
     model: ServedModel, server: SglangServer, **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    async with serving(server) as url:
-        settings = EngineConfig(kind=EngineKind.SGLANG, url=url, start_timeout_s=5.0, **config)
-        engine = await start_server_engine(model, settings, SystemClock())
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    async with (
+        listening(server.handle) as url,
+        attached(model, EngineKind.SGLANG, url, **config) as engine,
+    ):
+        yield engine
 
 
 def _server(model: ServedModel, **changes: Any) -> SglangServer:
@@ -149,12 +144,7 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
 async def test_it_is_started_on_a_port_with_a_key(model: ServedModel, tmp_path: Path) -> None:
     """By a program that listens there and wants the key, as SGLang does."""
     program = tmp_path / "sglang"
-    module = "tests.workers.servers.sglang_server"
-    program.write_text(f'#!/bin/sh\ncd {_ROOT} && exec {sys.executable} -m {module} "$@"\n')
-    program.chmod(0o755)
-    config = EngineConfig(kind=EngineKind.SGLANG, command=str(program), start_timeout_s=30.0)
-    engine = await start_server_engine(model, config, SystemClock())
-    try:
+    async with launched(model, EngineKind.SGLANG, program, "sglang_server") as engine:
         heard = Heard(engine)
         engine.add(request("r"))
         await heard.ended("r")
@@ -162,8 +152,6 @@ async def test_it_is_started_on_a_port_with_a_key(model: ServedModel, tmp_path: 
         url = f"{engine._client.url}/server_info"
         async with aiohttp.ClientSession() as others, others.get(url) as answer:
             assert answer.status == 401
-    finally:
-        await engine.close()
 
 
 # --- what it says of itself ---
@@ -225,10 +213,7 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
     server = _server(model)
     async with _attached(model, server) as engine:
         heard = Heard(engine)
-        asked = request(
-            "r", max_tokens=4, min_tokens=2, stop_token_ids=(5,), logit_bias={7: 1.5}, top_k=3
-        )
-        engine.add(msgspec.structs.replace(asked, eos_token_ids=(1,), cache_salt="s", priority=5))
+        engine.add(steered_request())
         await heard.ended("r")
         end = heard.end("r")
         assert end is not None
@@ -265,12 +250,8 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
 async def test_a_cancel_is_told_to_the_server(model: ServedModel) -> None:
     server = _server(model, token_s=0.02)
     async with _attached(model, server) as engine:
-        heard = Heard(engine)
-        engine.add(request("gone", max_tokens=90))
-        await eventually(lambda: len(heard.tokens("gone")) > 2)
-        engine.cancel("gone")
+        await check_cancel(engine, server)
         await eventually(lambda: server.aborted == [server.calls[-1]["rid"]])
-        await eventually(lambda: server.num_running == 0)
 
 
 async def test_log_probabilities_of_the_completion_and_the_prompt(model: ServedModel) -> None:
@@ -292,14 +273,8 @@ async def test_log_probabilities_of_the_completion_and_the_prompt(model: ServedM
 
 async def test_what_the_server_refuses_is_the_callers_mistake(model: ServedModel) -> None:
     async with _attached(model, _server(model)) as engine:
-        heard = Heard(engine)
-        engine.add(request("bad", repetition_penalty=3.0))
-        await heard.ended("bad")
-        end = heard.end("bad")
-        assert end is not None
-        assert end.error is not None
-        assert end.error[0] == "invalid_parameter"
-        assert "repetition_penalty must be in" in end.error[1]
+        bad = request("bad", repetition_penalty=3.0)
+        await check_refused(engine, bad, "invalid_parameter", "repetition_penalty must be in")
 
 
 async def test_a_grammar_goes_on_behind_what_was_delivered(model: ServedModel) -> None:

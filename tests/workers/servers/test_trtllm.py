@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,23 +13,27 @@ import pytest_asyncio
 import yaml
 
 from registry.served import ServedModel
-from runtime.clock import SystemClock
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError
 from schemas.frames import FinishReason
-from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
-from tests.workers.scripted import EOS, served_model
-from tests.workers.servers.trtllm_server import TrtllmServer, serving
+from tests.workers.scripted import EOS
+from tests.workers.servers.stand_ins.checks import (
+    END_AT,
+    attached,
+    check_cancel,
+    check_end,
+    launched,
+)
+from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.trtllm_server import TrtllmServer
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
 from workers.servers.dialects.openai_answers import TokenIdsReader
 from workers.servers.dialects.trtllm import TrtllmDialect
 from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
-_ROOT = Path(__file__).resolve().parents[3]
 # As its documentation shows it.
 _STEP = {
     "gpuMemUsage": 76665782272,
@@ -41,22 +44,15 @@ _STEP = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
-
-
 @asynccontextmanager
 async def _attached(
     model: ServedModel, server: TrtllmServer, **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    async with serving(server) as url:
-        settings = EngineConfig(kind=EngineKind.TRTLLM, url=url, start_timeout_s=5.0, **config)
-        engine = await start_server_engine(model, settings, SystemClock())
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    async with (
+        listening(server.handle) as url,
+        attached(model, EngineKind.TRTLLM, url, **config) as engine,
+    ):
+        yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -138,19 +134,12 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
 
 async def test_it_is_started_on_a_port(model: ServedModel, tmp_path: Path) -> None:
     program = tmp_path / "trtllm-serve"
-    module = "tests.workers.servers.trtllm_server"
-    program.write_text(f'#!/bin/sh\ncd {_ROOT} && exec {sys.executable} -m {module} "$@"\n')
-    program.chmod(0o755)
-    config = EngineConfig(kind=EngineKind.TRTLLM, command=str(program), start_timeout_s=30.0)
-    engine = await start_server_engine(model, config, SystemClock())
-    try:
+    async with launched(model, EngineKind.TRTLLM, program, "trtllm_server") as engine:
         assert engine.stats.max_num_sequences == 64
         heard = Heard(engine)
         engine.add(request("r"))
         await heard.ended("r")
         assert len(heard.tokens("r")) == 12
-    finally:
-        await engine.close()
 
 
 # --- what it says of itself ---
@@ -243,25 +232,14 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
 
 
 async def test_an_end_of_the_sequence_is_its_last_token(model: ServedModel) -> None:
-    async with _attached(model, TrtllmServer(model.tokenizer, end_at=5)) as engine:
-        heard = Heard(engine)
-        engine.add(msgspec.structs.replace(request("r"), eos_token_ids=(EOS,)))
-        await heard.ended("r")
-    end = heard.end("r")
-    assert end is not None
-    assert end.finish_reason is FinishReason.STOP
-    assert len(heard.tokens("r")) == 6
-    assert heard.tokens("r")[-1] == EOS
+    async with _attached(model, TrtllmServer(model.tokenizer, end_at=END_AT)) as engine:
+        await check_end(engine)
 
 
 async def test_a_cancel_ends_the_connection(model: ServedModel) -> None:
     server = TrtllmServer(model.tokenizer, token_s=0.02)
     async with _attached(model, server) as engine:
-        heard = Heard(engine)
-        engine.add(request("gone", max_tokens=90))
-        await eventually(lambda: len(heard.tokens("gone")) > 2)
-        engine.cancel("gone")
-        await eventually(lambda: server.num_running == 0)
+        await check_cancel(engine, server)
 
 
 async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:

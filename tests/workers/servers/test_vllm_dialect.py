@@ -14,15 +14,15 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from registry.served import ServedModel
-from runtime.clock import SystemClock
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, MillraceError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from tests.workers.conformance import PROMPT, Heard, request
-from tests.workers.scripted import served_model
-from tests.workers.servers.transcripts import Played, Transcript, playing
+from tests.workers.servers.stand_ins.checks import attached, check_refused, steered_request
+from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.transcripts import Played, Transcript
 from workers.engine.grammar.library import start
 from workers.engine_like import EngineFailedError
 from workers.servers.dialect import (
@@ -34,7 +34,6 @@ from workers.servers.dialect import (
 from workers.servers.dialects.vllm import VllmDialect
 from workers.servers.dialects.vllm_answers import VllmReader
 from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 _GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 # What there is nothing to add to.
@@ -50,11 +49,6 @@ vllm:iteration_tokens_total_sum{engine="0",model_name="tiny"} 900.0
 vllm:cache_config_info{_block_size_resolved="True",block_size="128",engine="0",\
 num_cpu_blocks="None",num_gpu_blocks="512",num_gpu_blocks_override="None"} 1.0
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return served_model(tmp_path_factory.mktemp("model"))
 
 
 def _dialect(model: ServedModel, **config: Any) -> VllmDialect:
@@ -105,13 +99,11 @@ _EVENTS = [_event([30]), _event([31, 32]), _event([33], "length"), _USAGE]
 async def _attached(
     model: ServedModel, transcript: Transcript, **config: Any
 ) -> AsyncIterator[ServerEngine]:
-    async with playing(transcript) as url:
-        settings = EngineConfig(kind=EngineKind.VLLM, url=url, start_timeout_s=5.0, **config)
-        engine = await start_server_engine(model, settings, SystemClock())
-        try:
-            yield engine
-        finally:
-            await engine.close()
+    async with (
+        listening(transcript.play) as url,
+        attached(model, EngineKind.VLLM, url, **config) as engine,
+    ):
+        yield engine
 
 
 # --- how it is started ---
@@ -259,10 +251,7 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
     transcript = _recorded(model)
     async with _attached(model, transcript) as engine:
         heard = Heard(engine)
-        asked = request(
-            "r", max_tokens=4, stop_token_ids=(5,), min_tokens=2, logit_bias={7: 1.5}, top_k=3
-        )
-        engine.add(msgspec.structs.replace(asked, eos_token_ids=(1,), cache_salt="s", priority=5))
+        engine.add(steered_request())
         await heard.ended("r")
         assert heard.tokens("r") == [30, 31, 32, 33]
         end = heard.end("r")
@@ -377,14 +366,8 @@ async def test_a_grammar_that_cannot_be_compiled_never_gets_to_the_server(
 ) -> None:
     transcript = _recorded(model)
     async with _attached(model, transcript) as engine:
-        heard = Heard(engine)
         bad = Grammar(kind=GrammarKind.REGEX, text="(")
-        engine.add(request("bad", grammar=bad))
-        await heard.ended("bad")
-        end = heard.end("bad")
-        assert end is not None
-        assert end.error is not None
-        assert "grammar" in end.error[1]
+        await check_refused(engine, request("bad", grammar=bad), "grammar_invalid", "grammar")
     assert not any(body["stream"] for body in transcript.bodies(_GENERATE))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from schemas.engines import EngineKind
 from schemas.frames import FinishReason
+from tests.workers.servers.stand_ins.listening import listening
 from workers.engine.types import EngineRequest
 from workers.servers.client import ServerClient
 from workers.servers.dialect import (
@@ -98,25 +98,18 @@ class RandomServer:
 @asynccontextmanager
 async def serving(server: RandomServer) -> AsyncIterator[str]:
     """Its URL."""
-    app = web.Application()
-    app.add_routes(
-        [
-            web.get("/health", server.health),
-            web.get("/load", server.load),
-            web.get("/facts", server.facts),
-            web.post("/generate", server.generate),
-        ]
-    )
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
-    finally:
-        with contextlib.suppress(Exception):
-            await runner.cleanup()
+    handlers = {
+        "/health": server.health,
+        "/load": server.load,
+        "/facts": server.facts,
+        "/generate": server.generate,
+    }
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await handlers[request.path](request)
+
+    async with listening(handle) as url:
+        yield url
 
 
 class RandomDialect(Dialect):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import environ
@@ -21,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from registry.tokenizers.tokenizer import Tokenizer
+from tests.workers.servers.stand_ins.listening import listening
 
 
 @dataclass
@@ -147,26 +147,11 @@ def _data(event: Any) -> bytes:
     return b"data:" + msgspec.json.encode(event) + b"\n\n"
 
 
-@asynccontextmanager
-async def serving(server: TgiServer, port: int = 0) -> AsyncIterator[str]:
-    """Its URL."""
-    app = web.Application()
-    app.add_routes([web.route("*", "/{path:.*}", server.handle)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()
-
-
 async def _run(arguments: Sequence[str]) -> None:
     options = dict(pairwise(arguments))
     tokenizer = Tokenizer.load(Path(options["--model-id"]))
     server = TgiServer(tokenizer, api_key=environ["API_KEY"])
-    async with serving(server, int(options["--port"])):
+    async with listening(server.handle, int(options["--port"])):
         await asyncio.Event().wait()
 
 

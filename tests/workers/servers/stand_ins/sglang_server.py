@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from aiohttp import web
 
 from registry.tokenizers.tokenizer import Tokenizer
+from tests.workers.servers.stand_ins.listening import listening
 
 
 @dataclass
@@ -171,27 +171,12 @@ def _draw(
     return source.choice(choices)
 
 
-@asynccontextmanager
-async def serving(server: SglangServer, port: int = 0) -> AsyncIterator[str]:
-    """Its URL."""
-    app = web.Application()
-    app.add_routes([web.route("*", "/{path:.*}", server.handle)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()
-
-
 async def _run(arguments: Sequence[str]) -> None:
     options = dict(pairwise(arguments))
     tokenizer = Tokenizer.load(Path(options["--model-path"]))
     settings = yaml.safe_load(Path(options["--config"]).read_text())
     server = SglangServer(tokenizer, tokenizer.vocab_size, api_key=settings["api-key"])
-    async with serving(server, int(options["--port"])):
+    async with listening(server.handle, int(options["--port"])):
         await asyncio.Event().wait()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,18 +57,3 @@ class Transcript:
             assert request.transport is not None
             request.transport.abort()
         return response
-
-
-@asynccontextmanager
-async def playing(transcript: Transcript) -> AsyncIterator[str]:
-    """The URL of a server that plays it."""
-    app = web.Application()
-    app.add_routes([web.route("*", "/{path:.*}", transcript.play)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        host, port = runner.addresses[0][:2]
-        yield f"http://{host}:{port}"
-    finally:
-        await runner.cleanup()

@@ -1,0 +1,104 @@
+"""Engines on servers that stand in for real ones, and what is asked of each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from registry.served import ServedModel
+from runtime.clock import SystemClock
+from schemas.config import EngineConfig
+from schemas.engines import EngineKind
+from schemas.frames import FinishReason
+from tests.support.repository import ROOT
+from tests.support.waiting import eventually
+from tests.workers.conformance import Heard, request
+from tests.workers.scripted import EOS
+from workers.engine.types import EngineRequest
+from workers.servers.server_engine import ServerEngine
+from workers.servers.starting import start_server_engine
+
+# A stand-in that ends by itself makes so many tokens first.
+END_AT = 5
+
+
+class Busy(Protocol):
+    """A stand-in that says how many requests it has."""
+
+    num_running: int
+
+
+@asynccontextmanager
+async def attached(
+    model: ServedModel, kind: EngineKind, url: str, **config: Any
+) -> AsyncIterator[ServerEngine]:
+    """An engine of this kind, by the server at ``url``."""
+    settings = EngineConfig(kind=kind, url=url, start_timeout_s=5.0, **config)
+    engine = await start_server_engine(model, settings, SystemClock())
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def launched(
+    model: ServedModel, kind: EngineKind, program: Path, stand_in: str
+) -> AsyncIterator[ServerEngine]:
+    """An engine of this kind that starts a module beside this one as its server, by the name of
+    ``program``."""
+    module = f"{__package__}.{stand_in}"
+    program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m {module} "$@"\n')
+    program.chmod(0o755)
+    config = EngineConfig(kind=kind, command=str(program), start_timeout_s=30.0)
+    engine = await start_server_engine(model, config, SystemClock())
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def steered_request() -> EngineRequest:
+    """One of four tokens with much of what a request may say."""
+    asked = request(
+        "r", max_tokens=4, min_tokens=2, stop_token_ids=(5,), logit_bias={7: 1.5}, top_k=3
+    )
+    return msgspec.structs.replace(asked, eos_token_ids=(1,), cache_salt="s", priority=5)
+
+
+async def check_cancel(engine: ServerEngine, server: Busy) -> None:
+    """A cancel frees the slot at the server, which is given time for each of its tokens."""
+    heard = Heard(engine)
+    engine.add(request("gone", max_tokens=90))
+    await eventually(lambda: len(heard.tokens("gone")) > 2)
+    engine.cancel("gone")
+    await eventually(lambda: server.num_running == 0)
+
+
+async def check_end(engine: ServerEngine) -> None:
+    """The end of a sequence is its last token, of a stand-in that ends at ``END_AT``."""
+    heard = Heard(engine)
+    engine.add(msgspec.structs.replace(request("r"), eos_token_ids=(EOS,)))
+    await heard.ended("r")
+    end = heard.end("r")
+    assert end is not None
+    assert end.finish_reason is FinishReason.STOP
+    assert len(heard.tokens("r")) == END_AT + 1
+    assert heard.tokens("r")[-1] == EOS
+
+
+async def check_refused(engine: ServerEngine, asked: EngineRequest, code: str, says: str) -> None:
+    """The request fails by the caller's own mistake."""
+    heard = Heard(engine)
+    engine.add(asked)
+    await heard.ended(asked.request_id)
+    end = heard.end(asked.request_id)
+    assert end is not None
+    assert end.error is not None
+    assert end.error[0] == code
+    assert says in end.error[1]
