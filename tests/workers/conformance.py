@@ -58,6 +58,7 @@ class Heard:
         self.stats: list[EngineStats] = []
         self.times: list[DeviceTime] = []
         self.prefixes: list[PrefixChanges] = []
+        self._news = asyncio.Event()
         engine.on_outputs = self._note
         engine.on_device_times = self.times.extend
         engine.on_prefixes = self.prefixes.append
@@ -65,6 +66,7 @@ class Heard:
     def _note(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self.outputs += outputs
         self.stats.append(stats)
+        self._news.set()
 
     def of(self, request_id: str) -> list[EngineOutput]:
         """What was made of a request, in order."""
@@ -80,6 +82,13 @@ class Heard:
         assert len(ends) <= 1
         assert not ends or self.of(request_id)[-1] is ends[0]
         return ends[0] if ends else None
+
+    async def came(self, request_id: str, num_tokens: int) -> None:
+        """Returns at once when there are so many tokens of it, before a quick engine ends it."""
+        async with asyncio.timeout(_WITHIN_S):
+            while len(self.tokens(request_id)) < num_tokens:
+                self._news.clear()
+                await self._news.wait()
 
     async def ended(self, *request_ids: str) -> None:
         """Returns when all of them are over."""
@@ -211,7 +220,7 @@ class EngineConformance:
         engine.add(request("gone", max_tokens=_LONG_TOKENS, ignore_eos=self._can("ignore_eos")))
         engine.add(request("at once", max_tokens=_LONG_TOKENS))
         engine.cancel("at once")
-        await eventually(lambda: len(heard.tokens("gone")) >= 2, timeout_s=_WITHIN_S)
+        await heard.came("gone", 2)
         engine.cancel("gone")
         num_outputs = len(heard.of("gone"))
         await eventually(lambda: sum(time.over for time in heard.times) == 2, timeout_s=_WITHIN_S)
