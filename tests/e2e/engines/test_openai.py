@@ -88,7 +88,9 @@ class TestOpenAi(EngineAnswerChecks):
         }
         answer = await http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400
-        assert "openai engine of this model cannot honour grammar" in answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "grammar"
+        assert error["message"].startswith("The openai engine of this model")
 
     async def test_streams_go_on_behind_their_text_when_the_server_was_killed(
         self, server: _Server, system: System, http: httpx.AsyncClient
