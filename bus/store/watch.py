@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 # and fro at it.
 _ENOUGH = 1.25
 _DIRECT_SHARE = 0.5
+# A stream is given up when it cannot be written. Where its disk is seen to have room, the server is
+# asked this seldom whether that happened.
+_ASK_EVERY_S = 5.0
 # Whoever connects to the bus sets the queue up as it is in good times.
 _ASSERT_EVERY_S = 5.0
 _MIB = 1024 * 1024
@@ -77,6 +81,7 @@ class StoreWatch:
         self._folders = folders_of(config)
         self._short: set[str] = set()
         self._closed_s: float | None = None
+        self._asked_s = float("-inf")
         self._told: dict[str, str] = {}
         self._tasks = Tasks()
         self.free: dict[str, int] = {}
@@ -84,14 +89,16 @@ class StoreWatch:
 
     def start(self) -> None:
         """Look on and on, in a task that ``close`` ends."""
-        self._tasks.repeat(self.look, self._config.check_interval_s, self._clock, "stores")
+        look = partial(self.look, spares_bus=True)
+        self._tasks.repeat(look, self._config.check_interval_s, self._clock, "stores")
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def look(self) -> None:
-        """Look at everything once. Never raises for a store that cannot be seen just now: what was
-        last seen of it stays."""
+    async def look(self, *, spares_bus: bool = False) -> None:
+        """Look at everything once; with ``spares_bus`` at what the bus has given up only now and
+        then while all is well. Never raises for a store that cannot be seen just now: what was last
+        seen of it stays."""
         for store, folder in self._folders.items():
             try:
                 self.free[store] = await asyncio.to_thread(self._read_free_bytes, folder)
@@ -100,7 +107,8 @@ class StoreWatch:
                     "a disk cannot be looked at", extra={"store": store, "why": repr(error)}
                 )
         self._note_short()
-        await self._look_at_bus()
+        if not spares_bus or self._is_bus_due():
+            await self._look_at_bus()
         if self._redis is not None:
             await self._redis.look_for_room()
         self._tell()
@@ -141,9 +149,15 @@ class StoreWatch:
             else:
                 self._short.discard(store)
 
+    def _is_bus_due(self) -> bool:
+        has_room = NATS in self.free and not self.is_short(NATS)
+        is_well = has_room and not self.failed_streams and self._closed_s is None
+        return not is_well or self._clock.monotonic() - self._asked_s >= _ASK_EVERY_S
+
     async def _look_at_bus(self) -> None:
         if self._storage is None:
             return
+        self._asked_s = self._clock.monotonic()
         try:
             self.failed_streams = await self._storage.failed_streams()
             if self._gates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -59,14 +60,15 @@ class StoreRecovery:
 
     def start(self) -> None:
         """Look after the stores in a task, which ``close`` ends."""
-        self._tasks.repeat(self.check, self._interval_s, self._clock, "store recovery")
+        check = partial(self.check, spares_bus=True)
+        self._tasks.repeat(check, self._interval_s, self._clock, "store recovery")
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def check(self) -> None:
-        """Look at the stores once, and restart NATS where that helps."""
-        await self._watch.look()
+    async def check(self, *, spares_bus: bool = False) -> None:
+        """Look at the stores once, as ``StoreWatch.look`` does; restart NATS where that helps."""
+        await self._watch.look(spares_bus=spares_bus)
         streams = self._watch.failed_streams
         if not streams or self._watch.is_short(NATS):
             return

@@ -12,6 +12,7 @@ from runtime.metrics_server import render
 from schemas.config import StorageConfig
 from schemas.errors import StoreFullError
 from tests.support.manual_clock import ManualClock
+from tests.support.waiting import eventually
 
 _MIB = 1024 * 1024
 _CONFIG = StorageConfig(nats_dir="nats", clickhouse_dir="rows", min_free_bytes=100 * _MIB)
@@ -77,6 +78,45 @@ async def test_streams_that_were_given_up_are_named_while_the_bus_is_away_too() 
     broker.start()
     await watch.look()
     watch.check()
+
+
+class CountingStorage:
+    """A store of the bus that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.failed: dict[str, str] = {}
+
+    async def failed_streams(self) -> dict[str, str]:
+        self.num_asked += 1
+        return self.failed
+
+    async def admit_jobs(self, *, admit: bool) -> None:
+        raise AssertionError("nothing is closed here")
+
+
+async def test_the_bus_is_asked_seldom_while_its_disk_has_room() -> None:
+    clock, disks, storage = ManualClock(), Disks(nats=500, rows=500), CountingStorage()
+    watch = StoreWatch(_CONFIG, clock, storage, read_free_bytes=disks.read)
+    watch.start()
+    await eventually(lambda: storage.num_asked == 1)
+
+    async def asked_in(seconds: int) -> int:
+        before = storage.num_asked
+        for _ in range(seconds):
+            await eventually(lambda: clock.num_sleepers == 1)
+            await clock.advance(1.0)
+        await eventually(lambda: clock.num_sleepers == 1)
+        return storage.num_asked - before
+
+    assert await asked_in(60) == 12
+    disks.free_mib["nats"] = 99
+    assert await asked_in(10) >= 9, "while there is no room"
+    disks.free_mib["nats"] = 500
+    storage.failed = {"JOBS": "no space left on device"}
+    assert await asked_in(6) >= 1
+    assert await asked_in(10) == 10, "while something is given up"
+    await watch.close()
 
 
 async def test_the_queue_is_closed_to_all_while_hardly_any_room_is_left() -> None:
