@@ -30,3 +30,8 @@ def server_process(system: System, program: str, worker: str = "worker-1") -> ps
         if not is_guardian and any(program in part for part in command):
             return child
     raise LookupError(f"no process of {program} runs under {worker}")
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended, though nobody may have asked how."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

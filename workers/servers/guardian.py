@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     """Run until the command or the worker ends."""
     fd = int(arguments[0])
     os.set_inheritable(fd, False)
-    # The worker decides when the server ends; a signal for the whole terminal is for the worker.
+    # The worker decides when the server ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     process = subprocess.Popen(  # noqa: S603  (the worker's own command)

@@ -79,6 +79,8 @@ class ServerProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_environment() | command.environment,
+                # Who kills the worker's whole group must not kill what watches the server with it.
+                start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"{command.arguments[0]} cannot be run: {error}.") from error

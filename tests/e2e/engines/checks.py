@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import httpx
 import openai
-import psutil
 import pytest
 from playwright.async_api import expect
 
@@ -22,7 +21,7 @@ from tests.e2e.clients import Answer, ask_sse, ask_websocket
 from tests.e2e.schema_answers import check_schema_answer
 from tests.gateway.page.windows import ask, ready
 from tests.support.chromium import chromium
-from tests.support.engine_servers import server_process
+from tests.support.engine_servers import runs, server_process
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -177,7 +176,7 @@ class EngineSystemChecks(EngineAnswerChecks):
         server = server_process(system, self.program)
         family = [server, *server.children(recursive=True)]
         system.kill("worker-1")
-        await eventually(lambda: not any(_runs(one) for one in family), timeout_s=15.0)
+        await eventually(lambda: not any(runs(one) for one in family), timeout_s=15.0)
         log = system.data / "logs" / "worker-1.log"
         num_serving = log.read_text().count('"serving"')
         await eventually(lambda: log.read_text().count('"serving"') > num_serving, timeout_s=240.0)
@@ -200,10 +199,6 @@ class EngineSystemChecks(EngineAnswerChecks):
 
 def _num_replaced(log: str) -> int:
     return log.count("a new engine runs")
-
-
-def _runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _client(system: System) -> openai.AsyncOpenAI:

@@ -1,0 +1,62 @@
+"""However a worker ends, nothing of the server that it started is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.engine_servers import runs
+from tests.support.waiting import eventually
+from workers.servers.dialect import Command
+from workers.servers.server_process import ServerProcess
+
+# A server whose own child cares for nothing, as the processes of an engine core do.
+_SERVER = """
+trap '' TERM
+sh -c 'trap "" TERM; echo $$ >"$0/child"; while :; do sleep 1; done' "$1" &
+echo $$ >"$1/server"
+wait
+"""
+
+
+async def _serve(folder: Path) -> None:
+    process = ServerProcess.prepare()
+    await process.start(Command(("/bin/sh", "-c", _SERVER, "server", str(folder)), {}))
+    await process.wait()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One that leads a group of its own, as ``millrace up`` starts it."""
+    command = [sys.executable, "-m", __name__, str(tmp_path)]
+    started = subprocess.Popen(command, start_new_session=True)
+    yield started
+    started.kill()
+    started.wait()
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the worker", "its group"])
+async def test_nothing_is_left_of_it(
+    worker: subprocess.Popen[bytes], tmp_path: Path, kill: Callable[[int, int], None]
+) -> None:
+    files = [tmp_path / "server", tmp_path / "child"]
+    await eventually(lambda: all(file.exists() and file.read_text() for file in files))
+    family = [psutil.Process(int(file.read_text())) for file in files]
+    kill(worker.pid, signal.SIGKILL)
+    try:
+        await eventually(lambda: not any(runs(one) for one in family), timeout_s=20.0)
+    finally:
+        for one in filter(runs, family):
+            one.kill()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1])))
