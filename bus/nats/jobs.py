@@ -196,7 +196,7 @@ class NatsJobQueue:
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         tenant_queues: dict[TenantQueue, int] = {}
-        num_misfits = num_found = 0
+        num_misfits = 0
         for pattern in subjects.ALL_JOBS:
             found, num_stored = await jetstream.subjects_in(
                 self._connection, subjects.JOBS_STREAM, pattern
@@ -206,8 +206,7 @@ class NatsJobQueue:
                     tenant_queues[subjects.tenant_queue_of(subject)] = count
                 except ValueError:
                     num_misfits += await self._refuse_misfits(subject, _MAX_MISFITS - num_misfits)
-            num_found += sum(found.values())
-            if num_found >= num_stored:
+            if not num_stored:
                 break
         return tenant_queues
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import nats
@@ -12,7 +13,7 @@ from nats.aio.client import Client
 from bus import subjects
 from bus.api import Bus
 from bus.job_queue import TenantQueue
-from bus.nats import connect, topology
+from bus.nats import connect, jetstream, topology
 from schemas.config import NatsConfig
 from schemas.jobs import Job
 from tests.support.nats.streams import delete_streams
@@ -94,6 +95,28 @@ async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
     assert len(await bus.jobs.pull(TENANT_QUEUE, 1, 1.0)) == 1
     expected = {subjects.jobs_consumer(tenant_queue), subjects.jobs_consumer(TENANT_QUEUE)}
     assert set(await api.consumers()) == expected
+    await bus.close()
+
+
+async def test_jobs_that_leave_while_they_are_counted_hide_no_others(
+    api: Api, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await connect(NatsConfig(url=nats_server.url), "counting")
+    anybody = TenantQueue("demo", JOB.tier, None)
+    payload = msgspec.msgpack.encode(JOB)
+    for _ in range(2):
+        await api.client.jetstream().publish(subjects.job(anybody), payload)
+    reserved = TENANT_QUEUE._replace(reserved=True)
+    await api.client.jetstream().publish(subjects.job(reserved), payload)
+    count = jetstream.subjects_in
+
+    async def count_and_drop(*arguments: Any) -> tuple[dict[str, int], int]:
+        found = await count(*arguments)
+        await api.call("STREAM.PURGE.JOBS", {"filter": subjects.job(anybody)})
+        return found
+
+    monkeypatch.setattr(jetstream, "subjects_in", count_and_drop)
+    assert await bus.jobs.tenant_queues() == {anybody: 2, reserved: 1}
     await bus.close()
 
 
