@@ -1,5 +1,6 @@
-"""``python guardian.py FD COMMAND …``: runs a command, and ends it with all that it
-started as soon as the pipe ``FD`` is closed, which it is when the worker dies, however it dies.
+"""``python guardian.py FD FOLDER COMMAND …``: runs a command, and ends it with all that it started
+as soon as the pipe ``FD`` is closed, which it is when the worker dies, however it dies; and removes
+``FOLDER``, which nobody else would then.
 
 Exits as the command does. It imports nothing of ours, since the command's packages are its own.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +22,13 @@ _ENDS_WITHIN_S = 5.0
 
 def main(arguments: list[str]) -> int:
     """Run until the command or the worker ends."""
-    fd = int(arguments[0])
+    fd, folder = int(arguments[0]), arguments[1]
     os.set_inheritable(fd, False)
     # The worker decides when the server ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     process = subprocess.Popen(  # noqa: S603  (the worker's own command)
-        arguments[1:],
+        arguments[2:],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=_die_with_parent,
@@ -39,6 +41,8 @@ def main(arguments: list[str]) -> int:
     # What it started itself may have outlived it.
     _signal_group(process.pid, signal.SIGKILL)
     code = process.wait()
+    if fd in ready:
+        shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

@@ -71,7 +71,7 @@ class ServerProcess:
         reading, self._lifeline = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", str(_GUARDIAN), str(reading)),
+                *(sys.executable, "-I", str(_GUARDIAN), str(reading), str(self.folder)),
                 *command.arguments,
                 pass_fds=(reading,),
                 cwd=self.folder,

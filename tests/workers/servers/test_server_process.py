@@ -29,6 +29,7 @@ wait
 
 async def _serve(folder: Path) -> None:
     process = ServerProcess.prepare()
+    (folder / "socket").write_text(str(process.folder))
     await process.start(Command(("/bin/sh", "-c", _SERVER, "server", str(folder)), {}))
     await process.wait()
 
@@ -53,6 +54,8 @@ async def test_nothing_is_left_of_it(
     kill(worker.pid, signal.SIGKILL)
     try:
         await eventually(lambda: not any(runs(one) for one in family), timeout_s=20.0)
+        socket_folder = Path((tmp_path / "socket").read_text())
+        await eventually(lambda: not socket_folder.exists())
     finally:
         for one in filter(runs, family):
             one.kill()
