@@ -101,7 +101,7 @@ class Stack:
             async with asyncio.TaskGroup() as group:
                 records = group.create_task(self._start_records(config))
                 group.create_task(self._start_parts(config))
-        except* StartError as failed:
+        except* (StartError, OSError) as failed:
             raise first_error(failed) from None
         kafka = records.result()
         for model in self.plan.models:
