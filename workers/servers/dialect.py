@@ -12,7 +12,7 @@ import msgspec
 from registry.served import ServedModel
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
-from schemas.errors import MillraceError
+from schemas.errors import MillraceError, ParameterError
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.sampling import Grammar, GrammarKind
 from workers.engine.types import EngineRequest
@@ -159,19 +159,32 @@ class Dialect(ABC):
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         """What is sent to continue ``request``, of which ``token_ids`` were made (those delivered
         before and since). The grammar is that of a completion that begins, or None. Prompts of one
-        ``cache_salt`` share nothing with those of others in the server's prefix cache. Raises
-        ParameterError for what the server cannot do."""
+        ``cache_salt`` share nothing with those of others in the server's prefix cache, where the
+        server can be told so. Raises ParameterError for what the server cannot do."""
 
-    @abstractmethod
     def call_one_of(
-        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+        self,
+        request: EngineRequest,  # noqa: ARG002
+        token_ids: Sequence[int],  # noqa: ARG002
+        allowed: Sequence[int],  # noqa: ARG002
     ) -> Call:
         """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
-        others."""
+        others. Raises ParameterError of a server that takes no grammars, as cannot be held to
+        tokens."""
+        raise ParameterError("grammar", f"The {self.kind} engine cannot be held to tokens.")
 
-    @abstractmethod
-    def biased(self, call: Call, bias: dict[int, float]) -> Call:
-        """The same call with these added to the logits, too."""
+    def biased(self, call: Call, bias: dict[int, float]) -> Call:  # noqa: ARG002
+        """The same call with these added to the logits, too. Raises ParameterError of a server that
+        has no biases."""
+        raise ParameterError("logit_bias", f"The {self.kind} engine has no biases of logits.")
+
+    def num_new_tokens(self, request: EngineRequest, num_made: int) -> int:
+        """How many more to ask for, of which ``num_made`` are there: as many as the request or the
+        model's window allows, and one at least."""
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
+        return max(1, max_tokens - num_made)
 
     def call_whole(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from schemas.sampling import Grammar, GrammarKind
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import (
-    attached,
+    attached_to,
     check_cancel,
     check_refused,
     launched,
     steered_request,
 )
-from tests.workers.servers.stand_ins.listening import listening
 from tests.workers.servers.stand_ins.sglang_server import SglangServer
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import (
@@ -41,18 +40,8 @@ from workers.servers.dialect import (
 )
 from workers.servers.dialects.sglang import SglangDialect
 from workers.servers.dialects.sglang_answers import SglangReader
-from workers.servers.server_engine import ServerEngine
 
-
-@asynccontextmanager
-async def _attached(
-    model: ServedModel, server: SglangServer, **config: Any
-) -> AsyncIterator[ServerEngine]:
-    async with (
-        listening(server.handle) as url,
-        attached(model, EngineKind.SGLANG, url, **config) as engine,
-    ):
-        yield engine
+_attached = partial(attached_to, EngineKind.SGLANG)
 
 
 def _server(model: ServedModel, **changes: Any) -> SglangServer:

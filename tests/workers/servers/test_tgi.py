@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,18 @@ from schemas.errors import ConfigError, MillraceError
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import (
     END_AT,
-    attached,
+    attached_to,
     check_cancel,
     check_end,
     launched,
 )
-from tests.workers.servers.stand_ins.listening import listening
 from tests.workers.servers.stand_ins.tgi_server import TgiServer
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import RefusedByServerError, ServerAddress, ServerStreamError
 from workers.servers.dialects.tgi import TgiDialect
 from workers.servers.dialects.tgi_answers import TgiReader
-from workers.servers.server_engine import ServerEngine
 
-
-@asynccontextmanager
-async def _attached(
-    model: ServedModel, server: TgiServer, **config: Any
-) -> AsyncIterator[ServerEngine]:
-    async with (
-        listening(server.handle) as url,
-        attached(model, EngineKind.TGI, url, **config) as engine,
-    ):
-        yield engine
+_attached = partial(attached_to, EngineKind.TGI)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

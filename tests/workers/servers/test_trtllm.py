@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,16 @@ from tests.workers.conformance import PROMPT, EngineConformance, Heard, request,
 from tests.workers.scripted import EOS
 from tests.workers.servers.stand_ins.checks import (
     END_AT,
-    attached,
+    attached_to,
     check_cancel,
     check_end,
     launched,
 )
-from tests.workers.servers.stand_ins.listening import listening
 from tests.workers.servers.stand_ins.trtllm_server import TrtllmServer
 from workers.engine_like import EngineFailedError, EngineLike
 from workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
 from workers.servers.dialects.openai_answers import TokenIdsReader
 from workers.servers.dialects.trtllm import TrtllmDialect
-from workers.servers.server_engine import ServerEngine
 
 # As its documentation shows it.
 _STEP = {
@@ -44,15 +42,7 @@ _STEP = {
 }
 
 
-@asynccontextmanager
-async def _attached(
-    model: ServedModel, server: TrtllmServer, **config: Any
-) -> AsyncIterator[ServerEngine]:
-    async with (
-        listening(server.handle) as url,
-        attached(model, EngineKind.TRTLLM, url, **config) as engine,
-    ):
-        yield engine
+_attached = partial(attached_to, EngineKind.TRTLLM)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

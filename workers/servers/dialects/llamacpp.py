@@ -130,8 +130,7 @@ class LlamaCppDialect(Dialect):
         slot = self._slots.slot_of(request.request_id)
         body = {
             "prompt": [*request.prompt_token_ids, *token_ids],
-            "n_predict": (request.sampling.max_tokens or self.model.context_window_tokens)
-            - len(token_ids),
+            "n_predict": self.num_new_tokens(request, len(token_ids)),
             "stream": True,
             "return_tokens": True,
             "return_progress": True,

@@ -15,7 +15,7 @@ from registry.served import ServedModel
 from registry.tokenizers.incremental import IncrementalTokenizer
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
-from schemas.errors import ConfigError, ParameterError
+from schemas.errors import ConfigError
 from workers.engine.types import EngineRequest
 from workers.servers.client import ServerClient
 from workers.servers.dialect import (
@@ -81,13 +81,10 @@ class OpenAiDialect(Dialect):
 
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         sampling = request.sampling
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
         body: dict[str, Any] = {
             "model": self._name,
             "prompt": prompt_text(self.model.tokenizer, request, token_ids),
-            "max_tokens": max(1, max_tokens - len(token_ids)),
+            "max_tokens": self.num_new_tokens(request, len(token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "presence_penalty": sampling.presence_penalty,
@@ -97,17 +94,8 @@ class OpenAiDialect(Dialect):
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed % _MAX_SEED
-        if sampling.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        add_bias(body, sampling.logit_bias)
         return Call(f"{self._root}/completions", body)
-
-    def call_one_of(
-        self,
-        request: EngineRequest,  # noqa: ARG002
-        token_ids: Sequence[int],  # noqa: ARG002
-        allowed: Sequence[int],  # noqa: ARG002
-    ) -> Call:
-        raise ParameterError("grammar", "What an OpenAI-compatible server may write is its own.")
 
     def biased(self, call: Call, bias: dict[int, float]) -> Call:
         add_bias(call.body, bias)

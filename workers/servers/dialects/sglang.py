@@ -240,10 +240,7 @@ class SglangDialect(Dialect):
     def _sampling(self, request: EngineRequest, num_made: int) -> dict[str, Any]:
         """Every parameter, so that nothing of the server's own defaults counts."""
         sampling = request.sampling
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
-        max_tokens = max(1, max_tokens - num_made)
+        max_tokens = self.num_new_tokens(request, num_made)
         ends = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= dict.fromkeys(request.eos_token_ids)
@@ -264,8 +261,7 @@ class SglangDialect(Dialect):
         }
         if sampling.seed is not None:
             said["sampling_seed"] = sampling.seed
-        if sampling.logit_bias:
-            said["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        add_bias(said, sampling.logit_bias)
         if sampling.grammar is not None:
             said |= self._grammar(sampling.grammar)
         return said

@@ -15,7 +15,7 @@ from typing import Any
 from registry.served import ServedModel
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
-from schemas.errors import ConfigError, ParameterError
+from schemas.errors import ConfigError
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
@@ -156,11 +156,8 @@ class TgiDialect(Dialect):
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         """Behind the last whole character: what there is of the next one the server makes anew."""
         sampling, whole = request.sampling, token_ids[: self._num_whole(request, token_ids)]
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
         parameters: dict[str, Any] = {
-            "max_new_tokens": max(1, max_tokens - len(whole)),
+            "max_new_tokens": self.num_new_tokens(request, len(whole)),
             "do_sample": sampling.temperature > 0,
             "repetition_penalty": sampling.repetition_penalty,
             "details": True,
@@ -175,17 +172,6 @@ class TgiDialect(Dialect):
                 parameters["seed"] = sampling.seed
         text = prompt_text(self.model.tokenizer, request, whole)
         return Call(_GENERATE, {"inputs": text, "parameters": parameters})
-
-    def call_one_of(
-        self,
-        request: EngineRequest,  # noqa: ARG002
-        token_ids: Sequence[int],  # noqa: ARG002
-        allowed: Sequence[int],  # noqa: ARG002
-    ) -> Call:
-        raise ParameterError("grammar", "TGI cannot be held to some of its tokens.")
-
-    def biased(self, call: Call, bias: dict[int, float]) -> Call:  # noqa: ARG002
-        raise ParameterError("logit_bias", "TGI has no biases of logits.")
 
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
         return TgiReader(token_ids[self._num_whole(request, token_ids) :])

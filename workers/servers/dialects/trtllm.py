@@ -15,7 +15,7 @@ import msgspec
 from registry.served import ServedModel
 from schemas.config import EngineConfig
 from schemas.engines import EngineKind
-from schemas.errors import ConfigError, ParameterError
+from schemas.errors import ConfigError
 from workers.engine.types import EngineRequest
 from workers.engine_like import EngineFailedError
 from workers.servers.client import ServerClient
@@ -134,16 +134,13 @@ class TrtllmDialect(Dialect):
 
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
         sampling = request.sampling
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
         ends = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= dict.fromkeys(request.eos_token_ids)
         body: dict[str, Any] = {
             "model": self._name,
             "prompt": [*request.prompt_token_ids, *token_ids],
-            "max_tokens": max(1, max_tokens - len(token_ids)),
+            "max_tokens": self.num_new_tokens(request, len(token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -158,17 +155,8 @@ class TrtllmDialect(Dialect):
         }
         if sampling.seed is not None:
             body["seed"] = sampling.seed % _MAX_SEED
-        if sampling.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        add_bias(body, sampling.logit_bias)
         return Call(_COMPLETIONS, body)
-
-    def call_one_of(
-        self,
-        request: EngineRequest,  # noqa: ARG002
-        token_ids: Sequence[int],  # noqa: ARG002
-        allowed: Sequence[int],  # noqa: ARG002
-    ) -> Call:
-        raise ParameterError("grammar", "TensorRT-LLM cannot be held to some of its tokens.")
 
     def biased(self, call: Call, bias: dict[int, float]) -> Call:
         add_bias(call.body, bias)

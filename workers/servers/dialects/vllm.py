@@ -192,10 +192,7 @@ class VllmDialect(Dialect):
         """Every parameter, so that nothing of the server's own defaults counts; what ends a
         sequence is named by us, for it may know other tokens that do."""
         sampling = request.sampling
-        max_tokens = sampling.max_tokens
-        if max_tokens is None:
-            max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
-        max_tokens = max(1, max_tokens - num_made)
+        max_tokens = self.num_new_tokens(request, num_made)
         ends = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos or sampling.grammar is not None:
             ends |= dict.fromkeys(request.eos_token_ids)
@@ -215,8 +212,7 @@ class VllmDialect(Dialect):
             "logprobs": sampling.logprobs,
             "bad_words": list(sampling.bad_words),
         }
-        if sampling.logit_bias:
-            said["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        add_bias(said, sampling.logit_bias)
         if sampling.grammar is not None:
             said["structured_outputs"] = self._structured_outputs(sampling.grammar)
         return said

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 import msgspec
 
-from schemas.frames import FinishReason, TokenLogprob
-from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from schemas.frames import TokenLogprob
+from workers.servers.dialect import Part, ServerStreamError
+from workers.servers.dialects.completions_answers import Choice, CompletionsReader
 
-_DONE = b"[DONE]"
 _TOKEN_ID = "token_id:"  # noqa: S105  (how it writes a token as its id)
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class _Logprob(msgspec.Struct):
@@ -29,42 +26,14 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
+class _Choice(Choice):
     logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
 
 
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
-_decoder = msgspec.json.Decoder(_Event)
-
-
-class VllmReader(Reader):
+class VllmReader(CompletionsReader[_Choice]):
     """``num_logprobs`` alternatives were asked for (None: no log-probabilities), and the first
     event has ``num_echoed`` tokens of what was sent before its own, the first
-    ``num_prompt_tokens`` of them with ``num_prompt_logprobs`` alternatives each.
-
-    How many tokens of the prompt were cached is said behind the last token, which is held back for
-    so long.
-    """
+    ``num_prompt_tokens`` of them with ``num_prompt_logprobs`` alternatives each."""
 
     def __init__(
         self,
@@ -74,35 +43,13 @@ class VllmReader(Reader):
         num_prompt_tokens: int = 0,
         num_prompt_logprobs: int = 0,
     ) -> None:
+        super().__init__(_Choice)
         self._num_logprobs = num_logprobs
         self._num_echoed = num_echoed
         self._num_prompt_tokens = num_prompt_tokens
         self._num_prompt_logprobs = num_prompt_logprobs
-        self._last: Part | None = None
 
-    def read(self, event: bytes) -> Part | None:
-        if event == _DONE:
-            last, self._last = self._last, None
-            return last
-        try:
-            said = _decoder.decode(event)
-        except msgspec.MsgspecError as error:
-            raise ServerStreamError(f"vLLM sent what is no event of a stream: {error}") from error
-        if said.error is not None:
-            raise _as_error(said.error)
-        if not said.choices:
-            last, self._last = self._last or Part(), None
-            return last._replace(num_cached_tokens=_cached_of(said.usage))
-        part = self._part(said.choices[0])
-        if part.finish_reason is None:
-            return part
-        self._last = part
-        return Part()
-
-    def _part(self, choice: _Choice) -> Part:
-        reason = choice.finish_reason
-        if reason is not None and reason not in _REASONS:
-            raise ServerStreamError(f"vLLM ended the answer by itself: {reason}.")
+    def part_of(self, choice: _Choice) -> Part:
         prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         if choice.logprobs is not None:
@@ -118,7 +65,6 @@ class VllmReader(Reader):
             token_ids=choice.token_ids or (),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            finish_reason=None if reason is None else _REASONS[reason],
         )
 
 
@@ -155,15 +101,3 @@ def _id_of(token: str) -> int:
     if not token.startswith(_TOKEN_ID):
         raise ServerStreamError("vLLM sent log-probabilities without token ids.")
     return int(token.removeprefix(_TOKEN_ID))
-
-
-def _cached_of(usage: _Usage | None) -> int | None:
-    details = None if usage is None else usage.prompt_tokens_details
-    return None if details is None else details.cached_tokens
-
-
-def _as_error(error: _Error) -> ServerStreamError | RefusedByServerError:
-    code = error.code
-    if isinstance(code, int) and code < HTTPStatus.INTERNAL_SERVER_ERROR:
-        return RefusedByServerError(error.message or "vLLM refuses the request.")
-    return ServerStreamError(f"vLLM failed: {error.message or 'it does not say why'}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from aiohttp import web
 
 from registry.served import ServedModel
 from runtime.clock import SystemClock
@@ -19,12 +20,19 @@ from tests.support.repository import ROOT
 from tests.support.waiting import eventually
 from tests.workers.conformance import Heard, request
 from tests.workers.scripted import EOS
+from tests.workers.servers.stand_ins.listening import listening
 from workers.engine.types import EngineRequest
 from workers.servers.server_engine import ServerEngine
 from workers.servers.starting import start_server_engine
 
 # A stand-in that ends by itself makes so many tokens first.
 END_AT = 5
+
+
+class StandIn(Protocol):
+    """A server whose every request it answers itself."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse: ...
 
 
 class Busy(Protocol):
@@ -44,6 +52,18 @@ async def attached(
         yield engine
     finally:
         await engine.close()
+
+
+@asynccontextmanager
+async def attached_to(
+    kind: EngineKind, model: ServedModel, server: StandIn, **config: Any
+) -> AsyncIterator[ServerEngine]:
+    """An engine of this kind, by a stand-in that listens for so long."""
+    async with (
+        listening(server.handle) as url,
+        attached(model, kind, url, **config) as engine,
+    ):
+        yield engine
 
 
 @asynccontextmanager

@@ -1,0 +1,105 @@
+"""The events of a stream of completions, as OpenAI's API has them and others have made of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cache
+from typing import Generic, TypeVar
+
+import msgspec
+
+from schemas.frames import FinishReason
+from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+
+_DONE = b"[DONE]"
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_CALLERS_FAULT = frozenset(map(str, range(400, 500)))
+
+
+class Choice(msgspec.Struct):
+    """What all have of a part of the answer."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct, Generic[ChoiceT]):
+    choices: list[ChoiceT] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class CompletionsReader(Reader, Generic[ChoiceT]):
+    """How many tokens of the prompt were cached is said with the end or behind it, so the end is
+    held back for so long."""
+
+    def __init__(self, choice: type[ChoiceT]) -> None:
+        self._decoder = _decoder_of(choice)
+        self._last: Part | None = None
+
+    @abstractmethod
+    def part_of(self, choice: ChoiceT) -> Part:
+        """What a part of the answer makes certain, but for its end."""
+
+    def read(self, event: bytes) -> Part | None:
+        if event == _DONE:
+            last, self._last = self._last, None
+            return last
+        try:
+            said = self._decoder.decode(event)
+        except msgspec.MsgspecError as error:
+            raise ServerStreamError(
+                f"The server sent what is no event of a stream of completions: {error}"
+            ) from error
+        if said.error is not None:
+            raise _as_error(said.error)
+        if said.choices:
+            choice = said.choices[0]
+            part = self.part_of(choice)
+            if choice.finish_reason is None:
+                return part
+            self._last = part._replace(finish_reason=_reason_of(choice.finish_reason))
+        if said.usage is None:
+            return Part()
+        last, self._last = self._last or Part(), None
+        return last._replace(num_cached_tokens=_cached_of(said.usage))
+
+
+@cache
+def _decoder_of(choice: type[ChoiceT]) -> msgspec.json.Decoder[_Event[ChoiceT]]:
+    return msgspec.json.Decoder(_Event[choice])  # type: ignore[valid-type]
+
+
+def _reason_of(said: str) -> FinishReason:
+    reason = _REASONS.get(said)
+    if reason is None:
+        raise ServerStreamError(f"The server ended the answer for a reason of its own: {said}")
+    return reason
+
+
+def _cached_of(usage: _Usage) -> int | None:
+    details = usage.prompt_tokens_details
+    return None if details is None else details.cached_tokens
+
+
+def _as_error(said: _Error) -> Exception:
+    message = f"The server says: {said.message:.500}"
+    is_callers_fault = str(said.code) in _CALLERS_FAULT
+    return RefusedByServerError(message) if is_callers_fault else ServerStreamError(message)
