@@ -20,7 +20,7 @@ from tests.support.repository import ROOT
 from tests.support.waiting import eventually
 from tests.workers.conformance import Heard, request
 from tests.workers.scripted import EOS
-from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.listening import Busy, listening
 from workers.engine.types import EngineRequest
 from workers.servers.server_engine import ServerEngine
 from workers.servers.starting import start_server_engine
@@ -33,12 +33,6 @@ class StandIn(Protocol):
     """A server whose every request it answers itself."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse: ...
-
-
-class Busy(Protocol):
-    """A stand-in that says how many requests it has."""
-
-    num_running: int
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from schemas.engines import EngineKind
 from schemas.frames import FinishReason
-from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.listening import break_off, event_stream, listening
 from workers.engine.types import EngineRequest
 from workers.servers.client import ServerClient
 from workers.servers.dialect import (
@@ -61,13 +61,8 @@ class RandomServer:
         number = len(self.calls)
         if self.status != 200:
             return web.Response(status=self.status, text="no")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self.num_running += 1
-        try:
+        async with event_stream(self, request) as response:
             await self._stream(response, body, number)
-        finally:
-            self.num_running -= 1
         return response
 
     async def _stream(
@@ -79,9 +74,7 @@ class RandomServer:
             known.append(token)
             await response.write(b"data: " + msgspec.json.encode({"tokens": [token]}) + b"\r\n\r\n")
             if number in self.breaks:
-                assert response._req is not None
-                assert response._req.transport is not None
-                response._req.transport.abort()
+                break_off(response)
                 return
             await asyncio.sleep(self.token_s)
         await response.write(b'data: {"end": "length"}\n\n')

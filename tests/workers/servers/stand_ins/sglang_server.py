@@ -20,7 +20,7 @@ import yaml
 from aiohttp import web
 
 from registry.tokenizers.tokenizer import Tokenizer
-from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.listening import event_stream, listening
 
 
 @dataclass
@@ -90,13 +90,8 @@ class SglangServer:
             return web.json_response({"error": {"message": message}}, status=400)
         if not body.get("stream"):
             return web.json_response(self._event(body, prompt, [40], 1, {"type": "length"}))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self.num_running += 1
-        try:
+        async with event_stream(self, request) as response:
             await self._stream(response, body, prompt)
-        finally:
-            self.num_running -= 1
         return response
 
     async def _stream(

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from registry.tokenizers.tokenizer import Tokenizer
-from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.listening import break_off, listening
 
 
 @dataclass
@@ -113,9 +113,7 @@ class TgiServer:
         details = None
         while details is None:
             if len(made) == self.breaks_at.get(number):
-                assert response._req is not None
-                assert response._req.transport is not None
-                response._req.transport.abort()
+                break_off(response)
                 return
             made.append(self._draw(parameters, prompt, made))
             reason = "length" if len(made) == parameters["max_new_tokens"] else None

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from registry.tokenizers.tokenizer import Tokenizer
-from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.listening import break_off, event_stream, listening
 
 _KNOWN = frozenset(
     {
@@ -75,13 +75,8 @@ class TrtllmServer:
             usage = {"prompt_tokens": num_tokens, "completion_tokens": 1}
             return web.json_response({"choices": [choice], "usage": usage})
         self.calls.append(body)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        self.num_running += 1
-        try:
+        async with event_stream(self, request) as response:
             await self._stream(response, body, len(self.calls))
-        finally:
-            self.num_running -= 1
         return response
 
     async def _stream(
@@ -90,9 +85,7 @@ class TrtllmServer:
         prompt, made, reason = body["prompt"], list[int](), None
         while reason is None:
             if len(made) == self.breaks_at.get(number):
-                assert response._req is not None
-                assert response._req.transport is not None
-                response._req.transport.abort()
+                break_off(response)
                 return
             made.append(self._draw(body, [*prompt, *made], len(made)))
             reason = "length" if len(made) == body["max_tokens"] else None
