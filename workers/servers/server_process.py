@@ -28,8 +28,8 @@ def find_program(name: str, command: str, package: str) -> Path:
     found = shutil.which(command or name, path=None if command else _search_path())
     if found is None:
         raise ConfigError(
-            f"There is no program {command or name!r}. Install {package}, run `make engines`, or "
-            f"set worker.engine.command to where it is."
+            f"There is no program {command or name!r}. Install {package}, or set "
+            f"worker.engine.command to where it is."
         )
     return Path(found)
 

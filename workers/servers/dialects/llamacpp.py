@@ -50,7 +50,7 @@ class LlamaCppDialect(Dialect):
     one: a slot's cache is used for prompts of one salt only."""
 
     kind = EngineKind.LLAMACPP
-    package = "llama.cpp"
+    package = "llama.cpp (make engines)"
     program = "llama-server"
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:

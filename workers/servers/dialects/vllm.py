@@ -51,7 +51,7 @@ class VllmDialect(Dialect):
     it."""
 
     kind = EngineKind.VLLM
-    package = "vllm"
+    package = "vllm (for processors: make engines-vllm)"
     program = "vllm"
     oldest_version = (0, 11)
 
