@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,55 +30,70 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     assert running.stop() == 0
 
 
-@pytest.fixture
-def own_worker(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+@contextmanager
+def own_worker(system: System, name: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A worker with our own engine beside the one with vLLM."""
     beside = psutil.Process(system.pid("worker-1"))
     settings = {
-        "MILLRACE_WORKER__NAME": "own",
+        "MILLRACE_WORKER__NAME": name,
         "MILLRACE_WORKER__ENGINE__KIND": "real",
         "MILLRACE_METRICS__PORT": "0",
     }
-    with (tmp_path / "own.log").open("wb") as log:
-        command = [sys.executable, *beside.cmdline()[1:]]
-        worker = subprocess.Popen(command, env=beside.environ() | settings, stdout=log, stderr=log)
-    yield worker
-    worker.terminate()
-    assert worker.wait(30.0) == 0, (tmp_path / "own.log").read_text()
+    with (folder / "own.log").open("wb") as log:
+        worker = subprocess.Popen(
+            [sys.executable, *beside.cmdline()[1:]],
+            env=beside.environ() | settings,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        worker.wait(30.0)
 
 
+@pytest.mark.parametrize("killed", ["own", "worker-1"])
 async def test_streams_of_a_killed_worker_go_on_in_another_engine(
-    system: System, own_worker: subprocess.Popen[bytes]
+    system: System, tmp_path: Path, killed: str
 ) -> None:
-    def num_running(worker: str) -> int:
-        rows = system.sql(
-            "SELECT num_running FROM worker_samples FINAL "
-            f"WHERE name = '{worker}' ORDER BY sampled_at DESC LIMIT 1"
-        )
-        return int(rows[0]["num_running"]) if rows else 0
-
-    async def ask(number: int) -> tuple[int, str]:
-        answer = await ask_websocket(
-            system.websocket, f"What is TTFT? {number}", max_tokens=_NUM_TOKENS, ignore_eos=True
-        )
-        return answer.completion_tokens, answer.request_id
-
-    await eventually(lambda: _serves(system, "own"), timeout_s=180.0)
-    asked = [asyncio.create_task(ask(number)) for number in range(_NUM_STREAMS)]
-    await eventually(lambda: num_running("worker-1") > 1, timeout_s=30.0)
-    assert own_worker.poll() is None
-    system.kill("worker-1")
-    answers = await asyncio.wait_for(asyncio.gather(*asked), timeout=120.0)
+    own = f"own-for-{killed}"
+    with own_worker(system, own, tmp_path) as worker:
+        await eventually(lambda: _serves(system, own), timeout_s=180.0)
+        asked = [asyncio.create_task(_ask(system, number)) for number in range(_NUM_STREAMS)]
+        is_own = killed == "own"
+        victim, heir = (own, "worker-1") if is_own else ("worker-1", own)
+        await eventually(lambda: _num_running(system, victim) > 1, timeout_s=30.0)
+        if is_own:
+            worker.kill()
+        else:
+            assert worker.poll() is None
+            system.kill("worker-1")
+        answers = await asyncio.wait_for(asyncio.gather(*asked), timeout=120.0)
     assert [count for count, _ in answers] == [_NUM_TOKENS] * _NUM_STREAMS
     ids = ", ".join(f"'{name}'" for _, name in answers)
 
     def rows() -> list[dict[str, object]]:
-        return system.sql(
-            f"SELECT request_id, worker FROM requests FINAL WHERE request_id IN ({ids})"
-        )
+        return system.sql(f"SELECT worker FROM requests FINAL WHERE request_id IN ({ids})")
 
     await eventually(lambda: len(rows()) == _NUM_STREAMS, timeout_s=20.0)
-    assert all(str(row["worker"]).startswith("own-") for row in rows())
+    assert all(str(row["worker"]).startswith(f"{heir}-") for row in rows())
+
+
+async def _ask(system: System, number: int) -> tuple[int, str]:
+    """How many tokens came, each index once, and the request's id."""
+    answer = await ask_websocket(
+        system.websocket, f"What is TTFT? {number}", max_tokens=_NUM_TOKENS, ignore_eos=True
+    )
+    return answer.completion_tokens, answer.request_id
+
+
+def _num_running(system: System, worker: str) -> int:
+    rows = system.sql(
+        "SELECT num_running FROM worker_samples FINAL "
+        f"WHERE name = '{worker}' ORDER BY sampled_at DESC LIMIT 1"
+    )
+    return int(rows[0]["num_running"]) if rows else 0
 
 
 def _serves(system: System, worker: str) -> bool:
