@@ -172,9 +172,12 @@ def _compiled(
         parsed = environment.parse(source)
         names = parsed.find_all(nodes.Name)
         takes_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
-        return environment.from_string(parsed), takes_tools
+        template = environment.from_string(parsed)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
+    # Copied for each rendering, which takes a chain of mappings longer than the rendering itself.
+    template.globals = dict(template.globals)
+    return template, takes_tools
 
 
 def _format_shown(source: str) -> ToolFormat | None:

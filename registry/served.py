@@ -42,6 +42,7 @@ class ServedModel:
         self, entry: ModelEntry, path: Path, config: ModelOutline, tokenizer: Tokenizer
     ) -> None:
         self.entry = entry
+        self.engine_kind = entry.engine_kind
         self.path = path
         self.config = config
         self.tokenizer = tokenizer
@@ -75,7 +76,7 @@ class ServedModel:
         choices if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
-        check_supported(job.sampling, job.pooling, self.entry.engine_kind)
+        check_supported(job.sampling, job.pooling, self.engine_kind)
         if job.tools and job.messages is None:
             raise ParameterError("tools", "tools go with messages only")
         if job.pooling is not None:
