@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import attrgetter
 
 import msgspec
 
@@ -17,6 +18,9 @@ PUBLIC_MODEL_AUTO = "auto"
 MAX_NAME_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_TIME_NS = 2**63 - 1
+_NAMES = ("request_id", "reply", "tenant")
+_LABELS = ("model", "model_requested", "route_reason", "user", "session_id", "traceparent")
+_NAMES_OF, _LABELS_OF = attrgetter(*_NAMES), attrgetter(*_LABELS)
 
 
 class Tier(StrEnum):
@@ -96,25 +100,27 @@ class Job(
     keep_transcript: bool = False
 
     def __post_init__(self) -> None:
-        given = [x for x in (self.prompt, self.messages, self.prompt_token_ids) if x is not None]
-        if len(given) != 1:
+        num_given = (
+            (self.prompt is not None)
+            + (self.messages is not None)
+            + (self.prompt_token_ids is not None)
+        )
+        if num_given != 1:
             raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
         if not self.request_id:
             raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
-        for name in ("request_id", "reply", "tenant"):
-            check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
-        for name in (
-            "model",
-            "model_requested",
-            "route_reason",
-            "user",
-            "session_id",
-            "traceparent",
-        ):
-            check_length(name, getattr(self, name), MAX_LABEL_CHARACTERS)
-        for name in ("received_ns", "deadline_ns"):
-            if not 0 <= (getattr(self, name) or 0) <= MAX_TIME_NS:
-                raise ValueError(f"{name} must be between 0 and {MAX_TIME_NS}")
+        # A job is copied several times on its way: one comparison for the lengths of most.
+        names, labels = _NAMES_OF(self), _LABELS_OF(self)
+        if max(map(len, names)) > MAX_NAME_CHARACTERS:
+            for name, value in zip(_NAMES, names, strict=True):
+                check_length(name, value, MAX_NAME_CHARACTERS)
+        if max(map(len, labels)) > MAX_LABEL_CHARACTERS:
+            for name, value in zip(_LABELS, labels, strict=True):
+                check_length(name, value, MAX_LABEL_CHARACTERS)
+        if not 0 <= self.received_ns <= MAX_TIME_NS:
+            raise ValueError(f"received_ns must be between 0 and {MAX_TIME_NS}")
+        if not 0 <= (self.deadline_ns or 0) <= MAX_TIME_NS:
+            raise ValueError(f"deadline_ns must be between 0 and {MAX_TIME_NS}")
 
 
 def check_length(name: str, value: str, max_characters: int) -> None:

@@ -90,6 +90,9 @@ class JobMaker:
             first = await self.prepare(job, request, model, caller)
             seed = first.sampling.seed or 0
             for choice in range(request.sampling.n):
+                if not jobs:
+                    jobs.append(first)  # it has the request's own id already
+                    continue
                 sampling = first.sampling
                 if choice:
                     sampling = replace(sampling, seed=(seed + choice) % (MAX_SEED + 1))
@@ -104,7 +107,8 @@ class JobMaker:
         tools = self._tools_of(request)
         sampling = _sampling(request, model, tools)
         with_tools = tools if job.messages is not None else ()
-        job = replace(job, sampling=sampling, tools=with_tools)
+        if with_tools is not job.tools or sampling is not job.sampling:
+            job = replace(job, sampling=sampling, tools=with_tools)
         try:
             prepare = partial(model.prepare, job, self._seed_source)
             job = await self._prompts.run(job.tenant, num_characters(job), prepare)
@@ -113,7 +117,6 @@ class JobMaker:
                 raise
             # Token ids come in the field that also takes text.
             raise ParameterError("prompt", error.message) from error
-        job = replace(job, tools=())
         if caller.context_tokens is None:
             return job
         return _within_context(job, request.sampling.max_tokens, caller.context_tokens)

@@ -164,7 +164,9 @@ class RequestSubmitter:
 
 
 def _without_prompt(request: GenerationRequest) -> GenerationRequest:
-    sampling = replace(request.sampling, grammar=None)
+    sampling = request.sampling
+    if sampling.grammar is not None:
+        sampling = replace(sampling, grammar=None)
     return replace(
         request,
         prompt=None,
