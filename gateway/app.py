@@ -69,7 +69,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await socket(scope, receive, send)
         else:
             await receive()
-            gateway.metrics.requests.labels(_UNMATCHED, "404").inc()
+            gateway.metrics.count_request(_UNMATCHED, 404)
             text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
             refusal = refusal_of(NotFoundError(text))
             gateway.refusals.note(_UNMATCHED, refusal, None)
@@ -130,7 +130,7 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
             await app(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", _UNMATCHED) if status else _UNMATCHED
-            gateway.metrics.requests.labels(route, str(status or 500)).inc()
+            gateway.metrics.count_request(route, status or 500)
             refusal: Refusal | None = scope.get(REFUSED)
             if refusal is not None:
                 gateway.refusals.note(route, refusal, scope.get(CALLER), request_id)

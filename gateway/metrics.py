@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar, cast
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -20,6 +21,8 @@ from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
 from runtime.metrics_server import new_registry, render
 from schemas.frames import Done
 
+_M = TypeVar("_M", Counter, Histogram)
+
 
 class Metrics:
     """One registry for one gateway, so that several can live in one process."""
@@ -27,6 +30,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = new_registry()
         self.gaps = TokenGaps()
+        self._series: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
         self.registry.register(self.gaps)
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, labelnames=["model"], registry=self.registry)
@@ -113,23 +117,44 @@ class Metrics:
         """Take in a stream that has ended."""
         model, delivery = stream.job.model, stream.delivery
         outcome = stream.outcome or status_of(stream).value
-        self._generations.labels(model, stream.job.source.value, outcome).inc()
-        self._generation_tokens.labels(model).inc(delivery.num_delivered)
-        self._replays.inc(delivery.num_replays)
-        self._resumes.labels(model).inc(delivery.num_resumes)
-        self._stalls.labels(model).inc(delivery.num_stalls)
-        self._stalled_s.labels(model).inc(delivery.stalled_s)
-        self._reruns.labels(model).inc(stream.reader.num_epochs > 1)
-        self._whole_s.labels(model).observe(now_s - delivery.received_s)
+        self._of(self._generations, model, stream.job.source.value, outcome).inc()
+        self._of(self._generation_tokens, model).inc(delivery.num_delivered)
+        # Nothing is added for most answers, but the series is there from the first one on.
+        for counter, amount in (
+            (self._resumes, delivery.num_resumes),
+            (self._stalls, delivery.num_stalls),
+            (self._stalled_s, delivery.stalled_s),
+            (self._reruns, stream.reader.num_epochs > 1),
+        ):
+            of_model = self._of(counter, model)
+            if amount:
+                of_model.inc(amount)
+        if delivery.num_replays:
+            self._replays.inc(delivery.num_replays)
+        self._of(self._whole_s, model).observe(now_s - delivery.received_s)
         usage = stream.reader.usage
         if usage is not None and isinstance(stream.reader.terminal, Done):
-            self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+            self._of(self._prompt_tokens, model).inc(usage.prompt_tokens)
         first_s, last_s = delivery.first_token_s, delivery.last_token_s
         if first_s is None or last_s is None:
             return
-        self._first_token_s.labels(model).observe(first_s - delivery.received_s)
+        self._of(self._first_token_s, model).observe(first_s - delivery.received_s)
         if stream.num_seen > 1:
-            self._per_token_s.labels(model).observe((last_s - first_s) / (stream.num_seen - 1))
+            seconds = (last_s - first_s) / (stream.num_seen - 1)
+            self._of(self._per_token_s, model).observe(seconds)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Take in an HTTP request that was answered."""
+        self._of(self.requests, route, str(status)).inc()
+
+    def _of(self, metric: _M, *labels: str) -> _M:
+        """The series of ``metric`` with these labels, which Prometheus' client takes a lock and
+        several copies to find."""
+        key = (metric, labels)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = metric.labels(*labels)
+        return cast("_M", series)
 
     def render(self) -> bytes:
         """The registry in Prometheus' text format."""

@@ -92,7 +92,7 @@ class GenerationHandler:
                 self._gateway.refusals.note(
                     self._endpoint.route, refusal, scope.get(CALLER), request_id
                 )
-        self._gateway.metrics.requests.labels(self._endpoint.route, str(status)).inc()
+        self._gateway.metrics.count_request(self._endpoint.route, status)
 
     async def _answer(
         self,

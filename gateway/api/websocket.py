@@ -56,13 +56,13 @@ class WebSocketHandler:
             caller = await self._welcome(scope, address)
         except MillraceError as error:
             refusal = refusal_of(error)
-            self._gateway.metrics.requests.labels(ROUTE, str(refusal.status)).inc()
+            self._gateway.metrics.count_request(ROUTE, refusal.status)
             self._gateway.refusals.note(ROUTE, refusal, scope.get(CALLER))
             await refuse_handshake(scope, send, refusal)
             return
         subprotocol = SUBPROTOCOL if scope["subprotocols"] else None
         await send({"type": "websocket.accept", "subprotocol": subprotocol})
-        self._gateway.metrics.requests.labels(ROUTE, "101").inc()
+        self._gateway.metrics.count_request(ROUTE, 101)
         self._per_address[address] += 1
         try:
             await self._serve(scope, receive, send, caller)
