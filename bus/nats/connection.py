@@ -131,27 +131,29 @@ class Connection(Link):
     ) -> Msg:
         """The answer. Raises NoAnswerError as soon as it is known that none will come, and
         BusForbiddenError if this process may not ask."""
-        future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Msg | None] = loop.create_future()
 
         def on_answer(message: Msg | None) -> None:
             if not future.done():
                 future.set_result(message)
 
-        def on_forbidden(error: BusForbiddenError) -> None:
+        def on_failure(error: Exception) -> None:
             if not future.done():
                 future.set_exception(error)
 
         reply = self._inbox.expect(on_answer)
+        timer: asyncio.TimerHandle | None = None
         try:
-            with self._forbidden.asking(subject, on_forbidden):
+            with self._forbidden.asking(subject, on_failure):
                 if not await self.send(subject, payload, reply, headers):
                     raise NoAnswerError("the server is unreachable")
-                async with asyncio.timeout(timeout_s):
-                    answer = await future
-        except TimeoutError as error:
-            raise NoAnswerError("no answer in time") from error
+                timer = loop.call_later(timeout_s, on_failure, NoAnswerError("no answer in time"))
+                answer = await future
         finally:
             self._inbox.forget(reply)
+            if timer is not None:
+                timer.cancel()
         if answer is None:
             raise NoAnswerError("the connection was lost")
         if status_of(answer) == _NO_RESPONDERS:

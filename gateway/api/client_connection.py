@@ -53,12 +53,20 @@ class HttpClient(Client):
 
     async def wait_up_to(self, timeout_s: float) -> bool:
         """Like ``wait``; False if nothing happened in time."""
+        is_late = False
+
+        def on_late() -> None:
+            nonlocal is_late
+            if not self._wakeup.is_set():
+                is_late = True
+                self._wakeup.set()
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, on_late)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.wait()
-        except TimeoutError:
-            return False
-        return True
+            await self.wait()
+        finally:
+            timer.cancel()
+        return not is_late
 
     async def watch(self, receive: Receive) -> None:
         """Note that the client closes its connection. Runs until then."""
