@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
@@ -26,6 +27,8 @@ TICKS = 60_000
 minute drains n ticks each ms."""
 
 _NS_PER_S = 1_000_000_000
+_S_PER_DAY = 86_400
+_NS_PER_DAY = _S_PER_DAY * _NS_PER_S
 _NOT_LOOKED_UP = b"?"
 
 
@@ -178,7 +181,12 @@ def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
 
 def month_of(now_ns: int) -> str:
     """The UTC month, as in 202611."""
-    return f"{datetime.fromtimestamp(now_ns // _NS_PER_S, UTC):%Y%m}"
+    return _month_of_day(now_ns // _NS_PER_DAY)
+
+
+@functools.lru_cache(maxsize=2)
+def _month_of_day(day: int) -> str:
+    return f"{datetime.fromtimestamp(day * _S_PER_DAY, UTC):%Y%m}"
 
 
 def next_month_s(now_ns: int) -> float:

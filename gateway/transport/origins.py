@@ -7,6 +7,7 @@ name lead here after it was loaded: what it reads then comes without ``Origin``,
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ from schemas.errors import MillraceError
 
 _ANY = "*"
 _MAX_AGE_S = b"600"
+_MAX_HOSTS = 64  # that what was read of them is kept for
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
     b"x-request-id, retry-after, x-millrace-model, x-millrace-route-reason, traceparent, x-trace-id"
@@ -123,11 +125,8 @@ class OriginGuard:
             return True
         if not self._allowed.isdisjoint((f"http://{host}", f"https://{host}")):
             return True
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        return "." not in name or self._is_here(name)
+        name = _name_in(host)
+        return name is not None and ("." not in name or self._is_here(name))
 
     def _is_here(self, name: str) -> bool:
         return name in ("localhost", self._host) or _is_address(name)
@@ -160,6 +159,16 @@ class OriginGuard:
         await self._app(scope, receive, send_with_origin)
 
 
+@functools.lru_cache(maxsize=_MAX_HOSTS)
+def _name_in(host: str) -> str | None:
+    """The name in a header of that name, without its port; None: it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=_MAX_HOSTS)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
