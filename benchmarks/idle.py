@@ -25,6 +25,7 @@ import msgspec
 import psutil
 
 from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.readings import Reading, read
 from benchmarks.support.sse_load import run_load
 from tests.support.system import System
 
@@ -38,14 +39,6 @@ _PORT = "18710"
 _SLEEPER = "import time; time.sleep(3600)"
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """What a process has used since it started."""
-
-    role: str
-    cpu_s: float
-    num_switches: int
-
-
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
     """A process at rest. ``core_percent`` of one core; voluntary switches per second."""
 
@@ -54,42 +47,6 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
     switches_per_s: float
     rss_mib: float
     pss_mib: float
-
-
-def role_of(command: Sequence[str]) -> str:
-    """What a process is by its command line: the module that ``python -m`` runs, or the program."""
-    words = list(command)
-    if "-m" in words[:-1]:
-        return words[words.index("-m") + 1]
-    # Redis writes its address behind its name.
-    return Path(words[0]).name.split()[0] if words else "ended"
-
-
-def read(processes: Sequence[psutil.Process]) -> dict[int, Reading]:
-    """By process id, of those that still run."""
-    readings = {}
-    for process in processes:
-        try:
-            with process.oneshot():
-                times = process.cpu_times()
-                readings[process.pid] = Reading(
-                    role_of(process.cmdline()),
-                    float(times.user + times.system),
-                    _voluntary_switches(process.pid),
-                )
-        except (psutil.NoSuchProcess, FileNotFoundError):
-            continue
-    return readings
-
-
-def _voluntary_switches(pid: int) -> int:
-    """Of all its threads: the process's own file has those of its first thread alone."""
-    num_switches = 0
-    for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        for line in status.read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches"):
-                num_switches += int(line.split()[1])
-    return num_switches
 
 
 def idle_of(process: psutil.Process, before: Reading, after: Reading, seconds: float) -> Idle:

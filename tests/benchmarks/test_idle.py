@@ -9,7 +9,8 @@ import sys
 import psutil
 import pytest
 
-from benchmarks.idle import Reading, idle_of, read, role_of
+from benchmarks.idle import idle_of
+from benchmarks.support.readings import Reading, read, role_of
 
 
 @pytest.mark.parametrize(

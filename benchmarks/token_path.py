@@ -1,0 +1,171 @@
+"""What a token costs each process on its way, from the engine to a client's socket.
+
+    python -m benchmarks.token_path [--streams 1 8 32] [--requests 4] [--model FOLDER] [--json FILE]
+
+``millrace up`` serves a Llama of 100M parameters with random weights over HTTP; each load is
+``--requests`` requests a stream, 128 tokens in and 64 out, after a warm-up. Printed by process: CPU
+time (user and system) and voluntary context switches a token, the share of the machine, and what
+the client itself took. The ceiling beside it is a machine that does nothing but the engine's work:
+tokens per second if all CPU time went to the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.peers.loads import Load
+from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.readings import Reading, read
+from benchmarks.support.sse_load import COMPLETIONS, run_load
+from tests.support.system import System
+
+_PORT = "18711"
+_ENGINE = "workers.process.engine_process"
+_CLIENT = "(this client)"
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process took of a load."""
+
+    role: str
+    cpu_us_per_token: float
+    switches_per_token: float
+    core_percent: float
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """A load: the client's rate, and the processes, the busiest first."""
+
+    streams: int
+    tokens_per_s: float
+    busy_cores: float
+    shares: list[Share]
+
+
+def shares(
+    before: dict[int, Reading], after: dict[int, Reading], num_tokens: int, wall_s: float
+) -> list[Share]:
+    """By role, summed over processes that have the same one. What ended meanwhile is left out."""
+    totals: dict[str, list[float]] = {}
+    for pid in before.keys() & after.keys():
+        total = totals.setdefault(after[pid].role, [0.0, 0.0])
+        total[0] += after[pid].cpu_s - before[pid].cpu_s
+        total[1] += after[pid].num_switches - before[pid].num_switches
+    return sorted(
+        (
+            Share(
+                role=role,
+                cpu_us_per_token=cpu_s / num_tokens * 1e6,
+                switches_per_token=switches / num_tokens,
+                core_percent=100 * cpu_s / wall_s,
+            )
+            for role, (cpu_s, switches) in totals.items()
+        ),
+        key=lambda share: -share.cpu_us_per_token,
+    )
+
+
+def _load(streams: int, requests: int) -> Load:
+    return Load(
+        name=f"{streams} streams",
+        num_shared_tokens=0,
+        num_own_tokens=128,
+        num_output_tokens=64,
+        streams=streams,
+        num_requests=streams * requests,
+    )
+
+
+def _measured(system: System, model: str, load: Load, vocab_size: int) -> Cost:
+    client = psutil.Process(os.getpid())
+
+    def bodies(run: int) -> list[dict[str, object]]:
+        return [
+            {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": load.num_output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            for prompt in load.prompts(run, vocab_size)
+        ]
+
+    asyncio.run(run_load(system.http, bodies(0)[: load.streams], load.streams, COMPLETIONS))
+    processes = [client, *system.processes()]
+    sent = bodies(1)
+    before, begin_s = read(processes), time.perf_counter()
+    result = asyncio.run(run_load(system.http, sent, load.streams, COMPLETIONS))
+    wall_s = time.perf_counter() - begin_s
+    after = read(processes)
+    after[client.pid] = msgspec.structs.replace(after[client.pid], role=_CLIENT)
+    num_tokens = sum(request.num_tokens for request in result.requests)
+    listed = shares(before, after, num_tokens, wall_s)
+    return Cost(
+        streams=load.streams,
+        tokens_per_s=num_tokens / wall_s,
+        busy_cores=sum(share.core_percent for share in listed) / 100,
+        shares=listed,
+    )
+
+
+def _print(cost: Cost) -> None:
+    cores = os.cpu_count() or 1
+    print(
+        f"\n{cost.streams} streams: {cost.tokens_per_s:.1f} tokens/s, "
+        f"{cost.busy_cores:.2f} of {cores} cores busy"
+    )
+    print(f"{'process':24} {'CPU us/token':>13} {'switches/token':>15} {'% of a core':>12}")
+    for share in cost.shares:
+        print(
+            f"{share.role:24} {share.cpu_us_per_token:13.1f} {share.switches_per_token:15.2f} "
+            f"{share.core_percent:12.1f}"
+        )
+    engine_us = sum(s.cpu_us_per_token for s in cost.shares if s.role == _ENGINE)
+    print(f"all CPU time for the engine alone would be {cores * 1e6 / engine_us:.1f} tokens/s")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("token_path", __doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=4, help="requests of each stream")
+    parser.add_argument("--model", type=Path, help="a checkpoint instead of one made for the run")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = arguments.model or Path(name) / "llama-100m"
+        if arguments.model is None:
+            command = [sys.executable, "-m", "benchmarks.checkpoints", str(checkpoint)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        vocab_size = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+        options = ("--port", _PORT, "--model", str(checkpoint))
+        system = System(Path(name) / "data", options).start()
+        try:
+            costs = [
+                _measured(system, checkpoint.name, _load(n, arguments.requests), vocab_size)
+                for n in arguments.streams
+            ]
+        finally:
+            system.stop()
+    for cost in costs:
+        _print(cost)
+    write_json(arguments.json, {"loads": costs})
+
+
+if __name__ == "__main__":
+    main()
