@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.support.command import command_parser
+from benchmarks.support.machine_rates import machine_rates
 from benchmarks.support.model import add_model_arguments, measured_model
 
 if TYPE_CHECKING:
     from workers.models.decoder import DecoderWeights
 
 BATCHES = (1, 8, 16, 32)
-# Well over the last level's cache.
-_READ_BYTES = 1 << 30
-_ROW_VALUES = 16_384
 _GEMM_SIZE = 4096
 _REPEATS = 7
 _DECODE_REPEATS = 15
@@ -34,11 +32,14 @@ _DECODE_REPEATS = 15
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of ``num_threads`` threads. ``weight_bytes`` are read in each decode step, which at
     batch 1 cannot make more than ``batch_1_tokens_per_s``, unless caches hold part of them.
+    ``instruction_flops``: what the vector units' dot products of bfloat16 pairs would reach if
+    nothing were read, 0 without such instructions; ``gemm_flops``: torch's product of two matrices.
     ``gemm_only_ms``: the linear maps of a decode step alone, by batch."""
 
     num_threads: int
     read_bytes_per_s: float
     gemm_flops: float
+    instruction_flops: float
     weight_bytes: int
     batch_1_tokens_per_s: float
     gemm_only_ms: dict[int, float]
@@ -49,22 +50,35 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     import torch
 
     from registry.checkpoints.checkpoint import read_model_config
+    from workers.engine.eager.products import choose_product
+    from workers.kernels.build import cpu_library
+    from workers.kernels.cpu import CpuKernels
     from workers.models.loader import load_weights
 
     device = torch.device("cpu")
     config = read_model_config(path)
-    weights = load_weights(path, config, dtype=torch.bfloat16, device=device)
+    weights = load_weights(
+        path,
+        config,
+        dtype=torch.bfloat16,
+        device=device,
+        product=choose_product(CpuKernels(cpu_library(), torch.bfloat16)),
+    )
     columns = config.num_attention_heads * config.head_dim
-    read_bytes_per_s = _read_bandwidth()
+    rates = machine_rates()
     weight_bytes = _bytes_per_step(path)
     with torch.inference_mode():
-        gemm_only_ms = {batch: _gemm_only_ms(weights, columns, batch) for batch in batches}
+        gemm_only_ms = {
+            batch: _gemm_only_ms(weights, columns, config.intermediate_size, batch)
+            for batch in batches
+        }
     return Ceilings(
         num_threads=torch.get_num_threads(),
-        read_bytes_per_s=read_bytes_per_s,
+        read_bytes_per_s=rates.read_bytes_per_s,
         gemm_flops=_gemm_rate(),
+        instruction_flops=rates.product_flops,
         weight_bytes=weight_bytes,
-        batch_1_tokens_per_s=read_bytes_per_s / weight_bytes,
+        batch_1_tokens_per_s=rates.read_bytes_per_s / weight_bytes,
         gemm_only_ms=gemm_only_ms,
     )
 
@@ -74,9 +88,12 @@ def lines(ceilings: Ceilings) -> list[str]:
     gemms = ", ".join(f"{batch}: {ms:.2f} ms" for batch, ms in ceilings.gemm_only_ms.items())
     megabytes, bound = ceilings.weight_bytes / 1e6, ceilings.batch_1_tokens_per_s
     read, flops = ceilings.read_bytes_per_s / 1e9, ceilings.gemm_flops / 1e12
+    allowed = ceilings.instruction_flops / 1e12
+    most = f" of {allowed:.2f} that its vector instructions allow" if allowed else ""
     return [
         f"machine: {ceilings.num_threads} threads",
-        f"  memory is read at {read:.1f} GB/s; bfloat16 is multiplied at {flops:.2f} TFLOP/s",
+        f"  memory is read at {read:.1f} GB/s; bfloat16 is multiplied at {flops:.2f} TFLOP/s"
+        + most,
         f"  {megabytes:.0f} MB of weights, read once a step, bound batch 1 to {bound:.0f} tokens/s",
         f"  the linear maps of a decode step alone, by batch: {gemms}",
     ]
@@ -92,15 +109,6 @@ def _bytes_per_step(path: Path) -> int:
     return 2 * (num_parameters(config) - embedding)
 
 
-def _read_bandwidth() -> float:
-    """A matrix times a vector, which comes closest: a sum reads a third slower."""
-    import torch
-
-    matrix = torch.ones(_READ_BYTES // (4 * _ROW_VALUES), _ROW_VALUES)
-    vector = torch.ones(_ROW_VALUES)
-    return _READ_BYTES / _least_s(lambda: matrix @ vector)
-
-
 def _gemm_rate() -> float:
     import torch
 
@@ -109,7 +117,9 @@ def _gemm_rate() -> float:
     return 2 * _GEMM_SIZE**3 / _least_s(lambda: left @ right)
 
 
-def _gemm_only_ms(weights: DecoderWeights, num_query_columns: int, batch: int) -> float:
+def _gemm_only_ms(
+    weights: DecoderWeights, num_query_columns: int, intermediate_size: int, batch: int
+) -> float:
     """The median of a decode step's linear maps of ``batch`` rows, in their order."""
     import torch
 
@@ -119,14 +129,15 @@ def _gemm_only_ms(weights: DecoderWeights, num_query_columns: int, batch: int) -
     assert head is not None
     hidden = torch.randn(batch, weights.embedding.shape[1]).to(weights.dtype)
     attended = torch.randn(batch, num_query_columns).to(weights.dtype)
+    gated = torch.randn(batch, intermediate_size).to(weights.dtype)
 
     def step() -> None:
         for layer in weights.layers:
             assert isinstance(layer.mlp, GatedMLP)
             layer.qkv(hidden)
             layer.output.plus(hidden.clone(), attended)
-            gate_up = layer.mlp.gate_up(hidden)
-            layer.mlp.down.plus(hidden.clone(), gate_up.chunk(2, -1)[0])
+            layer.mlp.gate_up(hidden)
+            layer.mlp.down.plus(hidden.clone(), gated)
         head(hidden)
 
     step()

@@ -15,6 +15,7 @@ CEILINGS = Ceilings(
     num_threads=2,
     read_bytes_per_s=20e9,
     gemm_flops=1.2e12,
+    instruction_flops=0.0,
     weight_bytes=164_000_000,
     batch_1_tokens_per_s=122.0,
     gemm_only_ms={1: 10.0, 8: 11.0, 32: 16.0},

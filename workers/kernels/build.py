@@ -21,11 +21,11 @@ from pathlib import Path
 from runtime.cache_folder import cache_folder
 from schemas.errors import MillraceError
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-_HEADER = Path(__file__).with_name("lanes.h")
+_FOLDER = Path(__file__).with_name("native")
+_SOURCE = _FOLDER / "cpu_kernels.cpp"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++20", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-shared", "-fPIC"),
 )
 _COMPILE_TIMEOUT_S = 180.0
@@ -38,15 +38,17 @@ class KernelBuildError(MillraceError, code="kernels_not_built"):
     """The CPU kernels cannot be compiled here; the message says why."""
 
 
-def cpu_library() -> Path:
+def cpu_library(*more_flags: str) -> Path:
     """The compiled kernels for this machine's CPU, compiled now unless they were before.
 
-    Needs a C++ compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
+    ``more_flags`` of the compiler can take instructions away that the CPU has. Needs a C++
+    compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
     """
     compiler = _compiler()
-    target = _cache_folder() / f"cpu_kernels-{_fingerprint(compiler)}.so"
+    flags = (*_FLAGS, *more_flags)
+    target = _cache_folder() / f"cpu_kernels-{_fingerprint(compiler, flags)}.so"
     if not target.is_file():
-        _compile(compiler, target)
+        _compile(compiler, flags, target)
     return target
 
 
@@ -68,10 +70,12 @@ def _cache_folder() -> Path:
         raise KernelBuildError(f"There is no folder for the CPU kernels: {error}") from error
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     """Of everything that the library depends on, so that another version never runs a stale one."""
-    digest = hashlib.sha256(_SOURCE.read_bytes() + _HEADER.read_bytes())
-    for text in (compiler, str(_FLAGS), _version(compiler), platform.machine(), _cpu_flags()):
+    digest = hashlib.sha256()
+    for file in sorted(_FOLDER.iterdir()):
+        digest.update(file.read_bytes())
+    for text in (compiler, str(flags), _version(compiler), platform.machine(), _cpu_flags()):
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 
@@ -90,7 +94,7 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Compile beside the target and rename, so that a process never loads half a file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +102,7 @@ def _compile(compiler: str, target: Path) -> None:
             made = Path(folder) / target.name
             started_s = time.monotonic()
             done = subprocess.run(  # noqa: S603 (the compiler of this machine, our own source)
-                [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)],
+                [compiler, *flags, "-o", str(made), str(_SOURCE)],
                 capture_output=True,
                 text=True,
                 timeout=_COMPILE_TIMEOUT_S,

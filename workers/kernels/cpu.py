@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 WIDTH_MULTIPLE = 32
+_PANEL_OUTPUTS = 16
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -23,11 +27,39 @@ _SIGNATURES = {
         *(_INT, _POINTER, _INT64, *(_POINTER,) * 5),
         *(*(_INT64,) * 6, _FLOAT),
     ),
+    "millrace_multiply": (*(_POINTER,) * 4, *(_INT64,) * 3, _INT),
+    "millrace_decoder_step": (
+        *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
+        *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER),
+    ),
 }
 
 
+class Finish(IntEnum):
+    """What becomes of a product: it is written, added to what is there, or halved by SwiGLU."""
+
+    WRITE = 0
+    ADD = 1
+    GATE = 2
+
+
+class DecoderShape(NamedTuple):
+    """``num_key_heads`` as the KV cache has them; ``epsilon`` of every RMSNorm."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_heads: int
+    head_dim: int
+    block_size: int
+    epsilon: float
+
+
 class CpuKernels:
-    """All tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise."""
+    """All tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise.
+
+    ``has_products``: whether ``dtype`` is that of ``multiply`` and ``decoder_step``, bfloat16.
+    """
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
         # After torch, whose OpenMP runtime the library then shares: two of them would fight for
@@ -39,6 +71,9 @@ class CpuKernels:
         self._swiglu = loaded.millrace_swiglu
         self._rotate_store = loaded.millrace_rotate_store
         self._decode_attention = loaded.millrace_decode_attention
+        self._multiply = loaded.millrace_multiply
+        self._decoder_step = loaded.millrace_decoder_step
+        self.has_products = dtype is torch.bfloat16
         self._type = _TYPES[dtype]
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -122,3 +157,65 @@ class CpuKernels:
             *(num_rows, num_queries, num_keys, head_dim, block_size),
             *(window or 0, head_dim**-0.5),
         )
+
+    def multiply(
+        self,
+        rows: torch.Tensor,
+        panels: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        finish: Finish,
+    ) -> None:
+        """The product of ``rows`` [num_rows, num_inputs] with weights, into ``out``.
+
+        ``panels``: the weights as ``pack_weight`` lays them out; ``bias``: [num_outputs]; ``out``:
+        [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is the same,
+        bit for bit, whatever the other rows are.
+        """
+        num_outputs = out.shape[1] * 2 if finish is Finish.GATE else out.shape[1]
+        self._multiply(
+            rows.data_ptr(),
+            panels.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            *(rows.shape[0], rows.shape[1], num_outputs, finish),
+        )
+
+    def decoder_step(
+        self,
+        layers: torch.Tensor,
+        shape: DecoderShape,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        chunk_ends: torch.Tensor,
+    ) -> None:
+        """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
+
+        ``layers``: int64 [num_layers, 14], addresses in the order of ``Layer`` in decoder_step.h
+        (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
+        ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
+        all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
+        row behind each of the others.
+        """
+        self._decoder_step(
+            layers.data_ptr(),
+            len(layers),
+            *shape,
+            shape.head_dim**-0.5,
+            hidden.data_ptr(),
+            *(part.data_ptr() for part in (*rotation, slots, *tables)),
+            len(tables[2]) - len(chunk_ends),
+            len(chunk_ends),
+            chunk_ends.data_ptr(),
+        )
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [num_outputs, num_inputs] with an even number of inputs as ``multiply`` reads it:
+    [num_panels, num_inputs / 2, 16, 2], the outputs filled up with zeros to a multiple of 32."""
+    num_outputs, num_inputs = weight.shape
+    filled = F.pad(weight, (0, 0, 0, -num_outputs % (2 * _PANEL_OUTPUTS)))
+    panels = filled.view(-1, _PANEL_OUTPUTS, num_inputs // 2, 2)
+    return panels.permute(0, 2, 1, 3).contiguous()

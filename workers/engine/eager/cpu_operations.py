@@ -38,23 +38,42 @@ class CpuOperations:
         num_layers = len(attention.windows)
         self._caches = [attention.layer_tokens(layer) for layer in range(num_layers)]
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self._attention.block_size
+
+    def cache(self, layer: int) -> torch.Tensor:
+        """The KV cache of a layer: [num_slots, 2, num_kv_heads, head_dim]."""
+        return self._caches[layer]
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a token of a layer sees, itself the last; None is all."""
+        return self._attention.windows[layer]
+
     def prepare(self, batch: FlatBatch, rotation: Rotation) -> CpuMetadata:
         single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
-        tables, starts, lengths = self._tables(single)
+        tables, starts, lengths = self.tables(single)
         return CpuMetadata(
             Rotation(rotation.cosines.contiguous(), rotation.sines.contiguous()),
-            self._attention.slots(batch.ranges),
+            self.slots(batch.ranges),
             tables,
             starts,
             lengths,
             self._attention.chunks(several),
         )
 
-    def _tables(self, ranges: list[QueryRange]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def slots(self, ranges: list[QueryRange]) -> torch.Tensor:
+        """Where each row's key and value go: int64 [num_tokens]."""
+        return self._attention.slots(ranges)
+
+    def tables(self, ranges: list[QueryRange]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tables, starts and lengths of the ranges' sequences, see
+        ``CpuKernels.decode_attention``; a length counts the new tokens."""
         tables, starts, lengths = array("i"), array("q"), array("i")
         for query in ranges:
             starts.append(len(tables))
-            lengths.append(query.num_context_tokens + 1)
+            lengths.append(query.num_context_tokens + query.num_tokens)
             tables.extend(query.block_table)
         if not ranges:
             none = torch.empty(0, dtype=torch.int32)

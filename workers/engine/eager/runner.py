@@ -14,6 +14,8 @@ from schemas.errors import ConfigError
 from workers.engine.batch import FlatBatch, build_batch
 from workers.engine.eager.attention import TorchAttention
 from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
+from workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
+from workers.engine.eager.products import choose_product
 from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from workers.engine.kv.cache import KVCache, choose_num_blocks
@@ -23,9 +25,10 @@ from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.settings import choose_device, with_device_defaults
 from workers.kernels.build import KernelBuildError, cpu_library
 from workers.kernels.cpu import CpuKernels
-from workers.models.decoder import Decoder
+from workers.models.decoder import Decoder, DecoderWeights
 from workers.models.dummy import DummyTensors
 from workers.models.loader import choose_dtype, load_weights
+from workers.models.projection import Projection
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +69,15 @@ class ModelRunner:
                 "engine.kernels to 'triton', or to 'reference' for a try on a CPU."
             )
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
-        weights = load_weights(path, config, dtype=dtype, device=device, source=source)
+        kernels = _cpu_kernels(engine.kernels, config, dtype, device)
+        weights = load_weights(
+            path,
+            config,
+            dtype=dtype,
+            device=device,
+            source=source,
+            product=Projection if kernels is None else choose_product(kernels),
+        )
         cache = KVCache(
             config,
             num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, dtype),
@@ -80,7 +91,6 @@ class ModelRunner:
             dtype=dtype,
             windows=config.windows,
         )
-        kernels = _cpu_kernels(engine.kernels, config, dtype, device)
         _log.info(
             "loaded %s in %s on %s by %s with %d KV blocks of %d tokens",
             config.architecture,
@@ -90,13 +100,7 @@ class ModelRunner:
             cache.num_blocks,
             cache.block_size_tokens,
         )
-        decoder: AnyDecoder
-        epsilon = config.rms_norm_eps
-        if kernels is None:
-            decoder = Decoder(config, weights, TorchOperations(attention, epsilon=epsilon))
-        else:
-            decoder = Decoder(config, weights, CpuOperations(attention, kernels, epsilon=epsilon))
-        return cls(config, decoder, cache)
+        return cls(config, _decoder(config, weights, attention, kernels), cache)
 
     @property
     def host_device(self) -> torch.device:
@@ -117,6 +121,22 @@ class ModelRunner:
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
             return InFlightStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+
+
+def _decoder(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    attention: TorchAttention,
+    kernels: CpuKernels | None,
+) -> AnyDecoder:
+    """The fastest that computes these weights."""
+    epsilon = config.rms_norm_eps
+    if kernels is None:
+        return Decoder(config, weights, TorchOperations(attention, epsilon=epsilon))
+    operations = CpuOperations(attention, kernels, epsilon=epsilon)
+    if packed_layers(weights) is None:
+        return Decoder(config, weights, operations)
+    return FusedDecoder(config, weights, operations, kernels)
 
 
 def _nothing_chosen() -> ChosenTokens:

@@ -14,6 +14,7 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
+from tests.workers.kernels.compiled import compiled
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.eager.attention import TorchAttention
 from workers.engine.eager.cpu_operations import CpuOperations
@@ -21,7 +22,7 @@ from workers.engine.eager.torch_operations import TorchOperations
 from workers.engine.engine import Engine
 from workers.engine.kv.cache import KVCache
 from workers.kernels.build import KernelBuildError, cpu_library
-from workers.kernels.cpu import HEAD_DIMS, CpuKernels
+from workers.kernels.cpu import HEAD_DIMS
 from workers.kernels.operations import HeadNorms, Rotation
 
 EPSILON = 1e-6
@@ -34,13 +35,6 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d).remove
 def _no_gradients() -> Iterator[None]:
     with torch.inference_mode():
         yield
-
-
-def kernels(dtype: torch.dtype) -> CpuKernels:
-    try:
-        return CpuKernels(cpu_library(), dtype)
-    except KernelBuildError as error:
-        pytest.skip(error.message)
 
 
 def attention(
@@ -120,7 +114,7 @@ def test_attention_is_that_of_torch(
     plain_attention = attention(num_heads, windows, data)
     plain = TorchOperations(plain_attention, epsilon=EPSILON)
     native_attention = attention(num_heads, windows, data)
-    native = CpuOperations(native_attention, kernels(dtype), epsilon=EPSILON)
+    native = CpuOperations(native_attention, compiled(dtype), epsilon=EPSILON)
     of_plain, of_native = plain.prepare(batch, rotation), native.prepare(batch, rotation)
     for layer in range(2):
         heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
@@ -139,7 +133,7 @@ def test_rowwise_operations_are_those_of_torch(
     torch.manual_seed(num_rows)
     data = torch.zeros(1, 2, BLOCK_SIZE, 2, 1, 32, dtype=dtype)
     plain = TorchOperations(attention(1, [None], data), epsilon=EPSILON)
-    native = CpuOperations(attention(1, [None], data), kernels(dtype), epsilon=EPSILON)
+    native = CpuOperations(attention(1, [None], data), compiled(dtype), epsilon=EPSILON)
     rows, weight = torch.randn(num_rows, width).to(dtype), torch.rand(width).to(dtype)
     assert_close(native.rms_norm(rows, weight), plain.rms_norm(rows, weight))
     gate_up = (torch.randn(num_rows, 2 * width) * 20).to(dtype)
@@ -149,7 +143,7 @@ def test_rowwise_operations_are_those_of_torch(
 @DTYPES
 def test_what_is_not_finite_stays_so_and_stays_in_its_row(dtype: torch.dtype) -> None:
     data = torch.zeros(1, 9, BLOCK_SIZE, 2, 1, 64, dtype=dtype)
-    native = CpuOperations(attention(2, [None], data), kernels(dtype), epsilon=EPSILON)
+    native = CpuOperations(attention(2, [None], data), compiled(dtype), epsilon=EPSILON)
     batch = ragged_batch([(4, 1), (20, 1), (33, 1)], 8, random.Random(1))
     heads = torch.randn(3, 4, 64).to(dtype)
     heads[1, 2] = float("nan")

@@ -1,7 +1,6 @@
-// What a decoder step does besides its matrix products, for CPUs: RMSNorm, the product of SwiGLU,
-// RoPE together with the write to the KV cache, and the attention of single-token rows, straight
-// over the paged KV cache. Element types: 0 float32, 1 bfloat16, 2 float16; arithmetic is in
-// float32 and rounds once. Widths and head_dim are multiples of 32.
+// Attention of single-token rows, straight over the paged KV cache, in float32.
+
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -14,86 +13,6 @@
 #include "lanes.h"
 
 namespace {
-
-template <typename T>
-inline float inverse_rms(const T* values, int64_t width, float epsilon) {
-  Floats squares[2] = {};
-  for (int64_t i = 0; i < width; i += 2 * kLanes) {
-    Floats first, second;
-    load_pair(values + i, first, second);
-    squares[0] += first * first;
-    squares[1] += second * second;
-  }
-  const float mean = sum(squares[0] + squares[1]) / static_cast<float>(width);
-  return 1.0f / std::sqrt(mean + epsilon);
-}
-
-template <typename T>
-inline void rms_norm_row(const T* in, const T* weight, T* out, int64_t width, float epsilon) {
-  const float scale = inverse_rms(in, width, epsilon);
-  for (int64_t i = 0; i < width; i += 2 * kLanes) {
-    Floats first, second, first_weight, second_weight;
-    load_pair(in + i, first, second);
-    load_pair(weight + i, first_weight, second_weight);
-    store_pair(out + i, first * scale * first_weight, second * scale * second_weight);
-  }
-}
-
-template <typename T>
-void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width, float epsilon) {
-#pragma omp parallel for schedule(static) if (rows * width > 32768)
-  for (int64_t row = 0; row < rows; ++row) {
-    rms_norm_row(in + row * width, weight, out + row * width, width, epsilon);
-  }
-}
-
-inline Floats gated(Floats gate, Floats up) {
-  // exp of -|gate| only, so that nothing overflows.
-  const Floats e = exponential(gate < 0.0f ? gate : -gate);
-  return gate * ((gate < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e)) * up;
-}
-
-template <typename T>
-void swiglu(const T* gate_up, T* out, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (rows * width > 16384)
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* gates = gate_up + row * 2 * width;
-    for (int64_t i = 0; i < width; i += 2 * kLanes) {
-      Floats gate[2], up[2];
-      load_pair(gates + i, gate[0], gate[1]);
-      load_pair(gates + width + i, up[0], up[1]);
-      store_pair(out + row * width + i, gated(gate[0], up[0]), gated(gate[1], up[1]));
-    }
-  }
-}
-
-template <typename T>
-void rotate_store(T* heads, const float* cosines, const float* sines, const T* query_norm,
-                  const T* key_norm, float epsilon, T* cache, const int64_t* slots, int64_t rows,
-                  int64_t num_queries, int64_t num_keys, int64_t head_dim) {
-  const int64_t half = head_dim / 2;
-  const int64_t stride = (num_queries + 2 * num_keys) * head_dim;
-#pragma omp parallel for schedule(static) if (rows * stride > 16384)
-  for (int64_t row = 0; row < rows; ++row) {
-    T* line = heads + row * stride;
-    const float* cosine = cosines + row * half;
-    const float* sine = sines + row * half;
-    for (int64_t h = 0; h < num_queries + num_keys; ++h) {
-      T* head = line + h * head_dim;
-      if (query_norm != nullptr) {
-        rms_norm_row(head, h < num_queries ? query_norm : key_norm, head, head_dim, epsilon);
-      }
-      for (int64_t i = 0; i < half; i += kLanes) {
-        const Floats low = load(head + i), high = load(head + half + i);
-        const Floats c = load(cosine + i), s = load(sine + i);
-        store(head + i, low * c - high * s);
-        store(head + half + i, high * c + low * s);
-      }
-    }
-    std::memcpy(cache + slots[row] * 2 * num_keys * head_dim, line + num_queries * head_dim,
-                static_cast<size_t>(2 * num_keys * head_dim) * sizeof(T));
-  }
-}
 
 // Asks for the head at `from`. Blocks lie anywhere, which no hardware prefetcher foresees; asked for
 // a block at a time the lines would wait for one another, so this goes head by head.
@@ -247,6 +166,18 @@ void attend(const T* queries, const T* cache, const Paged& paged, T* out, int64_
   }
 }
 
+// Key heads, with their queries, of an item of work: with few rows the heads of a row are shared out.
+inline int64_t heads_of_item(int64_t rows, int64_t num_keys, int num_threads) {
+  int64_t heads = num_keys;
+  while (heads % 2 == 0 && rows * (num_keys / heads) < 4 * num_threads) heads /= 2;
+  return heads;
+}
+
+// Floats that `attend` needs beside it.
+inline size_t attend_scratch(int64_t heads, int64_t group, int64_t longest, int64_t head_dim) {
+  return static_cast<size_t>(heads * group * (longest + kLanes + head_dim + 1));
+}
+
 template <typename T, int kVectors>
 void decode_attention(const T* queries, int64_t query_stride, const T* cache,
                       const int32_t* tables, const int64_t* starts, const int32_t* lengths, T* out,
@@ -256,14 +187,11 @@ void decode_attention(const T* queries, int64_t query_stride, const T* cache,
   const int64_t group = num_queries / num_keys;
   int64_t longest = 0;
   for (int64_t row = 0; row < rows; ++row) longest = std::max<int64_t>(longest, lengths[row]);
-  // Few rows: a row's heads are shared out among the threads.
-  int64_t heads = num_keys;
-  while (heads % 2 == 0 && rows * (num_keys / heads) < 4 * omp_get_max_threads()) heads /= 2;
+  const int64_t heads = heads_of_item(rows, num_keys, omp_get_max_threads());
   const int64_t parts = num_keys / heads;
 #pragma omp parallel if (rows * longest * num_keys > 64)
   {
-    std::vector<float> scratch(
-        static_cast<size_t>(heads * group * (longest + kLanes + kHeadDim + 1)));
+    std::vector<float> scratch(attend_scratch(heads, group, longest, kHeadDim));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < rows * parts; ++item) {
       // The longest rows come last; they go first, so that no thread ends late on one.
@@ -299,72 +227,3 @@ int decode_any(int64_t head_dim, const void* queries, int64_t query_stride, cons
 }
 
 }  // namespace
-
-#define MILLRACE_DISPATCH(type, function, ...) \
-  switch (type) {                              \
-    case 0: {                                  \
-      using T = float;                         \
-      function(__VA_ARGS__);                   \
-      return 0;                                \
-    }                                          \
-    case 1: {                                  \
-      using T = BFloat16;                      \
-      function(__VA_ARGS__);                   \
-      return 0;                                \
-    }                                          \
-    case 2: {                                  \
-      using T = Float16;                       \
-      function(__VA_ARGS__);                   \
-      return 0;                                \
-    }                                          \
-    default:                                   \
-      return 1;                                \
-  }
-
-#define IN(pointer) static_cast<const T*>(pointer)
-#define OUT(pointer) static_cast<T*>(pointer)
-
-extern "C" {
-
-int millrace_rms_norm(int type, const void* in, const void* weight, void* out, int64_t rows,
-                      int64_t width, float epsilon) {
-  MILLRACE_DISPATCH(type, rms_norm<T>, IN(in), IN(weight), OUT(out), rows, width, epsilon)
-}
-
-int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int64_t width) {
-  MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
-}
-
-int millrace_rotate_store(int type, void* heads, const float* cosines, const float* sines,
-                          const void* query_norm, const void* key_norm, float epsilon, void* cache,
-                          const int64_t* slots, int64_t rows, int64_t num_queries,
-                          int64_t num_keys, int64_t head_dim) {
-  MILLRACE_DISPATCH(type, rotate_store<T>, OUT(heads), cosines, sines, IN(query_norm),
-                    IN(key_norm), epsilon, OUT(cache), slots, rows, num_queries, num_keys,
-                    head_dim)
-}
-
-int millrace_decode_attention(int type, const void* queries, int64_t query_stride,
-                              const void* cache, const int32_t* tables, const int64_t* starts,
-                              const int32_t* lengths, void* out, int64_t rows,
-                              int64_t num_queries, int64_t num_keys, int64_t head_dim,
-                              int64_t block_size, int64_t window, float scale) {
-  switch (type) {
-    case 0:
-      return decode_any<float>(head_dim, queries, query_stride, cache, tables, starts,
-                               lengths, out, rows, num_queries, num_keys, block_size, window,
-                               scale);
-    case 1:
-      return decode_any<BFloat16>(head_dim, queries, query_stride, cache, tables, starts,
-                                  lengths, out, rows, num_queries, num_keys, block_size, window,
-                                  scale);
-    case 2:
-      return decode_any<Float16>(head_dim, queries, query_stride, cache, tables, starts,
-                                 lengths, out, rows, num_queries, num_keys, block_size, window,
-                                 scale);
-    default:
-      return 1;
-  }
-}
-
-}  // extern "C"

@@ -1,0 +1,17 @@
+"""The compiled kernels, where this machine can compile them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.kernels.build import KernelBuildError, cpu_library
+from workers.kernels.cpu import CpuKernels
+
+
+def compiled(dtype: torch.dtype, *more_flags: str) -> CpuKernels:
+    """Skips the test without a compiler."""
+    try:
+        return CpuKernels(cpu_library(*more_flags), dtype)
+    except KernelBuildError as error:
+        pytest.skip(error.message)

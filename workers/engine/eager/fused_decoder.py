@@ -1,0 +1,97 @@
+"""A decoder that computes a step in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig
+from workers.engine.batch import FlatBatch
+from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
+from workers.kernels.cpu import CpuKernels, DecoderShape
+from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from workers.models.mlp import GatedMLP
+from workers.models.packed_projection import PackedProjection
+
+
+class _Layer(NamedTuple):
+    weights: LayerWeights
+    qkv: PackedProjection
+    output: PackedProjection
+    gate_up: PackedProjection
+    down: PackedProjection
+
+
+class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
+    """As ``Decoder`` computes it. Where threads sleep while they wait, as they do beside other
+    processes, each operation that they share would wake them anew."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        operations: CpuOperations,
+        kernels: CpuKernels,
+    ) -> None:
+        super().__init__(config, weights, operations)
+        self._kernels = kernels
+        self._cpu_operations = operations
+        layers = packed_layers(weights)
+        assert layers is not None, "layers of another kind cannot be computed in one call"
+        self._layers = _addresses(layers, operations)
+        self._shape = DecoderShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=operations.block_size,
+            epsilon=config.rms_norm_eps,
+        )
+
+    def forward(self, batch: FlatBatch) -> torch.Tensor:
+        operations = self._cpu_operations
+        rotation = self._rope.rotation(batch.positions)
+        hidden = self._weights.embedding.index_select(0, batch.token_ids)
+        chunks = batch.ranges[batch.num_single :]
+        self._kernels.decoder_step(
+            self._layers,
+            self._shape,
+            hidden,
+            (rotation.cosines.contiguous(), rotation.sines.contiguous()),
+            operations.slots(batch.ranges),
+            operations.tables(batch.ranges),
+            torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
+        )
+        return hidden
+
+
+def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:
+    """The layers, if all of them have packed weights and an MLP; else None."""
+    layers = []
+    for layer in weights.layers:
+        mlp = layer.mlp
+        if not isinstance(mlp, GatedMLP):
+            return None
+        linears = (layer.qkv, layer.output, mlp.gate_up, mlp.down)
+        packed = [linear for linear in linears if isinstance(linear, PackedProjection)]
+        if len(packed) < len(linears):
+            return None
+        layers.append(_Layer(layer, *packed))
+    return layers
+
+
+def _addresses(layers: list[_Layer], operations: CpuOperations) -> torch.Tensor:
+    """See ``CpuKernels.decoder_step``."""
+    rows = []
+    for index, (weights, qkv, output, gate_up, down) in enumerate(layers):
+        query_norm, key_norm = weights.head_norms or (None, None)
+        tensors = (
+            *(weights.attention_norm, qkv.panels, qkv.bias, query_norm, key_norm),
+            *(output.panels, output.bias, weights.mlp_norm, gate_up.panels, gate_up.bias),
+            *(down.panels, down.bias, operations.cache(index)),
+        )
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        rows.append([*addresses, operations.window(index) or 0])
+    return torch.tensor(rows, dtype=torch.int64)

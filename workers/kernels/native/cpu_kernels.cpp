@@ -1,0 +1,105 @@
+// What a decoder computes on a CPU, as functions of C: RMSNorm, the product of SwiGLU, RoPE together
+// with the write to the KV cache, the attention of single-token rows, matrix products with packed
+// weights, and a whole step of all these. Element types: 0 float32, 1 bfloat16, 2 float16.
+
+#include <cstdint>
+
+#include "attention.h"
+#include "decoder_step.h"
+#include "elementwise.h"
+#include "products.h"
+
+#define MILLRACE_DISPATCH(type, function, ...) \
+  switch (type) {                              \
+    case 0: {                                  \
+      using T = float;                         \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    case 1: {                                  \
+      using T = BFloat16;                      \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    case 2: {                                  \
+      using T = Float16;                       \
+      function(__VA_ARGS__);                   \
+      return 0;                                \
+    }                                          \
+    default:                                   \
+      return 1;                                \
+  }
+
+#define IN(pointer) static_cast<const T*>(pointer)
+#define OUT(pointer) static_cast<T*>(pointer)
+
+extern "C" {
+
+int millrace_rms_norm(int type, const void* in, const void* weight, void* out, int64_t rows,
+                      int64_t width, float epsilon) {
+  MILLRACE_DISPATCH(type, rms_norm<T>, IN(in), IN(weight), OUT(out), rows, width, epsilon)
+}
+
+int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int64_t width) {
+  MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
+}
+
+int millrace_rotate_store(int type, void* heads, const float* cosines, const float* sines,
+                          const void* query_norm, const void* key_norm, float epsilon, void* cache,
+                          const int64_t* slots, int64_t rows, int64_t num_queries,
+                          int64_t num_keys, int64_t head_dim) {
+  MILLRACE_DISPATCH(type, rotate_store<T>, OUT(heads), cosines, sines, IN(query_norm),
+                    IN(key_norm), epsilon, OUT(cache), slots, rows, num_queries, num_keys,
+                    head_dim)
+}
+
+int millrace_decode_attention(int type, const void* queries, int64_t query_stride,
+                              const void* cache, const int32_t* tables, const int64_t* starts,
+                              const int32_t* lengths, void* out, int64_t rows,
+                              int64_t num_queries, int64_t num_keys, int64_t head_dim,
+                              int64_t block_size, int64_t window, float scale) {
+  switch (type) {
+    case 0:
+      return decode_any<float>(head_dim, queries, query_stride, cache, tables, starts,
+                               lengths, out, rows, num_queries, num_keys, block_size, window,
+                               scale);
+    case 1:
+      return decode_any<BFloat16>(head_dim, queries, query_stride, cache, tables, starts,
+                                  lengths, out, rows, num_queries, num_keys, block_size, window,
+                                  scale);
+    case 2:
+      return decode_any<Float16>(head_dim, queries, query_stride, cache, tables, starts,
+                                 lengths, out, rows, num_queries, num_keys, block_size, window,
+                                 scale);
+    default:
+      return 1;
+  }
+}
+
+// The functions below take bfloat16 alone. `finish`: 0 writes, 1 adds to `out`, 2 is silu(gate) * up. See products.h for the layouts.
+int millrace_multiply(const void* rows, const void* panels, const void* bias, void* out,
+                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int finish) {
+  using T = BFloat16;
+  if (finish < 0 || finish > 2) return 1;
+  multiply({IN(rows), IN(panels), IN(bias), OUT(out), num_rows, num_inputs, num_outputs,
+            static_cast<Finish>(finish)});
+  return 0;
+}
+
+// `layers`: [num_layers] of Layer in decoder_step.h, as addresses and numbers of 64 bits.
+int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden_size,
+                          int64_t inner_size, int64_t num_queries, int64_t num_keys,
+                          int64_t head_dim, int64_t block_size, float epsilon, float scale,
+                          void* hidden, const float* cosines, const float* sines,
+                          const int64_t* slots, const int32_t* tables, const int64_t* starts,
+                          const int32_t* lengths, int64_t num_single, int64_t num_chunks,
+                          const int64_t* chunk_ends) {
+  using T = BFloat16;
+  const DecoderShape shape{num_layers, hidden_size, inner_size, num_queries, num_keys,
+                           head_dim,   block_size,  epsilon,    scale};
+  const StepRows step{OUT(hidden), cosines, sines,      slots,      tables,
+                      starts,      lengths, num_single, num_chunks, chunk_ends};
+  return run_decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
+}
+
+}  // extern "C"

@@ -1,0 +1,295 @@
+// All layers of a decoder for a flat batch, in one parallel region: between two products
+// there is neither Python nor a thread to be woken. The operations and their order are those of the
+// functions that do one of them, and so is every bit of the result.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <omp.h>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "prefill_attention.h"
+#include "products.h"
+#include "team.h"
+
+namespace {
+
+// Biases and the norms of heads may be null. A window of 0 sees all.
+struct Layer {
+  const BFloat16 *attention_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias;
+  const BFloat16 *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  BFloat16* cache;
+  int64_t window;
+};
+
+struct DecoderShape {
+  int64_t num_layers, hidden, inner, num_queries, num_keys, head_dim, block_size;
+  float epsilon, scale;
+};
+
+// What a step computes, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
+// hidden] is read and becomes the result. The first `num_single` rows are sequences of one new token
+// each, by rising length; then come `num_chunks` sequences of several, of which `chunk_ends` has the
+// row behind each. `starts` and `lengths` are those of all sequences.
+struct StepRows {
+  BFloat16* hidden;
+  const float *cosines, *sines;
+  const int64_t* slots;
+  const int32_t* tables;
+  const int64_t* starts;
+  const int32_t* lengths;
+  int64_t num_single, num_chunks;
+  const int64_t* chunk_ends;
+
+  int64_t count() const { return num_chunks > 0 ? chunk_ends[num_chunks - 1] : num_single; }
+};
+
+using Buffer = std::unique_ptr<BFloat16[]>;
+
+inline Buffer buffer(int64_t size) {
+  return std::make_unique_for_overwrite<BFloat16[]>(static_cast<size_t>(size));
+}
+
+class Counters {
+ public:
+  explicit Counters(size_t count) : counters_(count) {}
+  std::atomic<int64_t>& operator[](size_t at) { return counters_[at].value; }
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+  std::vector<Counter> counters_;
+};
+
+// Up to here each thread norms all rows for itself, which takes less time than to wait for others.
+constexpr int64_t kNormedByEach = 65536;
+
+inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFloat16* weight,
+                      int64_t begin, int64_t end, BFloat16* out) {
+  for (int64_t row = begin; row < end; ++row) {
+    rms_norm_row(rows.hidden + row * shape.hidden, weight, out + row * shape.hidden, shape.hidden,
+                 shape.epsilon);
+  }
+}
+
+// A layer's attention: what threads share of it. `heads` [count, num_queries + 2 * num_keys,
+// head_dim], `attended` [count, num_queries, head_dim].
+template <int kVectors>
+class StepAttention {
+ public:
+  StepAttention(const DecoderShape& shape, const StepRows& rows, BFloat16* heads,
+                BFloat16* attended, int num_threads)
+      : shape_(shape),
+        rows_(rows),
+        heads_(heads),
+        attended_(attended),
+        group_(shape.num_queries / shape.num_keys),
+        token_size_(2 * shape.num_keys * kHeadDim),
+        line_size_(shape.num_queries * kHeadDim + token_size_),
+        heads_of_item_(heads_of_item(rows.num_single, shape.num_keys, num_threads)) {
+    int64_t num_sections = 0;
+    for (int64_t i = 0, begin = rows.num_single; i < rows.num_chunks; ++i) {
+      const int64_t end = rows.chunk_ends[i], at = rows.num_single + i;
+      chunks_.push_back({begin, end, rows.lengths[at] - (end - begin),
+                         rows.tables + rows.starts[at], nullptr});
+      num_sections += chunks_.back().num_sections();
+      begin = end;
+    }
+    packed_ = buffer(num_sections * shape.num_keys * section_size(kHeadDim));
+    BFloat16* packed = packed_.get();
+    for (Chunk& chunk : chunks_) {
+      chunk.packed = packed;
+      packed += chunk.num_sections() * shape.num_keys * section_size(kHeadDim);
+      for (int64_t head = 0; head < shape.num_keys; ++head) {
+        for (int64_t s = 0; s < chunk.num_sections(); ++s) sections_.push_back({&chunk, head, s});
+        for (int64_t tile = chunk.num_tiles() - 1; tile >= 0; --tile) {
+          for (int64_t g = 0; g < group_; ++g) tiles_.push_back({&chunk, head * group_ + g, tile});
+        }
+      }
+    }
+  }
+
+  // Rotates a row's queries and keys, stores its keys and values.
+  void rotate_store(const Layer& layer, int64_t row) const {
+    BFloat16* queries = heads_ + row * line_size_;
+    BFloat16* keys = queries + shape_.num_queries * kHeadDim;
+    const float* cosine = rows_.cosines + row * kHeadDim / 2;
+    const float* sine = rows_.sines + row * kHeadDim / 2;
+    rotate_heads(queries, shape_.num_queries, kHeadDim, cosine, sine, layer.query_norm,
+                 shape_.epsilon);
+    rotate_heads(keys, shape_.num_keys, kHeadDim, cosine, sine, layer.key_norm, shape_.epsilon);
+    std::memcpy(layer.cache + rows_.slots[row] * token_size_, keys,
+                static_cast<size_t>(token_size_) * sizeof(BFloat16));
+  }
+
+  int64_t num_sections() const { return static_cast<int64_t>(sections_.size()); }
+
+  void pack(const Layer& layer, int64_t item) const {
+    const auto& [chunk, head, section] = sections_[static_cast<size_t>(item)];
+    if ((section + 1) * kSectionKeys <= first_seen(layer, chunk->context)) return;
+    pack_section<kVectors>(*chunk, layer.cache + head * kHeadDim, paged(chunk->table), section,
+                           section_of(*chunk, head, section));
+  }
+
+  int64_t num_items() const { return num_tiles() + rows_.num_single * parts(); }
+
+  // Tiles of chunks first, they take longest.
+  void attend(const Layer& layer, int64_t item) {
+    if (item < num_tiles()) return attend_chunk(layer, tiles_[static_cast<size_t>(item)]);
+    item -= num_tiles();
+    // The longest rows come last; they go first, so that no thread ends late on one.
+    const int64_t row = rows_.num_single - 1 - item / parts(), head = item % parts() * heads_of_item_;
+    const int64_t last = rows_.lengths[row], query = head * group_;
+    thread_local std::vector<float> scratch;
+    scratch.resize(attend_scratch(heads_of_item_, group_, last, kHeadDim));
+    ::attend<BFloat16, kVectors>(
+        heads_ + row * line_size_ + query * kHeadDim, layer.cache + head * kHeadDim,
+        paged(rows_.tables + rows_.starts[row]),
+        attended_ + (row * shape_.num_queries + query) * kHeadDim, heads_of_item_, group_,
+        first_seen(layer, last - 1), last, shape_.scale, scratch.data());
+  }
+
+ private:
+  static constexpr int64_t kHeadDim = kVectors * kLanes;
+
+  struct Section {
+    const Chunk* chunk;
+    int64_t head, section;
+  };
+  struct Tile {
+    const Chunk* chunk;
+    int64_t query, tile;
+  };
+
+  int64_t parts() const { return shape_.num_keys / heads_of_item_; }
+  int64_t num_tiles() const { return static_cast<int64_t>(tiles_.size()); }
+
+  int64_t first_seen(const Layer& layer, int64_t position) const {
+    return layer.window > 0 ? std::max<int64_t>(0, position + 1 - layer.window) : 0;
+  }
+
+  Paged paged(const int32_t* table) const {
+    return {table, shape_.block_size, token_size_, shape_.num_keys * kHeadDim};
+  }
+
+  BFloat16* section_of(const Chunk& chunk, int64_t head, int64_t section) const {
+    return chunk.packed + (head * chunk.num_sections() + section) * section_size(kHeadDim);
+  }
+
+  void attend_chunk(const Layer& layer, const Tile& item) const {
+    thread_local TileScratch<kVectors> scratch;
+    const Chunk& chunk = *item.chunk;
+    const int64_t size = chunk.end - chunk.begin;
+    const int64_t row = size * item.tile / chunk.num_tiles();
+    const int64_t count = size * (item.tile + 1) / chunk.num_tiles() - row;
+    const int64_t at = chunk.begin + row;
+    static constexpr auto kAttendTile = attend_tiles(std::make_integer_sequence<int, kTileRows>{});
+    kAttendTile[static_cast<size_t>(count - 1)](chunk, row, heads_ + at * line_size_ + item.query * kHeadDim, line_size_,
+                           section_of(chunk, item.query / group_, 0), layer.window, shape_.scale,
+                           attended_ + (at * shape_.num_queries + item.query) * kHeadDim,
+                           shape_.num_queries * kHeadDim, scratch);
+  }
+
+  using AttendTile = void (*)(const Chunk&, int64_t, const BFloat16*, int64_t, const BFloat16*,
+                              int64_t, float, BFloat16*, int64_t, TileScratch<kVectors>&);
+  // By the number of rows less one.
+  template <int... kRowsLessOne>
+  static constexpr auto attend_tiles(std::integer_sequence<int, kRowsLessOne...>) {
+    return std::array<AttendTile, kTileRows>{attend_tile<kVectors, kRowsLessOne + 1>...};
+  }
+
+  const DecoderShape& shape_;
+  const StepRows& rows_;
+  BFloat16 *heads_, *attended_;
+  const int64_t group_, token_size_, line_size_, heads_of_item_;
+  std::deque<Chunk> chunks_;
+  Buffer packed_;
+  std::vector<Section> sections_;
+  std::vector<Tile> tiles_;
+};
+
+template <int kVectors>
+void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
+  constexpr int64_t kHeadDim = kVectors * kLanes;
+  constexpr size_t kPhases = 9;
+  const int64_t count = rows.count(), query_size = shape.num_queries * kHeadDim;
+  const int64_t head_size = query_size + 2 * shape.num_keys * kHeadDim;
+  const bool normed_by_each = count * shape.hidden <= kNormedByEach;
+  const int most_threads = omp_get_max_threads();
+  const Buffer all_normed = buffer(count * shape.hidden * (normed_by_each ? most_threads : 1));
+  const Buffer heads = buffer(count * head_size), attended = buffer(count * query_size);
+  const Buffer gated_rows = buffer(count * shape.inner);
+  StepAttention<kVectors> attention(shape, rows, heads.get(), attended.get(), most_threads);
+  Counters counters(static_cast<size_t>(shape.num_layers) * kPhases);
+  Team team;
+#pragma omp parallel
+  {
+    const int num_threads = omp_get_num_threads();
+    BFloat16* normed = all_normed.get();
+    if (normed_by_each) normed += omp_get_thread_num() * count * shape.hidden;
+    size_t phase = 0;
+    const auto share = [&](int64_t items, auto&& use) {
+      share_items(counters[phase++], items, num_threads, use);
+      team.wait(num_threads);
+    };
+    const auto norm = [&](const BFloat16* weight) {
+      if (normed_by_each) {
+        ++phase;
+        return norm_rows(shape, rows, weight, 0, count, normed);
+      }
+      share(count, [&](int64_t row, int64_t) {
+        norm_rows(shape, rows, weight, row, row + 1, normed);
+      });
+    };
+    const auto multiply = [&](const Product& product) {
+      const Items items = items_of(product, num_threads);
+      share(items.count(), [&](int64_t item, int64_t next) {
+        multiply_item(product, items, item, next);
+      });
+    };
+    for (const Layer* layer = layers; layer < layers + shape.num_layers; ++layer) {
+      norm(layer->attention_norm);
+      multiply({normed, layer->qkv, layer->qkv_bias, heads.get(), count, shape.hidden, head_size,
+                Finish::kWrite});
+      share(count, [&](int64_t row, int64_t) { attention.rotate_store(*layer, row); });
+      if (rows.num_chunks > 0) {
+        share(attention.num_sections(),
+              [&](int64_t item, int64_t) { attention.pack(*layer, item); });
+      }
+      share(attention.num_items(),
+            [&](int64_t item, int64_t) { attention.attend(*layer, item); });
+      multiply({attended.get(), layer->output, layer->output_bias, rows.hidden, count, query_size,
+                shape.hidden, Finish::kAdd});
+      norm(layer->mlp_norm);
+      multiply({normed, layer->gate_up, layer->gate_up_bias, gated_rows.get(), count, shape.hidden,
+                2 * shape.inner, Finish::kGate});
+      multiply({gated_rows.get(), layer->down, layer->down_bias, rows.hidden, count, shape.inner,
+                shape.hidden, Finish::kAdd});
+    }
+  }
+}
+
+inline bool run_decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
+  auto run = shape.head_dim == 32    ? decoder_step<2>
+             : shape.head_dim == 64  ? decoder_step<4>
+             : shape.head_dim == 96  ? decoder_step<6>
+             : shape.head_dim == 128 ? decoder_step<8>
+             : shape.head_dim == 256 ? decoder_step<16>
+                                     : nullptr;
+  if (run == nullptr) return false;
+  run(shape, layers, rows);
+  return true;
+}
+
+}  // namespace

@@ -1,0 +1,166 @@
+// Attention of several new tokens of a sequence over its paged KV cache, in bfloat16: keys and values
+// are packed as the weights of a product, and the softmax goes section by section of the keys with a
+// running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867; as in FlashAttention).
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention.h"
+#include "lanes.h"
+#include "products.h"
+
+namespace {
+
+// Keys of a section: with their values they fit the core's own cache beside the queries.
+constexpr int64_t kSectionKeys = 256;
+// Less than any score, yet finite: a section of which a row sees nothing gives no NaN, and what it
+// adds is scaled to nothing by the first score that is seen.
+constexpr float kUnseen = -1e30f;
+
+// New tokens of one sequence: rows `begin` ... `end - 1` of the step, behind `context` tokens.
+struct Chunk {
+  int64_t begin, end, context;
+  const int32_t* table;
+  BFloat16* packed;  // [num_keys][num_sections] of section_size()
+
+  int64_t length() const { return context + end - begin; }
+  int64_t num_sections() const { return (length() + kSectionKeys - 1) / kSectionKeys; }
+  int64_t num_tiles() const { return (end - begin + kTileRows - 1) / kTileRows; }
+};
+
+inline int64_t section_size(int64_t head_dim) { return 2 * kSectionKeys * head_dim; }
+
+// Keys: [panel of 16 keys][pair of elements][key][2]; values behind them: [panel of 16
+// elements][pair of keys][element][2]. What a chunk has not is zero.
+template <int kVectors>
+void pack_section(const Chunk& chunk, const BFloat16* cache, const Paged& paged, int64_t section,
+                  BFloat16* out) {
+  constexpr int64_t kHeadDim = kVectors * kLanes;
+  const int64_t first = section * kSectionKeys;
+  const int64_t count = std::min(kSectionKeys, chunk.length() - first);
+  // Whole tiles of the products below are read.
+  const int64_t filled = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
+  BFloat16* values = out + kSectionKeys * kHeadDim;
+  for (int64_t i = 0; i < filled; ++i) {
+    BFloat16 token[2][kHeadDim] = {};
+    if (i < count) {
+      const int64_t position = first + i;
+      const int64_t slot = paged.table[position / paged.block_size] * paged.block_size +
+                           position % paged.block_size;
+      const BFloat16* from = cache + slot * paged.token_stride;
+      std::memcpy(token[0], from, sizeof token[0]);
+      std::memcpy(token[1], from + paged.value_offset, sizeof token[1]);
+    }
+    BFloat16* key = out + (i / kLanes * kHeadDim * kLanes) + 2 * (i % kLanes);
+    for (int64_t pair = 0; pair < kHeadDim / 2; ++pair) {
+      std::memcpy(key + pair * 2 * kLanes, token[0] + 2 * pair, 2 * sizeof(BFloat16));
+    }
+    for (int64_t d = 0; d < kHeadDim; ++d) {
+      values[(d / kLanes * kSectionKeys + i / 2 * 2) * kLanes + 2 * (d % kLanes) + i % 2] =
+          token[1][d];
+    }
+  }
+}
+
+// Scratch of one tile: scores, their weights, running sums.
+template <int kVectors>
+struct TileScratch {
+  static constexpr int64_t kHeadDim = kVectors * kLanes;
+  alignas(64) float scores[kTileRows][kSectionKeys];
+  alignas(64) BFloat16 weights[kTileRows][kSectionKeys];
+  alignas(64) float totals[kTileRows][kHeadDim];
+  float largest[kTileRows], sums[kTileRows];
+};
+
+// Turns the scores of a row into weights for the keys `begin` ... `end - 1` that it sees of `width`,
+// and scales what the row has so far to the new maximum.
+template <int kVectors>
+void weigh_row(TileScratch<kVectors>& scratch, int row, int64_t begin, int64_t end, int64_t width,
+               float scale) {
+  float* scores = scratch.scores[row];
+  std::fill(scores, scores + std::clamp<int64_t>(begin, 0, width), kUnseen);
+  std::fill(scores + std::clamp<int64_t>(end, 0, width), scores + width, kUnseen);
+  Floats best = Floats{} + kUnseen;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Floats s = load(scores + i) * scale;
+    store(scores + i, s);
+    best = s > best ? s : best;
+  }
+  float largest = scratch.largest[row];
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, best[lane]);
+  const float kept = exponential(Floats{} + (scratch.largest[row] - largest))[0];
+  Floats sum_of{};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const Floats e = exponential(load(scores + i) - largest);
+    sum_of += e;
+    store(scratch.weights[row] + i, e);
+  }
+  for (int64_t d = 0; d < kVectors * kLanes; d += kLanes) {
+    store(scratch.totals[row] + d, load(scratch.totals[row] + d) * kept);
+  }
+  scratch.sums[row] = scratch.sums[row] * kept + sum(sum_of);
+  scratch.largest[row] = largest;
+}
+
+// kRows rows from `row` of a chunk on, of one query head, whose queries lie `stride` apart.
+template <int kVectors, int kRows>
+void attend_tile(const Chunk& chunk, int64_t row, const BFloat16* queries, int64_t stride,
+                 const BFloat16* packed, int64_t window, float scale, BFloat16* out,
+                 int64_t out_stride, TileScratch<kVectors>& scratch) {
+  constexpr int64_t kHeadDim = kVectors * kLanes;
+  const int64_t position = chunk.context + row;
+  const auto first_seen = [&](int64_t at) {
+    return window > 0 ? std::max<int64_t>(0, at + 1 - window) : 0;
+  };
+  for (int r = 0; r < kRows; ++r) {
+    std::fill(scratch.totals[r], scratch.totals[r] + kHeadDim, 0.0f);
+    scratch.largest[r] = kUnseen;
+    scratch.sums[r] = 0.0f;
+  }
+  const int64_t last_section = (position + kRows - 1) / kSectionKeys;
+  for (int64_t s = first_seen(position) / kSectionKeys; s <= last_section; ++s) {
+    const BFloat16* keys = packed + s * section_size(kHeadDim);
+    const BFloat16* values = keys + kSectionKeys * kHeadDim;
+    const int64_t begin = s * kSectionKeys;
+    const int64_t seen = std::min(kSectionKeys, position + kRows - begin);
+    const int64_t width = (seen + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
+    for (int64_t key = 0; key < width; key += 2 * kLanes) {
+      Floats sums[kRows][2] = {};
+      const BFloat16* panel = keys + key * kHeadDim;
+      sum_tile<kRows>(queries, stride, {panel, panel + kLanes * kHeadDim}, {}, kHeadDim, sums);
+      for (int r = 0; r < kRows; ++r) {
+        store(scratch.scores[r] + key, sums[r][0]);
+        store(scratch.scores[r] + key + kLanes, sums[r][1]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      weigh_row(scratch, r, first_seen(position + r) - begin, position + r + 1 - begin, width,
+                scale);
+    }
+    for (int64_t d = 0; d < kHeadDim; d += 2 * kLanes) {
+      Floats sums[kRows][2];
+      for (int r = 0; r < kRows; ++r) {
+        sums[r][0] = load(scratch.totals[r] + d);
+        sums[r][1] = load(scratch.totals[r] + d + kLanes);
+      }
+      const BFloat16* panel = values + d * kSectionKeys;
+      sum_tile<kRows>(scratch.weights[0], kSectionKeys, {panel, panel + kLanes * kSectionKeys}, {},
+                      width, sums);
+      for (int r = 0; r < kRows; ++r) {
+        store(scratch.totals[r] + d, sums[r][0]);
+        store(scratch.totals[r] + d + kLanes, sums[r][1]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int64_t d = 0; d < kHeadDim; d += kLanes) {
+      store(out + r * out_stride + d, load(scratch.totals[r] + d) * (1.0f / scratch.sums[r]));
+    }
+  }
+}
+
+}  // namespace
