@@ -13,10 +13,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SYSTEMS = "tests/e2e/"
-_ALONE = (
-    "tests/workers/kernels/gpu/test_compile.py",
-    "tests/workers/models/test_random_checkpoints.py",
-)
+_ALONE = ("tests/workers/models/test_random_checkpoints.py",)
 
 
 def room_of(node_id: str) -> str:

@@ -85,6 +85,13 @@ for formats in ("bf16", "fp8"):
 _RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all of them keep what Triton compiled, so that none compiles what another has. What
+    they count are launches of another variant, which are the same with and without it."""
+    return tmp_path_factory.mktemp("triton")
+
+
 def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[4]
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
@@ -109,10 +116,10 @@ def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]
     ],
 )
 def test_what_an_engine_launches_compiles_once_for_any_length(
-    tmp_path: Path, model: str, formats: str, kernels_with_wgmma: set[str]
+    cache: Path, model: str, formats: str, kernels_with_wgmma: set[str]
 ) -> None:
     done = run(
-        tmp_path, "-m", "benchmarks.gpu_compile", "--model", model, "--formats", formats, "--json"
+        cache, "-m", "benchmarks.gpu_compile", "--model", model, "--formats", formats, "--json"
     )
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -122,10 +129,10 @@ def test_what_an_engine_launches_compiles_once_for_any_length(
     assert kernels_with_wgmma <= with_wgmma
 
 
-def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path) -> None:
+def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path, cache: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
-    done = run(tmp_path / "cache", script)
+    done = run(cache, script)
     assert done.returncode == 0, done.stderr
     again, grid, width, spill = done.stdout.splitlines()
     assert again == ("test: copy_kernel was compiled 2 times for WIDTH=64, with 33 and with 48")
@@ -134,9 +141,9 @@ def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path) -> None:
     assert spill.startswith("spills ")
 
 
-def test_a_whole_engine_compiles_each_kernel_once(tmp_path: Path) -> None:
+def test_a_whole_engine_compiles_each_kernel_once(cache: Path) -> None:
     """The runner itself, from its warm-up to the last token, for requests of every kind."""
-    done = run(tmp_path, "-m", "benchmarks.gpu_compile", "--engine", "--json")
+    done = run(cache, "-m", "benchmarks.gpu_compile", "--engine", "--json")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert not found["problems"]
@@ -144,10 +151,10 @@ def test_a_whole_engine_compiles_each_kernel_once(tmp_path: Path) -> None:
     assert {"prepare_inputs_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} <= kernels
 
 
-def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(tmp_path: Path) -> None:
+def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(tmp_path: Path, cache: Path) -> None:
     script = tmp_path / "loops.py"
     script.write_text(LOOPS)
-    done = run(tmp_path / "cache", script)
+    done = run(cache, script)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [index for index, line in enumerate(lines) if " = scf.for " in line]
