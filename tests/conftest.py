@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -87,6 +88,12 @@ _NEEDED = {
     "llamacpp": (is_there("llama-server"), "llama-server: make engines"),
     "vllm": (is_there("vllm"), "vllm: make engines-vllm"),
 }
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and no collection of garbage has to look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
