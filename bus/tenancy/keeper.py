@@ -36,7 +36,8 @@ from bus.tenancy.local import LocalLimits
 from bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
 from bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
 from runtime.clock import Clock
-from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from runtime.redis.protocol import Argument
 from schemas.frames import Usage
 from schemas.jobs import Tier
 from schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano

@@ -11,7 +11,8 @@ import msgspec
 
 from bus import redis_keys
 from runtime.clock import Clock
-from runtime.redis.link import Argument, RedisLink, RedisUnreachableError, Script
+from runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from runtime.redis.protocol import Argument
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import zlib
 import msgspec
 
 from bus import redis_keys
-from runtime.redis.link import Argument, RedisLink, reachable
+from runtime.redis.link import RedisLink, reachable
+from runtime.redis.protocol import Argument
 from runtime.retry import retry
 from runtime.tasks import in_thread_if
 from schemas.config import GatewayConfig

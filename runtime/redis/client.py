@@ -10,7 +10,15 @@ from redis.asyncio.connection import SSLConnection, UnixDomainSocketConnection, 
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from runtime.tls import client_context, handshake_refusal, has_tls_files
 from schemas.config import RedisConfig
@@ -20,6 +28,15 @@ from schemas.errors import (
     MillraceError,
 )
 from schemas.redaction import redact_urls
+
+_ERRORS: dict[str, type[RedisError]] = {
+    "LOADING": BusyLoadingError,
+    "NOAUTH": AuthenticationError,
+    "NOPERM": NoPermissionError,
+    "NOSCRIPT": NoScriptError,
+    "READONLY": ReadOnlyError,
+    "WRONGPASS": AuthenticationError,
+}
 
 
 def open_redis(config: RedisConfig, timeout_s: float) -> tuple[Redis, Sentinel | None]:
@@ -70,6 +87,7 @@ def _bounds(timeout_s: float) -> dict[str, Any]:
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
     }
 
 
@@ -87,6 +105,12 @@ def _tls_options(config: RedisConfig, connection_class: type | None) -> dict[str
         "ssl_certfile": config.certificate_file or None,
         "ssl_keyfile": config.key_file or None,
     }
+
+
+def error_of(text: str) -> RedisError:
+    """What redis-py makes of an error that a server replied. One that is no ResponseError is of the
+    connection, not of the command."""
+    return _ERRORS.get(text.partition(" ")[0], ResponseError)(text)
 
 
 def why_refused(error: BaseException, config: RedisConfig) -> MillraceError | None:

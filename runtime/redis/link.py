@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from runtime.clock import Clock, SystemClock
-from runtime.redis.client import open_redis, why_refused
+from runtime.redis.client import error_of, open_redis, why_refused
+from runtime.redis.protocol import Argument, ErrorReply, Reply, pack
+from runtime.redis.wire import RedisWire
 from schemas.config import RedisConfig
 from schemas.errors import MillraceError
 
@@ -20,13 +23,11 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 0.3
 _PAUSE_S = 1.0
-_MAX_BATCH = 512
 _CANNOT_WRITE = "MISCONF"
 _AOF, _RDB = "aof_last_write_status", "rdb_last_bgsave_status"
 
-Argument = str | bytes | int | float
 _Command = tuple[Argument, ...]
-_Batch = list[tuple[_Command, asyncio.Future[Any]]]
+_Call = tuple[_Command, asyncio.Future[Any]]
 
 
 class RedisUnreachableError(
@@ -59,11 +60,12 @@ def reachable(link: RedisLink | None) -> RedisLink:
 
 
 class RedisLink:
-    """Commands by ``call``, Lua by ``evaluate``; those made at the same time travel together.
+    """Commands by ``call``, Lua by ``evaluate``; those made in one turn of the event loop travel
+    together, and none waits for the replies to others.
 
     After a failure nobody tries again for a second: calls raise RedisUnreachableError at once. So
     does a command that the server refuses; each is logged by its name when that begins and when it
-    ends. Replies are bytes. Owns its connections and the task that sends; ``close`` ends them.
+    ends. Replies are bytes. Owns its connection and the task that makes it; ``close`` ends them.
     ``is_full`` from the first command that Redis refused because it cannot write to its disk, until
     ``look_for_room`` found that it can: the error is RedisFullError then.
     """
@@ -72,9 +74,12 @@ class RedisLink:
         self._clock: Clock = clock or SystemClock()
         self._config = config
         self._redis, self._sentinel = open_redis(config, _TIMEOUT_S)
+        self._read_reply = dict(self._redis.response_callbacks)
+        self._connection: AbstractConnection | None = None
+        self._wire: RedisWire[_Call] | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._refusal: MillraceError | None = None
-        self._waiting: _Batch = []
-        self._sending: asyncio.Task[None] | None = None
+        self._waiting: list[_Call] = []
         self._is_unreachable = False
         self._next_try_s = 0.0
         self._refused: set[str] = set()
@@ -102,10 +107,11 @@ class RedisLink:
         """The reply. Raises RedisUnreachableError."""
         if self._closed or (self._is_unreachable and self._clock.monotonic() < self._next_try_s):
             raise RedisUnreachableError
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._send)
         self._waiting.append((command, future))
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.ensure_future(self._send())
         return await future
 
     async def evaluate(
@@ -130,66 +136,117 @@ class RedisLink:
     async def close(self) -> None:
         """Calls that still wait end as if Redis were unreachable."""
         self._closed = True
-        if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.gather(self._sending, return_exceptions=True)
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._wire is not None:
+            self._give_up(self._wire.close())
         self._give_up(self._waiting)
         self._waiting = []
         try:
+            if self._connection is not None:
+                await self._connection.disconnect(nowait=True)
             await self._redis.aclose()
             if self._sentinel is not None:
                 await self._sentinel.aclose()
         except (RedisError, OSError) as error:
             logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
 
-    async def _send(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+    def _send(self) -> None:
+        """Send what waits; without a connection, once there is one."""
+        wire = self._wire
+        if wire is not None and not wire.is_usable:
+            self._give_up(wire.close())
+            wire = self._wire = None
+        if wire is None:
+            if not self._closed and (self._connecting is None or self._connecting.done()):
+                self._connecting = asyncio.ensure_future(self._connect())
+            return
+        waiting, self._waiting = self._waiting, []
+        packed: list[bytes] = []
+        calls: list[_Call] = []
+        for call in waiting:
             try:
-                pipeline = self._redis.pipeline(transaction=False)
-                for command, _ in batch:
-                    pipeline.execute_command(*command)
-                answers = await cast("Awaitable[list[Any]]", pipeline.execute(raise_on_error=False))
-            except (RedisError, OSError, TimeoutError) as error:
-                self._note_loss(error)
-                self._give_up(batch)
-                self._give_up(self._waiting)
-                self._waiting = []
-                return
-            except asyncio.CancelledError:
-                self._give_up(batch)
-                raise
-            except Exception as error:
-                # Of a command that cannot be sent, say one with half a character in it.
-                logger.exception("commands could not be sent to Redis")
-                _fail(batch, error)
-                continue
-            self._note_return()
-            for (command, future), answer in zip(batch, answers, strict=True):
-                self._answer(command, future, answer)
-
-    def _answer(self, command: _Command, future: asyncio.Future[Any], answer: Any) -> None:
-        error: Exception | None = None
-        if isinstance(answer, NoScriptError):
-            error = answer  # it is sent whole then, by ``evaluate``
-        elif isinstance(answer, ResponseError):
-            self._note_refusal(command, answer)
-            if _CANNOT_WRITE in str(answer):
-                self._unwritten = _AOF if "AOF" in str(answer) else _RDB
-                error = RedisFullError()
+                packed.append(pack(call[0]))
+            except UnicodeEncodeError as error:
+                # With half a character in it, say.
+                logger.exception("a command could not be sent to Redis")
+                _fail([call], error)
             else:
-                error = RedisUnreachableError()
-        elif self._refused:
+                calls.append(call)
+        if calls:
+            wire.send(b"".join(packed), calls)
+
+    async def _connect(self) -> None:
+        pool = self._redis.connection_pool
+        try:
+            if self._connection is None:
+                self._connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+            else:
+                await self._connection.disconnect(nowait=True)
+                await pool.ensure_connection(self._connection)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._lose([], error)
+            return
+        except Exception as error:
+            logger.exception("Redis could not be connected to")
+            waiting, self._waiting = self._waiting, []
+            _fail(waiting, error)
+            return
+        self._wire = RedisWire(self._connection, _TIMEOUT_S, self._answer, self._lose)
+        self._send()
+
+    def _lose(self, unanswered: Sequence[_Call], error: Exception) -> None:
+        """There is no connection any more, or none could be made."""
+        self._wire = None
+        if not unanswered and not self._waiting:
+            return  # nobody missed it: the next call has it made anew
+        self._note_loss(error)
+        self._give_up(unanswered)
+        self._give_up(self._waiting)
+        self._waiting = []
+
+    def _answer(self, call: _Call, reply: Reply) -> None:
+        command, future = call
+        if isinstance(reply, ErrorReply):
+            self._answer_error(call, error_of(reply.text))
+            return
+        self._note_return()
+        if self._refused:
             self._note_success(command)
         if future.done():
             return
-        if error is None:
-            future.set_result(answer)
-        else:
+        read = self._read_reply.get(str(command[0]))
+        try:
+            answer = reply if read is None else read(reply)
+        except Exception as error:
+            logger.exception("a reply of Redis could not be read")
             future.set_exception(error)
+        else:
+            future.set_result(answer)
 
-    def _give_up(self, batch: _Batch) -> None:
-        _fail(batch, RedisUnreachableError())
+    def _answer_error(self, call: _Call, error: RedisError) -> None:
+        was_master = isinstance(error, ReadOnlyError) and self._sentinel is not None
+        if was_master or not isinstance(error, ResponseError):
+            # It does nothing that it is asked on this connection: look for one that does.
+            unanswered = [] if self._wire is None else self._wire.close()
+            self._lose([call, *unanswered], error)
+            return
+        self._note_return()
+        command, future = call
+        told: Exception = RedisUnreachableError()
+        if isinstance(error, NoScriptError):
+            told = error  # it is sent whole then, by ``evaluate``
+        else:
+            self._note_refusal(command, error)
+            if _CANNOT_WRITE in str(error):
+                self._unwritten = _AOF if "AOF" in str(error) else _RDB
+                told = RedisFullError()
+        if not future.done():
+            future.set_exception(told)
+
+    def _give_up(self, calls: Sequence[_Call]) -> None:
+        _fail(calls, RedisUnreachableError())
 
     def _note_loss(self, error: Exception) -> None:
         self._next_try_s = self._clock.monotonic() + _PAUSE_S
@@ -232,8 +289,8 @@ def _is_well(told: Any, field: str) -> bool:
     return f"{field}:ok".encode() in bytes(told).splitlines()
 
 
-def _fail(batch: _Batch, error: Exception) -> None:
-    for _, future in batch:
+def _fail(calls: Sequence[_Call], error: Exception) -> None:
+    for _, future in calls:
         if not future.done():
             future.set_exception(error)
 

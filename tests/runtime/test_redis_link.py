@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from schemas.config import RedisConfig
 from tests.support.servers import RedisServer
+from tests.support.waiting import eventually
 
 _PUSH = Script("return redis.call('RPUSH', KEYS[1], ARGV[1])")
 
@@ -75,3 +76,67 @@ async def test_the_others_that_travel_with_a_refused_command_are_served(link: Re
 
 def _told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [(record.levelname, record.__dict__["command"]) for record in caplog.records]
+
+
+async def test_replies_go_to_their_callers_whoever_still_waits(link: RedisLink) -> None:
+    await link.call("SET", "a", "1")
+    left = asyncio.create_task(link.call("GET", "a"))
+    stays = asyncio.create_task(link.call("INCR", "a"))
+    await asyncio.sleep(0)
+    left.cancel()
+    assert await stays == 2
+    texts = [f"{number}" * 10_000 for number in range(20)]
+    await asyncio.gather(*(link.call("SET", f"k{n}", text) for n, text in enumerate(texts)))
+    found = await asyncio.gather(*(link.call("GET", f"k{n}") for n in range(len(texts))))
+    assert found == [text.encode() for text in texts]
+
+
+async def test_a_connection_that_the_server_closed_is_made_anew_unseen(
+    link: RedisLink, redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await link.call("SET", "a", "b")
+    client = Redis.from_url(redis_server.url)
+    for _ in range(2):
+        await client.client_kill_filter(_type="normal", skipme=True)
+        await client.ping()
+        assert await link.call("GET", "a") == b"b"
+    await client.aclose()
+    assert not caplog.records
+
+
+async def test_a_late_reply_is_nobodys(link: RedisLink, redis_server: RedisServer) -> None:
+    await link.call("SET", "a", "b")
+    client = Redis.from_url(redis_server.url)
+    await client.client_pause(600)
+    with pytest.raises(RedisUnreachableError):
+        await link.call("GET", "a")
+    with pytest.raises(RedisUnreachableError):
+        await link.call("INCR", "number")  # nobody tries again for a second
+    await client.client_unpause()
+    await client.aclose()
+
+    async def is_back() -> bool:
+        try:
+            return bool(await link.call("STRLEN", "a") == 1)
+        except RedisUnreachableError:
+            return False
+
+    await eventually(is_back, 10.0, "Redis is asked again")
+
+
+async def test_what_is_no_redis_is_parted_with() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Whatever redis-py says first is acknowledged; then comes something else.
+        while data := await reader.read(4_096):
+            packed = data.count(b"CLIENT") or data.count(b"SELECT")
+            writer.write(b"+OK\r\n" * packed if packed else b"HTTP/1.1 400 Bad Request\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    link = RedisLink(RedisConfig(url=f"redis://127.0.0.1:{port}/0"))
+    async with asyncio.timeout(5.0):
+        with pytest.raises(RedisUnreachableError):
+            await link.call("GET", "a")
+        await link.close()
+    server.close()
