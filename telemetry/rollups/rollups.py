@@ -26,6 +26,10 @@ _RECONCILE_INTERVAL_S = 600.0
 _RECONCILE_DAYS = 3
 # Of the time, the part that computing minutes may take while rows pour in.
 _MOST_SHARE = 0.25
+# A round costs about the same for one row as for a thousand: rounds rest until they take this part
+# of the time, but at most so many intervals.
+_SPARSE_SHARE = 0.02
+_SPARSE_INTERVALS = 5
 
 
 class Rollups:
@@ -89,13 +93,20 @@ class Rollups:
                 reconciled_s = self._clock.monotonic()
             await self.settle()
             took_s = self._clock.monotonic() - started_s
-            rest_s = max(self._interval_s, took_s * (1 / _MOST_SHARE - 1))
-            await wait_or_sleep(self._stopping, self._clock, rest_s)
+            await wait_or_sleep(self._stopping, self._clock, self.rest_s(took_s))
             if not self._is_behind and not self._stopping.is_set():
                 self._wake.clear()
                 due_s = reconciled_s + _RECONCILE_INTERVAL_S
                 await wait_or_sleep(self._wake, self._clock, due_s - self._clock.monotonic())
         await self.settle()
+
+    def rest_s(self, took_s: float) -> float:
+        """How long nothing is computed after a round that took ``took_s``."""
+        return max(
+            self._interval_s,
+            took_s * (1 / _MOST_SHARE - 1),
+            min(took_s * (1 / _SPARSE_SHARE - 1), _SPARSE_INTERVALS * self._interval_s),
+        )
 
     async def settle(self) -> None:
         """Compute the minutes that requests touched so far, and of the last hour those whose

@@ -33,6 +33,10 @@ _REFRESH_INTERVAL_S = 1.0
 # At rest it looks at Kafka this often, for what came past the bridge.
 _LONGEST_REST_S = 30.0
 _CATCH_UP_FACTOR = 4
+# An insert takes about as long for one row as for a thousand. While few come, batches follow one
+# another so slowly that storing takes this part of the time, but at most so many intervals apart.
+_SPARSE_SHARE = 0.02
+_SPARSE_INTERVALS = 6
 
 
 class Sink:
@@ -80,6 +84,8 @@ class Sink:
         self.num_dead = 0
         self.num_batches = 0
         self.last_stored_s = 0.0
+        # On the monotonic clock: a batch that is not full waits until then.
+        self._next_sparse_s = 0.0
 
     def stop(self) -> None:
         """End after the batch in hand."""
@@ -157,9 +163,14 @@ class Sink:
             with rebalance.batch():
                 batch = await self._gather(consumer, rebalance)
                 if batch.num_messages:
+                    started_s = self._clock.monotonic()
                     await self._store_batch(batch, dead_letters)
                     await _commit(consumer, batch)
                     self._progress.note_stored(batch.next_offsets)
+                    stored_s = self._clock.monotonic()
+                    self._next_sparse_s = stored_s + sparse_rest_s(
+                        stored_s - started_s, self._telemetry.batch_interval_s
+                    )
             await self._progress.note_positions(consumer)
             if may_rest and not batch.num_messages:
                 await self._rest(consumer)
@@ -182,8 +193,9 @@ class Sink:
             await self._progress.refresh(consumer)
 
     async def _gather(self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener) -> Batch:
-        """What came within ``batch_interval_s`` of the first message, or as many as a batch has
-        at most. Short of that if partitions are about to change hands."""
+        """What came within ``batch_interval_s`` of the first message and until sparse batches have
+        rested, or as many as a batch has at most. Short of that if partitions are about to change
+        hands."""
         batch = Batch()
         most = self._most_messages()
         interval_s = self._telemetry.batch_interval_s
@@ -197,7 +209,7 @@ class Sink:
                 max_records=min(_POLL_MESSAGES, most - batch.num_messages),
             )
             if polled and not batch.num_messages:
-                deadline_s = self._clock.monotonic() + interval_s
+                deadline_s = max(self._clock.monotonic() + interval_s, self._next_sparse_s)
             for partition, messages in polled.items():
                 for message in messages:
                     batch.add(partition, message)
@@ -235,6 +247,11 @@ class Sink:
         self.num_dead += len(letters)
         self.num_batches += 1
         self.last_stored_s = self._clock.now_ns() / 1e9
+
+
+def sparse_rest_s(took_s: float, batch_interval_s: float) -> float:
+    """How long after a batch the next one is stored unless that is full, by how long it took."""
+    return min(took_s * (1 / _SPARSE_SHARE - 1), _SPARSE_INTERVALS * batch_interval_s)
 
 
 async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:

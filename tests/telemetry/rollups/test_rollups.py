@@ -232,6 +232,14 @@ async def test_what_could_not_be_counted_is_not_forgotten(store: Store) -> None:
     await check_equal(store)
 
 
+def test_the_longer_a_round_takes_the_longer_it_rests(store: Store) -> None:
+    kept = rollups(store, interval_s=2.0)
+    assert kept.rest_s(0.01) == 2.0
+    assert kept.rest_s(0.1) == pytest.approx(4.9)
+    assert kept.rest_s(1.0) == 10.0
+    assert kept.rest_s(60.0) == 180.0
+
+
 async def test_it_runs_by_its_interval_and_counts_once_more_when_told_to_stop(
     store: Store,
 ) -> None:

@@ -18,7 +18,7 @@ from schemas.records import TranscriptRecord
 from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
 from telemetry.service import TelemetryService
 from telemetry.sink.rebalance_listener import RebalanceListener
-from telemetry.sink.sink import Sink
+from telemetry.sink.sink import Sink, sparse_rest_s
 from telemetry.store.outbox_ledger import OutboxLedger
 from telemetry.store.store import Store
 from tests.support.manual_clock import ManualClock
@@ -110,6 +110,12 @@ async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
     assert headers["outbox-sequence"] == b"3211"
     # Two for each halving, and one for the ledger of each batch.
     assert moody.num_inserts <= 2 * 13 + 1 + 2 * num_batches
+
+
+def test_sparse_batches_rest_by_what_they_took() -> None:
+    assert sparse_rest_s(0.0, 0.5) == 0.0
+    assert sparse_rest_s(0.02, 0.5) == pytest.approx(0.98)
+    assert sparse_rest_s(1.0, 0.5) == 3.0
 
 
 async def test_who_is_told_of_the_minutes_that_changed(
