@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from runtime.clock import Clock
@@ -67,6 +67,16 @@ class Tasks:
 async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     """What ``work`` gives; in a thread if it takes long enough to hold up others."""
     return await asyncio.to_thread(work) if is_long else work()
+
+
+async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """What each gives or raises, side by side; a single one, as most are, without a task."""
+    if len(works) != 1:
+        return await asyncio.gather(*works, return_exceptions=True)
+    try:
+        return [await works[0]]
+    except Exception as error:  # noqa: BLE001 (it is the outcome)
+        return [error]
 
 
 async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from bus import redis_keys
 from runtime.clock import Clock
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from runtime.redis.protocol import Argument
+from runtime.tasks import outcomes
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,9 @@ class Settlements:
         while self._waiting:
             # They leave the queue when they are sent, so that none is lost on the way.
             batch = [self._waiting[i] for i in range(min(_BATCH, len(self._waiting)))]
-            outcomes = await asyncio.gather(*map(self._send, batch), return_exceptions=True)
+            sent = await outcomes([self._send(settlement) for settlement in batch])
             again: list[Settlement] = []
-            for settlement, outcome in zip(batch, outcomes, strict=True):
+            for settlement, outcome in zip(batch, sent, strict=True):
                 self._waiting.popleft()
                 if isinstance(outcome, RedisUnreachableError):
                     again.append(settlement)
