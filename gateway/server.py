@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -24,8 +23,9 @@ from gateway.core import Gateway
 from gateway.errors import Refusal, SlowRequestError, refusal_of
 from gateway.tenancy.caller import Caller
 from gateway.transport.certificate import Certificate, certificate_of
-from gateway.transport.connection_writer import WRITER_EXTENSION, chunk, text_frames
+from gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
 from gateway.transport.http import JSON, new_request_id, request_id_header
+from gateway.transport.http_writer import HttpWriter
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 
@@ -206,7 +206,7 @@ class _HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._writers: deque[_HttpWriter] = deque()  # of requests without their whole answer
+        self._writers: deque[HttpWriter] = deque()  # of requests without their whole answer
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -234,7 +234,7 @@ class _HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
-        writer = _HttpWriter(self.transport, self.flow)
+        writer = HttpWriter(self.transport, self.flow)
         self._writers.append(writer)
         extensions: dict[str, Any] = {
             ABORT_EXTENSION: self.transport.abort,
@@ -245,7 +245,10 @@ class _HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         self._stop_awaiting_head()
+        former = self.cycle
         super().on_headers_complete()
+        if self.cycle is not former:
+            self.cycle.transport = cast("asyncio.Transport", self._writers[-1].transport)
 
     def on_response_complete(self) -> None:
         self._writers.popleft()
@@ -304,26 +307,6 @@ def _http_protocol(note: Callable[[Refusal, Caller | None], None]) -> type[_Http
         _note = staticmethod(note)
 
     return Protocol
-
-
-class _HttpWriter:
-    """A response whose head was sent by ``send``, without a length, and whose end will be.
-
-    Wires know the transport, which forgets its protocol when it closes: so nothing of a connection
-    that is gone waits for the garbage collector.
-    """
-
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport = transport
-        self._flow = flow
-        self.on_writable: Callable[[], None] | None = None
-
-    @property
-    def is_writable(self) -> bool:
-        return not (self._flow.write_paused or self._transport.is_closing())
-
-    def write(self, payloads: list[bytes]) -> None:
-        self._transport.write(chunk(payloads))
 
 
 class _SocketWriter:

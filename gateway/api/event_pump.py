@@ -8,7 +8,7 @@ from gateway.rendering.chunks import SSE_KEEP_ALIVE, encode
 from gateway.rendering.rendering import Renderer
 from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
-from gateway.transport.connection_writer import ConnectionWriter
+from gateway.transport.connection_writer import ResponseWriter
 from gateway.transport.event_ids import event_id_line, with_event_id
 
 _KEEP_ALIVE_S = 15.0
@@ -22,7 +22,7 @@ class EventPump:
         gateway: Gateway,
         response: ResponseStream,
         client: HttpClient,
-        writer: ConnectionWriter,
+        writer: ResponseWriter,
         renderer: Renderer,
     ) -> None:
         self._gateway = gateway
@@ -37,10 +37,12 @@ class EventPump:
         self._has_written = False
 
     async def run(self, early: list[Part]) -> bool:
-        """Write ``early``, then parts as they come until the answer's end; False if the client is
-        gone before that. Silence is broken by comments."""
+        """Write ``early`` with what the writer holds, then parts as they come until the answer's
+        end, which the writer holds; False if the client is gone before that. Silence is broken by
+        comments."""
         client, response = self._client, self._response
         self._write(early)
+        self._writer.release()
         client.on_wake = self._writer.on_writable = self._schedule_flush
         self._schedule_flush()
         try:
@@ -71,9 +73,11 @@ class EventPump:
                 if progress.text:
                     self._write_plain(progress.text, *self._plain)
                 return
-        self._write(response.read_parts(now_s))
+        parts = response.read_parts(now_s)
         if response.ended:
+            self._writer.hold()
             client.call()
+        self._write(parts)
 
     def drop(self, reason: str) -> None:
         self._client.drop(reason)

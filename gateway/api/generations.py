@@ -26,7 +26,7 @@ from gateway.request.submitter import Requester
 from gateway.request.tracing import TRACEPARENT, RequestTrace
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
-from gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
+from gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from gateway.transport.event_ids import parse_event_id
 from gateway.transport.http import (
     ACCEPTED,
@@ -129,6 +129,7 @@ class GenerationHandler:
         client = HttpClient(
             gateway.config.client_buffer_bytes, scope["extensions"][ABORT_EXTENSION]
         )
+        writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
         requester = Requester(caller, client, trace=trace)
         watch = asyncio.create_task(client.watch(receive))
         try:
@@ -148,9 +149,9 @@ class GenerationHandler:
                     )
             scope[ACCEPTED] = True  # it has a record of its own now, however it ends
             try:
-                writer = scope["extensions"][WRITER_EXTENSION]
                 return await self._deliver(prepared, response, client, writer, send)
             finally:
+                writer.release()
                 # Nothing to do if the end was delivered.
                 if response.is_kept or (client.going_away and prepared.stream):
                     response.detach(None, client.gone or "disconnect")
@@ -174,17 +175,22 @@ class GenerationHandler:
         prepared: Prepared,
         response: ResponseStream,
         client: HttpClient,
-        writer: ConnectionWriter,
+        writer: ResponseWriter,
         send: Send,
     ) -> int:
         with _bugs_answered(response.request_id):
             renderer = prepared.render(response)
             if not prepared.stream:
-                return await self._whole(response, client, send, renderer)
+                return await self._whole(response, client, writer, send, renderer)
         return await self._stream(response, client, writer, send, renderer)
 
     async def _whole(
-        self, response: ResponseStream, client: HttpClient, send: Send, renderer: Renderer
+        self,
+        response: ResponseStream,
+        client: HttpClient,
+        writer: ResponseWriter,
+        send: Send,
+        renderer: Renderer,
     ) -> int:
         monotonic = self._gateway.clock.monotonic
         while True:
@@ -206,14 +212,16 @@ class GenerationHandler:
             return refusal.status
         body = renderer.whole()
         response.finish()
+        writer.hold()
         await send_response(send, 200, headers, body)
+        writer.release()
         return 200
 
     async def _stream(
         self,
         response: ResponseStream,
         client: HttpClient,
-        writer: ConnectionWriter,
+        writer: ResponseWriter,
         send: Send,
         renderer: Renderer,
     ) -> int:
@@ -228,19 +236,24 @@ class GenerationHandler:
         if client.has_left():
             return 499
         headers = [*_SSE_HEADERS, request_id_header(response.request_id), *response.headers]
+        first = b"" if goes_on else renderer.first()
+        writer.hold()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        first = b"" if any(response.first_indices) else renderer.first()
-        await send({"type": "http.response.body", "body": first, "more_body": True})
+        if first:
+            writer.write([first])
         pump = EventPump(self._gateway, response, client, writer, renderer)
         if not await pump.run(early):
             if client.going_away and not client.has_left():
                 tail = renderer.failed(GOING_AWAY_REFUSAL)
                 await send({"type": "http.response.body", "body": tail})
             return 499
+        if response.must_conclude or renderer.must_store:
+            writer.release()  # the client need not wait for that with the last of the text
         refusal = await self._concluded(response, renderer)
         tail = renderer.last() if refusal is None else renderer.failed(refusal)
         client.sending_since_s = self._gateway.clock.monotonic()
         await send({"type": "http.response.body", "body": tail})
+        writer.release()
         if client.has_left():
             return 499
         response.finish()

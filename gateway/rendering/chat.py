@@ -106,6 +106,10 @@ class ChatRenderer:
             )
         )
 
+    @property
+    def must_store(self) -> bool:
+        return False
+
     async def store(self) -> None:
         """The session is stored by the answer; nothing else is kept."""
 

@@ -48,6 +48,10 @@ class Renderer(Protocol):
     def whole(self) -> bytes:
         """The body of an answer that ended well."""
 
+    @property
+    def must_store(self) -> bool:
+        """Whether ``store`` has something to keep."""
+
     async def store(self) -> None:
         """Keep what a later request may refer to; called once at a good end, before ``last`` and
         ``whole`` are sent."""

@@ -78,6 +78,10 @@ class CompletionRenderer:
             )
         )
 
+    @property
+    def must_store(self) -> bool:
+        return False
+
     async def store(self) -> None:
         """Nothing is kept."""
 

@@ -113,6 +113,10 @@ class ResponseRenderer:
     def whole(self) -> bytes:
         return _encode(self._final())
 
+    @property
+    def must_store(self) -> bool:
+        return self._store is not None
+
     async def store(self) -> None:
         """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
         an answer that is there is not withheld for that."""

@@ -30,6 +30,15 @@ class ConnectionWriter(Protocol):
         """Never waits; what is written while it is not writable piles up in memory."""
 
 
+class ResponseWriter(ConnectionWriter, Protocol):
+    """One of a response over HTTP. What is written between ``hold`` and ``release`` leaves in one
+    piece; who holds must release, whatever happens."""
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 def text_frames(payloads: list[bytes]) -> bytes:
     """Each payload, in UTF-8, as an unmasked WebSocket message."""
     pieces: list[bytes] = []
