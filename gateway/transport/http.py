@@ -72,9 +72,9 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
                 if num_bytes > limit_bytes:
                     raise PayloadTooLargeError(num_bytes, limit_bytes)
                 chunks.append(chunk)
-                timeout.reschedule(deadline.at_s(num_bytes, now_s()))
                 if not event.get("more_body", False):
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                timeout.reschedule(deadline.at_s(num_bytes, now_s()))
     except TimeoutError:
         raise deadline.error(num_bytes) from None
 
