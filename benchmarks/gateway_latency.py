@@ -11,6 +11,9 @@ The same is measured within each request too: the client's process listens on th
 gateway, and so sees the gateway's job go out and the first token come back. What lies between the
 client's request and that job, and between that token and the client's, is the gateway's alone:
 the paired figure, whose p99 has none of the worker's and the queue's own waiting in it.
+
+The gateway's CPU time of a request is taken over the same turns. To compare two trees run each
+several times in turns: a core that others use has colder caches, and costs a request more.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ _TURN_S = 2.5
 _WARM_UP_S = 2.0
 _DRAIN_S = 10.0
 _MAX_P50_MS, _MAX_P99_MS = 3.0, 10.0
+_MAX_CPU_MS = 1.2
 _PROMPT = Prompted(text="What is a block table?", max_tokens=_NUM_TOKENS)
 
 
@@ -234,7 +238,7 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if the gateway kept its goals, by the paired figure."""
+    """0 if the gateway kept its goals: by the paired figure, and of CPU time."""
     parser = command_parser("gateway_latency", __doc__)
     parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
@@ -256,13 +260,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{title:<22}{of.p50:>8.2f}{of.p90:>8.2f}{of.p99:>8.2f}{of.max:>9.1f}")
     print(f"CPU time of the gateway: {figures.gateway_cpu_ms:.2f} ms a request")
     print(
-        f"goals: added p50 at most {_MAX_P50_MS:g} ms, p99 at most {_MAX_P99_MS:g} ms; the client "
-        f"used {figures.client.cpu_share:.0%} of a core and was late by p99 "
-        f"{figures.client.lag_p99_ms:.1f} ms"
+        f"goals: added p50 at most {_MAX_P50_MS:g} ms, p99 at most {_MAX_P99_MS:g} ms, CPU time at "
+        f"most {_MAX_CPU_MS:g} ms; the client used {figures.client.cpu_share:.0%} of a core and "
+        f"was late by p99 {figures.client.lag_p99_ms:.1f} ms"
     )
     write_json(parsed.json, figures)
-    kept = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
-    return 0 if kept else 1
+    is_quick = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
+    return 0 if is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS else 1
 
 
 if __name__ == "__main__":
