@@ -53,12 +53,13 @@ class HttpWriter:
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self.transport = ResponseTransport(transport)
+        self._connection = transport
         self._flow = flow
         self.on_writable: Callable[[], None] | None = None
 
     @property
     def is_writable(self) -> bool:
-        return not (self._flow.write_paused or self.transport.is_closing())
+        return not (self._flow.write_paused or self._connection.is_closing())
 
     def write(self, payloads: list[bytes]) -> None:
         self.transport.write(chunk(payloads))
