@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -11,7 +12,6 @@ from gateway.request.response_stream import ResponseStream
 from gateway.streams.stream import OpenStream
 from gateway.streams.streams import StreamTable
 from runtime.clock import Clock
-from runtime.tasks import outcomes
 from schemas.jobs import Job
 
 
@@ -36,7 +36,10 @@ class JobPublisher:
         the queue had already may go to ``first_reply``."""
         since_ns = self._clock.now_ns()
         try:
-            stored = await outcomes([self._bus.jobs.publish(job, reserved=True) for job in jobs])
+            stored = await asyncio.gather(
+                *(self._bus.jobs.publish(job, reserved=True) for job in jobs),
+                return_exceptions=True,
+            )
         except BaseException:
             for stream in streams:
                 self._streams.discard(stream)
