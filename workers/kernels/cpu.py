@@ -12,7 +12,9 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 WIDTH_MULTIPLE = 32
-_PANEL_OUTPUTS = 16
+PANEL_OUTPUTS = 16
+# Inputs that a product takes at a time, kUnrolled in products.h.
+_INPUT_MULTIPLE = 8
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -213,9 +215,12 @@ class CpuKernels:
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [num_outputs, num_inputs] with an even number of inputs as ``multiply`` reads it:
-    [num_panels, num_inputs / 2, 16, 2], the outputs filled up with zeros to a multiple of 32."""
+    """A weight [num_outputs, num_inputs] as ``multiply`` reads it: [num_panels, num_inputs / 2, 16,
+    2], the outputs filled up with zeros to a multiple of 32. Raises ValueError for inputs that are
+    no multiple of 8, of which ``multiply`` would read more than there are."""
     num_outputs, num_inputs = weight.shape
-    filled = F.pad(weight, (0, 0, 0, -num_outputs % (2 * _PANEL_OUTPUTS)))
-    panels = filled.view(-1, _PANEL_OUTPUTS, num_inputs // 2, 2)
+    if num_inputs % _INPUT_MULTIPLE:
+        raise ValueError(f"{num_inputs} inputs are no multiple of {_INPUT_MULTIPLE}")
+    filled = F.pad(weight, (0, 0, 0, -num_outputs % (2 * PANEL_OUTPUTS)))
+    panels = filled.view(-1, PANEL_OUTPUTS, num_inputs // 2, 2)
     return panels.permute(0, 2, 1, 3).contiguous()

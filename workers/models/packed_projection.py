@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.cpu import CpuKernels, Finish, pack_weight
+from workers.kernels.cpu import PANEL_OUTPUTS, CpuKernels, Finish, pack_weight
 from workers.kernels.operations import SwiGLU
 
 
 class PackedProjection:
-    """A linear map. ``weight``: bfloat16 [num_outputs, num_inputs], an even number of inputs;
+    """A linear map. ``weight``: bfloat16 [num_outputs, num_inputs], a multiple of 8 inputs;
     ``bias``: [num_outputs].
 
     ``panels`` hold the weight as the kernels read it.
@@ -34,7 +34,7 @@ class PackedProjection:
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
         """SwiGLU of the projection of ``rows``, by ``swiglu`` where the kernel's own cannot be."""
-        if self._num_outputs % self.panels.shape[2]:
+        if self._num_outputs % (2 * PANEL_OUTPUTS):  # gates and what they gate share a panel
             return swiglu(self(rows))
         return self._into(rows.new_empty(len(rows), self._num_outputs // 2), rows, Finish.GATE)
 

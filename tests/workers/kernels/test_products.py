@@ -63,7 +63,7 @@ def test_a_projection_is_that_of_torch(
     )
 
 
-@pytest.mark.parametrize("width", [16, 48, 20, 160])
+@pytest.mark.parametrize("width", [8, 16, 20, 24, 48, 160])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gated_projection_is_swiglu_of_it(
     kernels: CpuKernels, width: int, has_bias: bool
@@ -116,6 +116,11 @@ def test_rows_need_not_lie_one_behind_the_other(kernels: CpuKernels) -> None:
     projection = PackedProjection(kernels, _random(32, 64), None)
     wide = _random(6, 128)
     assert torch.equal(projection(wide[:, :64]), projection(wide[:, :64].contiguous()))
+
+
+def test_inputs_that_would_be_read_past_their_end_are_refused(kernels: CpuKernels) -> None:
+    with pytest.raises(ValueError, match="12 inputs are no multiple of 8"):
+        PackedProjection(kernels, _random(32, 12), None)
 
 
 def test_only_bfloat16_has_products() -> None:

@@ -1,6 +1,7 @@
-// All layers of a decoder for a flat batch, in one parallel region: between two products
-// there is neither Python nor a thread to be woken. The operations and their order are those of the
-// functions that do one of them, and so is every bit of the result.
+// All layers of a decoder for a flat batch, in one parallel region: between two products there is
+// neither Python nor a thread to be woken. For rows of one token the operations and their order are
+// those of the functions that do one of them, and so is every bit of the result; several new tokens
+// of a sequence attend in bfloat16, see prefill_attention.h.
 
 #pragma once
 
@@ -149,7 +150,8 @@ class StepAttention {
     if (item < num_tiles()) return attend_chunk(layer, tiles_[static_cast<size_t>(item)]);
     item -= num_tiles();
     // The longest rows come last; they go first, so that no thread ends late on one.
-    const int64_t row = rows_.num_single - 1 - item / parts(), head = item % parts() * heads_of_item_;
+    const int64_t row = rows_.num_single - 1 - item / parts();
+    const int64_t head = item % parts() * heads_of_item_;
     const int64_t last = rows_.lengths[row], query = head * group_;
     thread_local std::vector<float> scratch;
     scratch.resize(attend_scratch(heads_of_item_, group_, last, kHeadDim));
@@ -195,10 +197,11 @@ class StepAttention {
     const int64_t count = size * (item.tile + 1) / chunk.num_tiles() - row;
     const int64_t at = chunk.begin + row;
     static constexpr auto kAttendTile = attend_tiles(std::make_integer_sequence<int, kTileRows>{});
-    kAttendTile[static_cast<size_t>(count - 1)](chunk, row, heads_ + at * line_size_ + item.query * kHeadDim, line_size_,
-                           section_of(chunk, item.query / group_, 0), layer.window, shape_.scale,
-                           attended_ + (at * shape_.num_queries + item.query) * kHeadDim,
-                           shape_.num_queries * kHeadDim, scratch);
+    kAttendTile[static_cast<size_t>(count - 1)](
+        chunk, row, heads_ + at * line_size_ + item.query * kHeadDim, line_size_,
+        section_of(chunk, item.query / group_, 0), layer.window, shape_.scale,
+        attended_ + (at * shape_.num_queries + item.query) * kHeadDim,
+        shape_.num_queries * kHeadDim, scratch);
   }
 
   using AttendTile = void (*)(const Chunk&, int64_t, const BFloat16*, int64_t, const BFloat16*,
