@@ -25,7 +25,7 @@ import msgspec
 import psutil
 
 from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.readings import Reading, read
+from benchmarks.support.processes import Reading, read
 from benchmarks.support.sse_load import run_load
 from tests.support.system import System
 

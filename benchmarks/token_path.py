@@ -20,13 +20,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
-from benchmarks.peers.loads import Load
+from benchmarks.peers.loads import Load, distinct
+from benchmarks.peers.servers import completions
 from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.readings import Reading, read
+from benchmarks.support.processes import Reading, read
 from benchmarks.support.sse_load import COMPLETIONS, run_load
 from tests.support.system import System
 
@@ -76,31 +78,11 @@ def shares(
     )
 
 
-def _load(streams: int, requests: int) -> Load:
-    return Load(
-        name=f"{streams} streams",
-        num_shared_tokens=0,
-        num_own_tokens=128,
-        num_output_tokens=64,
-        streams=streams,
-        num_requests=streams * requests,
-    )
-
-
 def _measured(system: System, model: str, load: Load, vocab_size: int) -> Cost:
     client = psutil.Process(os.getpid())
 
-    def bodies(run: int) -> list[dict[str, object]]:
-        return [
-            {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": load.num_output_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            for prompt in load.prompts(run, vocab_size)
-        ]
+    def bodies(run: int) -> list[dict[str, Any]]:
+        return completions(model, load, load.prompts(run, vocab_size))
 
     asyncio.run(run_load(system.http, bodies(0)[: load.streams], load.streams, COMPLETIONS))
     processes = [client, *system.processes()]
@@ -157,7 +139,7 @@ def main() -> None:
         system = System(Path(name) / "data", options).start()
         try:
             costs = [
-                _measured(system, checkpoint.name, _load(n, arguments.requests), vocab_size)
+                _measured(system, checkpoint.name, distinct(n, n * arguments.requests), vocab_size)
                 for n in arguments.streams
             ]
         finally:

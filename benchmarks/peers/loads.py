@@ -35,7 +35,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _distinct(streams: int, num_requests: int) -> Load:
+def distinct(streams: int, num_requests: int) -> Load:
+    """Prompts of 128 tokens that have nothing in common, answers of 64."""
     return Load(
         name=f"128 in, 64 out, {streams} streams",
         num_shared_tokens=0,
@@ -47,9 +48,9 @@ def _distinct(streams: int, num_requests: int) -> Load:
 
 
 LOADS = (
-    _distinct(1, 4),
-    _distinct(8, 24),
-    _distinct(32, 96),
+    distinct(1, 4),
+    distinct(8, 24),
+    distinct(32, 96),
     Load(
         name="512 shared + 32 in, 32 out, 16 streams",
         num_shared_tokens=512,

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
@@ -35,19 +36,25 @@ def measure_server(url: str, load: Load, runs: int, vocab_size: int, first_run: 
     model = _first_model(url)
 
     def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:
-        bodies = [
-            {
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": load.num_output_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            for prompt in prompts
-        ]
-        return asyncio.run(run_load(url, bodies, load.streams, COMPLETIONS)).requests
+        return asyncio.run(
+            run_load(url, completions(model, load, prompts), load.streams, COMPLETIONS)
+        ).requests
 
     return measure(send, load, runs, vocab_size, first_run)
+
+
+def completions(model: str, load: Load, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """The bodies of greedy requests that run to their last token."""
+    return [
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": load.num_output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for prompt in prompts
+    ]
 
 
 @contextmanager

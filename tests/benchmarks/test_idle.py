@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.idle import idle_of
-from benchmarks.support.readings import Reading, read, role_of
+from benchmarks.support.processes import Reading, read, role_of
 
 
 @pytest.mark.parametrize(
