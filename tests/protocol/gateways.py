@@ -88,11 +88,15 @@ class Gateway:
         self.table.accept(stream, published.stream_sequence)
 
     async def resume(self, asked: Asked) -> None:
-        """Go on with what another connection began, from the first token that is missing."""
+        """Go on with what another connection began, from the first token that is missing; not if
+        the client's connection is gone before anything could be sent to it."""
         is_dead = False
+        connection = asked.num_moves
         if asked.holder != self.gateway_id:
             is_dead = await self._take_from(asked) is None
-        elif (former := self.table.get(asked.request_id)) is not None:
+        if asked.num_moves != connection:
+            return
+        if (former := self.table.get(asked.request_id)) is not None:
             self._let_go(former)
         reader = self._reader(asked)
         stream = self.table.take_over(asked.question.job, reader, None, len(asked.token_ids))
