@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.support.gguf_files import write_gguf
+from benchmarks.support.processes import read
 from schemas.engines import EngineKind
 from tests.e2e.clients import ask_sse
 from tests.e2e.engines.checks import QUESTION, EngineSystemChecks
@@ -84,4 +85,5 @@ async def test_its_workers_come_with_a_load_and_go_with_it(tmp_path: Path) -> No
 
 
 def _num_servers(system: System) -> int:
-    return sum(process.name() == "llama-server" for process in system.processes())
+    # By what is read at once: a process that is listed may have ended before it is asked.
+    return sum(reading.role == "llama-server" for reading in read(system.processes()).values())
