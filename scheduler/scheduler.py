@@ -207,6 +207,7 @@ class Scheduler:
         known = context.fleet.get(status.worker_id) is not None
         departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
         if not known and context.fleet.get(status.worker_id) is not None:
+            self._queue_watch.wake()
             logger.info(
                 "a worker joined",
                 extra={"worker_id": status.worker_id, "model": status.model},
@@ -229,11 +230,14 @@ class Scheduler:
             puller.recount()
 
     def _on_published(self, tenant_queue: TenantQueue) -> None:
+        self._queue_watch.wake()
         puller = self.pullers.get(tenant_queue.model)
         if puller is not None:
             puller.published(tenant_queue)
 
     def _on_departed(self, departed: Sequence[Departed]) -> None:
+        if departed:
+            self._queue_watch.wake()
         for gone in departed:
             self.departures[gone.why] += 1
             logger.warning(
@@ -342,4 +346,5 @@ class Scheduler:
 
     def _on_reconnect(self) -> None:
         self._health_monitor.reconnected()
+        self._queue_watch.wake()
         self._dispatch_ready()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from bus.job_queue import TenantQueue
-from runtime.tasks import Tasks
+from runtime.tasks import Tasks, wait_or_sleep
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.dispatch.queue_estimate import QueueEstimate
@@ -33,9 +34,15 @@ _FORGET_AFTER_S = 300.0
 _MAX_FORGOTTEN_AT_ONCE = 16
 
 
+# While there is no job, it looks this often: for one whose announcement got lost, and because
+# gateways take a queue that nobody speaks of for unserved.
+_REST_S = 1.0
+
+
 class QueueWatch:
-    """Looks every ``status_interval_s``, or at once while there is too much. ``answers`` owns the
-    answers to shed jobs, which exist nowhere else."""
+    """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
+    at all it rests until ``wake``, for ``_REST_S`` at most. ``answers`` owns the answers to shed
+    jobs, which exist nowhere else."""
 
     def __init__(
         self,
@@ -51,13 +58,20 @@ class QueueWatch:
         self._answers = answers
         self._queue_estimates = queue_estimates
         self._weights = weights_of(context.config.tiers)
+        self._wake = asyncio.Event()
+        self._is_empty = False
         self._autoscalers = {model: Autoscaler(context.config.autoscale) for model in dispatchers}
+
+    def wake(self) -> None:
+        """There may be jobs again."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         failing = False
         while True:
             is_too_much = False
+            self._wake.clear()
             if self._context.bus.connected:
                 try:
                     is_too_much = await self.look()
@@ -70,6 +84,8 @@ class QueueWatch:
                     failing = True
             interval_s = self._context.config.status_interval_s
             await self._context.clock.sleep(0.0 if is_too_much else interval_s)
+            if self._is_empty and interval_s < _REST_S:
+                await wait_or_sleep(self._wake, self._context.clock, _REST_S - interval_s)
 
     async def look(self) -> bool:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
@@ -77,6 +93,7 @@ class QueueWatch:
         totals: defaultdict[str, dict[TenantQueue, int]] = defaultdict(dict)
         for tenant_queue, count in (await self._context.bus.jobs.tenant_queues()).items():
             totals[tenant_queue.model][tenant_queue] = count
+        self._is_empty = not totals
         for model, puller in self._pullers.items():
             puller.counted(totals[model])
         is_too_much = False
