@@ -69,13 +69,13 @@ async def test_its_workers_come_with_a_load_and_go_with_it(tmp_path: Path) -> No
         async with httpx.AsyncClient(base_url=scaled.http, timeout=60.0) as http:
             asked = [
                 asyncio.create_task(
-                    ask_sse(http, QUESTION, seed=n, max_tokens=900, ignore_eos=True)
+                    ask_sse(http, QUESTION, seed=n, max_tokens=450, ignore_eos=True)
                 )
                 for n in range(_NUM_STREAMS)
             ]
             await eventually(lambda: _num_servers(scaled) == 2, timeout_s=30.0)
             answers = await asyncio.gather(*asked)
-            assert [answer.completion_tokens for answer in answers] == [900] * _NUM_STREAMS
+            assert [answer.completion_tokens for answer in answers] == [450] * _NUM_STREAMS
             assert len({answer.text for answer in answers}) == 1
             await eventually(lambda: _num_servers(scaled) == 0, timeout_s=30.0)
             assert "first token" in (await ask_sse(http, QUESTION)).text.lower()
