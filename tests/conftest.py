@@ -28,6 +28,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # How long an example takes is a matter of what else the machine does.
 settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("millrace")
+# Importing the tests leaves little garbage, which is collected once, when all are there.
+gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -94,6 +96,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays, and no collection of garbage has to look through it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
