@@ -28,6 +28,8 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Tries to read each file, and says hello to each server without a password: prints what it got.
+# Of the whole machine; a test's own is among the run's folders.
+_TEMPORARY = Path(tempfile.gettempdir())
 _STRANGER = r"""
 import json, socket, sys, urllib.error, urllib.request
 files, nats, redis, store = json.loads(sys.argv[1])
@@ -141,7 +143,7 @@ def way_in(system: System) -> Iterator[Path]:
     usual = {
         folder: stat.S_IMODE(folder.stat().st_mode)
         for folder in (system.data, *system.data.parents)
-        if folder.is_relative_to(tempfile.gettempdir()) and folder != Path(tempfile.gettempdir())
+        if folder.is_relative_to(_TEMPORARY) and folder != _TEMPORARY
     }
     public = system.data / "public.txt"
     public.write_text("for all\n")
