@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from schemas.chat.messages import Message, MessageToolCall
 from schemas.engines import PROMISES, EngineKind
 from schemas.sessions import SessionInfo
 
@@ -94,27 +95,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     metadata: dict[str, str] | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """A piece of a message's content."""
-
-    text: str
-
-
-class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``arguments`` is JSON in a string."""
-
-    name: str
-    arguments: str
-
-
-class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call that an assistant made."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. ``parameters`` is the JSON Schema of its arguments."""
 
@@ -131,25 +111,13 @@ class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict: bool | None = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation as OpenAI's clients send it."""
-
-    role: str
-    content: str | tuple[TextPart, ...] | None = None
-    name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    tool_calls: tuple[MessageToolCall, ...] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-
-
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a generation from messages takes, over HTTP or WebSocket.
 
     ``server_tools`` are names of the gateway's own tools, which it runs itself; ``tool_choice`` is
-    ``auto``, ``none``, ``required`` or an object that names a function.
+    ``auto``, ``none``, ``required`` or an object that names a function. ``prompt_cache_key``,
+    ``prompt_cache_retention``, ``reasoning_effort``, ``store`` and ``verbosity`` are hints that
+    change nothing here; ``safety_identifier`` is the newer name of ``user``.
     """
 
     max_completion_tokens: int | None = None
@@ -165,10 +133,13 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
-    store: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
 
 
 class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -81,41 +81,76 @@ Item = MessageItem | FunctionCallItem | FunctionCallOutputItem
 # --- requests --------------------------------------------------------------------------------
 
 
-class _GivenItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``id`` and ``status`` come from items of earlier answers, which may be sent back."""
+class EchoedText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    """Text of an earlier answer, sent back; what an SDK added to it is ignored."""
+
+    text: str
+    logprobs: tuple[LogprobInfo, ...] | None = None
+
+
+class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
+    """``id`` and ``status`` come from items of earlier answers, which may be sent back with what an
+    SDK added to them: fields that are not known are ignored, but not in what a user says."""
 
     id: str | None = None
     status: ItemStatus | None = None
 
 
-class GivenMessage(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message of ``input``; its ``type`` may be left out."""
+class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
+    """Its ``type`` may be left out."""
 
-    role: str
-    content: str | tuple[Content, ...]
+    role: ClassVar[str]
+
+    content: str | tuple[InputText | EchoedText, ...]
     type: Literal["message"] = "message"
+
+
+class GivenUserMessage(
+    _GivenMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="user"
+):
+    """What a user says."""
+
+    role: ClassVar[str] = "user"
+
     phase: Any = None
 
 
-class GivenCall(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="system"):
+    """Instructions to the model."""
+
+    role: ClassVar[str] = "system"
+
+
+class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="developer"):
+    """The newer name of a system's message."""
+
+    role: ClassVar[str] = "developer"
+
+
+class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
+    """A message of an earlier answer."""
+
+    role: ClassVar[str] = "assistant"
+
+
+GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | GivenAnswer
+
+
+class GivenCall(_GivenItem, frozen=True, kw_only=True):
     """A call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    namespace: Any = None
-    caller: Any = None
 
 
-class GivenCallOutput(_GivenItem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
     """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | tuple[InputText, ...]
-    namespace: Any = None
-    caller: Any = None
 
 
 GivenItem = GivenMessage | GivenCall | GivenCallOutput
@@ -131,10 +166,18 @@ class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer's text."""
+    """The form of the answer's text. ``verbosity`` is a hint that changes nothing."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Any = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hints about how to think, which change nothing."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class FlatFunctionTool(_Typed, frozen=True, kw_only=True, tag="function"):
@@ -164,7 +207,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
     ``input`` is text or a list of items. With ``previous_response_id`` it continues that answer's
     conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
-    the oldest items of a conversation that does not fit the context window.
+    the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``,
+    ``prompt_cache_retention`` and ``reasoning`` are hints that change nothing here.
     """
 
     input: str | tuple[msgspec.Raw, ...]
@@ -190,10 +234,10 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     max_tool_calls: Any = None
     moderation: Any = None
     prompt: Any = None
-    prompt_cache_key: Any = None
+    prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning: Any = None
+    prompt_cache_retention: str | None = None
+    reasoning: Reasoning | None = None
 
 
 # --- answers ---------------------------------------------------------------------------------

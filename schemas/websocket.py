@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
+from schemas.chat.messages import Message
 from schemas.jobs import Tier
-from schemas.openai import ChatFields, LogprobInfo, Message, UsageInfo
+from schemas.openai import ChatFields, LogprobInfo, UsageInfo
 from schemas.sessions import SessionInfo
 
 SUBPROTOCOL = "millrace.v1"

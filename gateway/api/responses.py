@@ -19,7 +19,7 @@ from gateway.request.admission import tier_of
 from gateway.request.parsing import decode
 from gateway.request.response_stream import ResponseStream
 from gateway.responses.input import (
-    LOGPROBS,
+    INCLUDABLE,
     check_fields,
     generation_request_of,
     given_items,
@@ -193,7 +193,7 @@ class ResponsesApi:
 def _check_query(request: Request, known: Sequence[str]) -> None:
     """``include`` changes nothing: what there is, is always there. A stream is over."""
     for name, value in request.query_params.multi_items():
-        if name in ("include", "include[]") and value == LOGPROBS:
+        if name in ("include", "include[]") and value in INCLUDABLE:
             continue
         if name not in known:
             raise ParameterError(name, f"{name} is not supported here; leave it out.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from gateway.openapi.fields import REF, refine
 from gateway.openapi.operations import BY_TAG, JSON, OPERATIONS, Media, Operation
 from schemas.json_schema import Schema, document_text, without_discriminators
 from schemas.openai import ErrorBody
-from schemas.responses import GivenCall, GivenCallOutput, GivenMessage
+from schemas.responses import GivenItem
 from schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -123,7 +123,7 @@ def routes() -> list[Route]:
 
 def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
-    kinds: list[Any] = [ErrorBody, GivenMessage, GivenCall, GivenCallOutput]
+    kinds: list[Any] = [ErrorBody, *get_args(GivenItem)]
     for one in OPERATIONS:
         for kind in (one.body, one.answer, one.event):
             if kind is not None and not isinstance(kind, Media) and kind not in kinds:

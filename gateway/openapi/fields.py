@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from gateway.request import message_fields, parsing
 from gateway.responses import input as responses_input
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
 from schemas.json_schema import Schema
+from schemas.responses import GivenItem
 from schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -37,9 +38,7 @@ _JSON_SCHEMA: Schema = {"type": "object", "description": "A JSON Schema."}
 _JSON_SCHEMA_OR_TEXT: Schema = {"anyOf": [_JSON_SCHEMA, _STRING]}
 _TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT: list[Schema] = [_STRING, _TOKEN_IDS]
-_ITEMS: list[Schema] = [
-    {"$ref": REF.format(name=name)} for name in ("GivenMessage", "GivenCall", "GivenCallOutput")
-]
+_ITEMS: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in get_args(GivenItem)]
 _LABEL: Schema = {"maxLength": MAX_LABEL_CHARACTERS}
 _LOGPROBS: Schema = {"minimum": 0, "maximum": MAX_LOGPROBS}
 _FUNCTION_NAME: Schema = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
@@ -89,6 +88,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
+    "safety_identifier": _LABEL,
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
     "tools": {"maxItems": MAX_TOOLS},
@@ -111,11 +111,9 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "top_logprobs": _LOGPROBS,
         "safety_identifier": _LABEL,
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
-        "include": {"items": {"enum": ["message.output_text.logprobs"]}},
+        "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
         "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
     },
-    "Message": {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
-    "GivenMessage": {"role": {"enum": ["system", "developer", "user", "assistant"]}},
     "FunctionFields": {"name": _FUNCTION_NAME},
     "FlatFunctionTool": {
         "name": _FUNCTION_NAME,

@@ -11,15 +11,14 @@ from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
 from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from schemas.chat.messages import CalledFunction, MessageToolCall
 from schemas.openai import (
     AssistantMessage,
-    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChoiceLogprobs,
     LogprobInfo,
-    MessageToolCall,
     ToolStepInfo,
 )
 

@@ -7,22 +7,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from schemas.chat.messages import DeveloperMessage, EchoedMessage, Message, ToolMessage, UserMessage
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage
-from schemas.openai import FunctionTool, Message
+from schemas.openai import FunctionTool
 from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARACTERS = 64
 _MAX_METADATA_VALUE_CHARACTERS = 512
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
 # Values that ask for nothing, of fields that are known but not honoured.
 NOTHING: tuple[Any, ...] = (None, [], {})
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
@@ -110,13 +103,11 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def _chat_message(message: Message, where: str) -> ChatMessage:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise ParameterError(f"{where}.role", f"{where}.role must be one of {', '.join(_ROLES)}.")
-    refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
-    if message.tool_calls and role != "assistant":
+    if isinstance(message, UserMessage):
+        refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
+    if message.tool_calls and not isinstance(message, EchoedMessage):
         raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
-    if (message.tool_call_id is not None) != (role == "tool"):
+    if (message.tool_call_id is not None) != isinstance(message, ToolMessage):
         raise ParameterError(
             f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
         )
@@ -131,6 +122,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
         ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
         for call in message.tool_calls or ()
     )
+    role = "system" if isinstance(message, DeveloperMessage) else message.role
     return ChatMessage(role, content, message.name, calls, message.tool_call_id)
 
 

@@ -19,6 +19,7 @@ from gateway.request.message_fields import (
     tools_of,
 )
 from runtime.json_outline import check_outline
+from schemas.chat.messages import MESSAGE_OF_ROLE, Message
 from schemas.errors import ParameterError
 from schemas.jobs import Tier
 from schemas.openai import (
@@ -26,7 +27,6 @@ from schemas.openai import (
     ChatFields,
     CompletionRequest,
     GenerationFields,
-    Message,
 )
 from schemas.sampling import SamplingParams
 from schemas.websocket import Generate
@@ -52,9 +52,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, [], ["text"]),
     "audio": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None,),
-    "store": (None, False),
-    "verbosity": (None,),
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
@@ -63,6 +60,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Entries of an object have no name of their own there.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
+_INVALID_VALUE = re.compile(r"Invalid value '(.*)' - at ", re.DOTALL)
+_ROLE = re.compile(r"(?:^|\.)role$")
+_CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
 
 
 def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
@@ -170,7 +170,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
     return GenerationRequest(
         model=request.model,
         tier=_TIERS[asked_tier],
-        user=_label("user", request.user),
+        user=_user(request),
         session_id=_label("session_id", request.session_id),
         **fields,
     )
@@ -247,6 +247,12 @@ def _are_token_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
+def _user(request: GenerationFields) -> str:
+    older = _label("user", request.user)
+    newer = request.safety_identifier if isinstance(request, ChatFields) else None
+    return older or _label("safety_identifier", newer)
+
+
 def _label(param: str, value: str | None) -> str:
     if value is None:
         return ""
@@ -275,5 +281,12 @@ def _parameter_error(text: str) -> ParameterError:
         return ParameterError(param, f"{param} is not a field of this request; leave it out.")
     if text.startswith("Object missing required field"):
         return ParameterError(param, f"{param} is required.")
+    given = _INVALID_VALUE.match(text)
+    if given and _ROLE.search(param):
+        return ParameterError(param, f"{param} must be one of {', '.join(MESSAGE_OF_ROLE)}.")
+    if given and _CONTENT_TYPE.search(param):
+        return ParameterError(
+            param, f"{param}: this model takes text only, not {given.group(1)!r:.100}."
+        )
     sentence = _PATH.sub("", text)
     return ParameterError(param, f"{param}: {sentence}" if param else sentence)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from gateway.generation_request import GenerationRequest
 from gateway.request.parsing import decode, parse_chat
+from schemas.chat.messages import (
+    MESSAGE_OF_ROLE,
+    CalledFunction,
+    EchoedMessage,
+    Message,
+    MessageToolCall,
+    SystemMessage,
+    ToolMessage,
+)
 from schemas.errors import MillraceError, ParameterError
 from schemas.openai import (
-    CalledFunction,
     ChatCompletionRequest,
     FunctionFields,
     FunctionTool,
     GenerationFields,
     JsonSchema,
     JsonSchemaFormat,
-    Message,
-    MessageToolCall,
     ResponseFormat,
 )
 from schemas.responses import (
+    Content,
+    EchoedText,
     FlatFunctionTool,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -40,7 +48,9 @@ from schemas.responses import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-_ROLES = ("user", "assistant", "system", "developer")
+# There is no reasoning that is kept from its client, so none to include.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+_ROLES = tuple(kind.role for kind in get_args(GivenMessage))
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -52,10 +62,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None,),
-    "reasoning": (None, {}),
 }
 _INSTEAD = {
     "max_tokens": "give max_output_tokens",
@@ -101,12 +108,10 @@ def check_fields(request: ResponsesRequest) -> None:
         value = getattr(request, name)
         if value is not None and not (name == "n" and value == 1):
             raise ParameterError(name, f"{name} is not supported here; {instead}.")
-    if request.text is not None and request.text.verbosity is not None:
-        raise ParameterError("text.verbosity", "text.verbosity is not supported; leave it out.")
     _check_stream_options(request)
     for name in request.include or ():
-        if name != LOGPROBS:
-            raise ParameterError("include", f"Only {LOGPROBS} can be included.")
+        if name not in INCLUDABLE:
+            raise ParameterError("include", f"include takes {' and '.join(INCLUDABLE)}.")
 
 
 def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item, ...]:
@@ -142,19 +147,19 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Messag
     """
     messages: list[Message] = []
     if instructions is not None:
-        messages.append(Message(role="system", content=instructions))
+        messages.append(SystemMessage(content=instructions))
     unanswered: set[str] = set()
     for item in items:
         if isinstance(item, MessageItem):
             text = "".join(part.text for part in item.content)
-            messages.append(Message(role=item.role, content=text))
+            messages.append(MESSAGE_OF_ROLE[item.role](content=text))
         elif isinstance(item, FunctionCallItem):
             if item.status != "incomplete":
                 _add_call(messages, item)
                 unanswered.add(item.call_id)
         elif item.call_id in unanswered:
             unanswered.discard(item.call_id)
-            messages.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+            messages.append(ToolMessage(content=item.output, tool_call_id=item.call_id))
         else:
             raise ParameterError(
                 "input", f"There is no function_call for the output of {item.call_id!r:.100}."
@@ -196,7 +201,8 @@ def _item(raw: msgspec.Raw, where: str) -> Item:
         return _normalised(decode(_decoder_of(kind), bytes(raw)))
     except ParameterError as error:
         path = f"{where}.{error.param}" if error.param else where
-        raise ParameterError(path, f"{where}: {error.message}") from error
+        message = f"role must be {_one_of(_ROLES)}." if error.param == "role" else error.message
+        raise ParameterError(path, f"{where}: {message}") from error
 
 
 def _decoder_of(kind: str) -> msgspec.json.Decoder[GivenItem]:
@@ -209,9 +215,8 @@ def _decoder_of(kind: str) -> msgspec.json.Decoder[GivenItem]:
 
 
 def _normalised(given: GivenItem) -> Item:
-    for name in ("phase", "namespace", "caller"):
-        if getattr(given, name, None) is not None:
-            raise ParameterError(name, f"{name} is not supported; leave it out.")
+    if getattr(given, "phase", None) is not None:
+        raise ParameterError("phase", "phase is not supported; leave it out.")
     status = given.status or "completed"
     if isinstance(given, GivenCall):
         return FunctionCallItem(
@@ -229,12 +234,17 @@ def _normalised(given: GivenItem) -> Item:
             output=output if isinstance(output, str) else "".join(part.text for part in output),
             status=status,
         )
-    if given.role not in _ROLES:
-        raise ParameterError("role", f"role must be {_one_of(_ROLES)}.")
+    return MessageItem(id=given.id or "", role=given.role, content=_content(given), status=status)
+
+
+def _content(given: GivenMessage) -> tuple[Content, ...]:
     content = given.content
     if isinstance(content, str):
-        content = (OutputText(content) if given.role == "assistant" else InputText(content),)
-    return MessageItem(id=given.id or "", role=given.role, content=content, status=status)
+        return (OutputText(content) if given.role == "assistant" else InputText(content),)
+    return tuple(
+        OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
+        for part in content
+    )
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -245,24 +255,24 @@ def _add_call(messages: list[Message], item: FunctionCallItem) -> None:
     call = MessageToolCall(
         id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
     )
-    if messages and messages[-1].role == "assistant":
+    if messages and isinstance(messages[-1], EchoedMessage):
         calls = (*(messages[-1].tool_calls or ()), call)
         messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
     else:
-        messages.append(Message(role="assistant", content="", tool_calls=(call,)))
+        messages.append(EchoedMessage(content="", tool_calls=(call,)))
 
 
 def _chat_request(
     request: ResponsesRequest, messages: tuple[Message, ...]
 ) -> ChatCompletionRequest:
     shared = {name: getattr(request, name) for name in GenerationFields.__struct_fields__}
-    shared["user"] = request.user or request.safety_identifier
     tools = request.tools or ()
     num_alternatives = request.top_logprobs or 0
     with_logprobs = LOGPROBS in (request.include or ()) or num_alternatives > 0
     return ChatCompletionRequest(
         **shared,
         messages=messages,
+        safety_identifier=request.safety_identifier,
         max_completion_tokens=request.max_output_tokens,
         logprobs=True if with_logprobs else None,
         top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Mount, Route
@@ -18,15 +19,17 @@ from gateway import app
 from gateway.openapi import document as openapi
 from gateway.openapi.fields import FIELDS, SAMPLING
 from gateway.openapi.operations import OPERATIONS
-from gateway.request.parsing import parse_generate
+from gateway.request.parsing import decode, parse_chat, parse_generate
+from schemas.chat.messages import MESSAGE_OF_ROLE
 from schemas.errors import ParameterError
-from schemas.openai import Message
+from schemas.openai import ChatCompletionRequest
 from schemas.websocket import SUBPROTOCOL, Generate
 from tests.support.running_gateway import MODEL, RunningGateway
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _GOLDEN = Path(__file__).parent / "golden"
 _PAGES = {"/", "/ops"}
+_CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 
 Json = dict[str, Any]
 
@@ -140,10 +143,15 @@ def test_tiers_are_those_that_are_taken() -> None:
 
 
 def test_roles_are_those_that_are_taken() -> None:
-    for role in FIELDS["Message"]["role"]["enum"]:
-        call_id = "call-1" if role == "tool" else None
-        turn = Message(role=role, content="x", tool_call_id=call_id)
-        parse_generate(Generate(id="a", model=MODEL, messages=(turn,)))
+    described = validator("ChatCompletionRequest")
+    for role in (*MESSAGE_OF_ROLE, "function"):
+        turn = {"role": role, "content": "x"} | ({"tool_call_id": "c"} if role == "tool" else {})
+        body = {"model": MODEL, "messages": [turn]}
+        try:
+            parse_chat(decode(_CHAT, json.dumps(body)))
+        except ParameterError:
+            assert role == "function"
+        assert described.is_valid(body) == (role != "function")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,19 @@ from gateway.request.parsing import decode, parse_chat, parse_completion
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import ChatCompletionRequest, CompletionRequest
+from schemas.tools import ToolCall
 
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _TEXT = msgspec.json.Decoder(CompletionRequest)
+CALLS = [
+    {
+        "index": 0,
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}},
+        "provider_specific_fields": None,
+    }
+]
 
 
 def chat(**fields: Any) -> GenerationRequest:
@@ -106,6 +116,8 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         {"logit_bias": {}, "logprobs": False, "tools": [], "metadata": {}},
         {"response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]},
         {"store": False, "audio": None, "parallel_tool_calls": True, "top_k": -1},
+        {"store": True, "verbosity": "low", "reasoning_effort": "minimal"},
+        {"prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "u"},
     ],
 )
 def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
@@ -138,7 +150,11 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
         ("modalities", ["audio"]),
         ("metadata", {"a": "b" * 513}),
         ("metadata", {str(number): "b" for number in range(17)}),
-        ("store", True),
+        ("store", "yes"),
+        ("reasoning_effort", 3),
+        ("prompt_cache_key", ["a"]),
+        ("safety_identifier", "u" * 300),
+        ("verbosity", {}),
         ("temperature", 3),
         ("temperature", "warm"),
         ("top_p", 0),
@@ -166,6 +182,42 @@ def test_what_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None
     assert field in caught.value.message
 
 
+def test_what_sdks_add_to_answers_that_are_sent_back_is_ignored() -> None:
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": CALLS,
+        "id": "m1",
+        "parsed": {"a": 1},
+        "refusal": "no",
+        "annotations": [{"type": "url_citation"}],
+        "audio": {"id": "a1"},
+        "function_call": {"name": "f", "arguments": "{}"},
+        "provider_specific_fields": {"refusal": None},
+        "reasoning_content": "Hm.",
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}],
+    }
+    result = {"role": "tool", "content": "1", "tool_call_id": "c", "name": "f", "is_error": False}
+    messages = [{"role": "user", "content": "hi"}, answer, result]
+    assert chat(messages=messages).messages == (
+        ChatMessage("user", "hi"),
+        ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),)),
+        ChatMessage("tool", "1", name="f", tool_call_id="c"),
+    )
+
+
+def test_a_safety_identifier_is_who_uses_it() -> None:
+    assert chat(safety_identifier="a").user == "a"
+    assert chat(safety_identifier="a", user="b").user == "b"
+
+
+def test_only_text_is_taken_and_roles_are_named() -> None:
+    with pytest.raises(ParameterError, match="this model takes text only, not 'image_url'"):
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(ParameterError, match=r"must be one of .*developer.*tool"):
+        chat(messages=[{"role": "function", "content": "x"}])
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -180,6 +232,12 @@ def test_what_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None
             "messages[0].content[0].type",
         ),
         ({"content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": "x", "parsed": None}, "messages[0].parsed"),
+        ({"role": "system", "content": "x", "id": "m1"}, "messages[0].id"),
+        ({"role": "user", "content": "x", "refusal": "no"}, "messages[0].refusal"),
+        ({"role": "user", "content": "x", "tool_calls": CALLS}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_call_id": "c"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "content": 3, "id": "m1"}, "messages[0].content"),
     ],
 )
 def test_messages_are_checked(message: dict[str, Any], param: str) -> None:

@@ -103,6 +103,31 @@ def test_a_call_that_was_cut_off_is_left_out() -> None:
     assert [message.role for message in messages_of(items, None)] == ["user"]
 
 
+def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
+    citation = {"type": "url_citation", "url": "https://a.example"}
+    text = {"type": "output_text", "text": "I look.", "annotations": [citation], "parsed": {"a": 1}}
+    answer = {"id": "msg_1", "type": "message", "role": "assistant", "phase": "commentary"}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    assert messages_from(
+        [
+            {"role": "user", "content": "x"},
+            answer | {"content": [text]},
+            call | {"parsed_arguments": {}, "namespace": "n", "caller": {"type": "direct"}},
+            {"type": "function_call_output", "call_id": "c", "output": "1", "name": "f"},
+        ]
+    ) == [
+        {"role": "user", "content": "x"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": "c", "function": {"name": "f", "arguments": "{}"}, "type": "function"}
+            ],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("item", "param"),
     [
@@ -133,15 +158,17 @@ def test_a_bad_item_is_named(item: Any, param: str) -> None:
         ({"input": 3}, "input"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"prompt_cache_key": 3}, "prompt_cache_key"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"session_id": "s"}, "session_id"),
         ({"n": 2}, "n"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"text": {"verbosity": 3}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}},
@@ -168,6 +195,17 @@ def test_a_field_that_is_not_honoured_is_named(fields: dict[str, Any], param: st
     with pytest.raises(ParameterError) as caught:
         asked(**fields)
     assert caught.value.param == param
+
+
+def test_hints_change_nothing() -> None:
+    hinted = asked(
+        prompt_cache_key="a",
+        prompt_cache_retention="24h",
+        reasoning={"effort": "high", "summary": "auto"},
+        text={"verbosity": "low"},
+        include=["reasoning.encrypted_content"],
+    )
+    assert hinted == asked()
 
 
 def test_fields_become_those_of_a_chat() -> None:

@@ -1,0 +1,1 @@
+"""What chat clients send: the messages of a conversation."""

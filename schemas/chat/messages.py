@@ -1,0 +1,89 @@
+"""The messages of a conversation as OpenAI's clients send them, told apart by their role.
+
+A client sends an assistant's messages and tools' results back as its SDK keeps them, with fields
+that the SDK or another server added: what is not known in these is ignored. A field of another
+role's message that is not known is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A piece of a message's content."""
+
+    text: str
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """``arguments`` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that an assistant made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
+    """``tool_calls`` belong to an assistant's message and ``tool_call_id`` to a tool's: they stand
+    here so that they can be refused elsewhere."""
+
+    role: ClassVar[str]
+
+    content: str | tuple[TextPart, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_call_id: str | None = None
+
+
+class UserMessage(_AnyMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="user"):
+    """What a user says. Fields of type Any are known but not honoured."""
+
+    role: ClassVar[str] = "user"
+
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class SystemMessage(UserMessage, frozen=True, kw_only=True, tag="system"):
+    """Instructions to the model."""
+
+    role: ClassVar[str] = "system"
+
+
+class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
+    """The newer name of a system's message."""
+
+    role: ClassVar[str] = "developer"
+
+
+class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
+    """An earlier answer, sent back."""
+
+    role: ClassVar[str] = "assistant"
+
+
+class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
+    """What the call ``tool_call_id`` gave."""
+
+    role: ClassVar[str] = "tool"
+
+
+Message = UserMessage | SystemMessage | DeveloperMessage | EchoedMessage | ToolMessage
+
+MESSAGE_OF_ROLE: Mapping[str, type[Message]] = {
+    kind.role: kind
+    for kind in (SystemMessage, DeveloperMessage, UserMessage, EchoedMessage, ToolMessage)
+}
