@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from registry.checkpoints.side_files import REFUSED_FILES
 from registry.gguf.parts import GGUF_ENDING, parts_of
 from schemas.errors import CheckpointError, MillraceError
 
@@ -23,6 +24,7 @@ _WANTED_FILES = (
     "model.safetensors.index.json",
     "modules.json",
     "*_Pooling/config.json",
+    *REFUSED_FILES,
 )
 
 

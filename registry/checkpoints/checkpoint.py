@@ -18,6 +18,7 @@ from registry.checkpoints.families import (
 from registry.checkpoints.json_fields import JsonFields, read_json_object
 from registry.checkpoints.layer_windows import read_windows
 from registry.checkpoints.rope_scaling import extended_window, read_rope
+from registry.checkpoints.side_files import refuse_side_files
 from registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
 from schemas.errors import CheckpointError
 
@@ -213,6 +214,7 @@ def _refuse_unsupported(fields: JsonFields) -> None:
         raise fields.bad("hidden_act", "silu")
     if fields.get("quantization_config") is not None:
         raise fields.bad("quantization_config", "absent: quantized weights are not supported")
+    refuse_side_files(fields.path.parent)
 
 
 def _head_dim(

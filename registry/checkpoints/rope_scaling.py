@@ -16,13 +16,15 @@ def read_rope(
     fields: JsonFields, default_theta: float, max_position_embeddings: int
 ) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from either layout: ``rope_parameters`` holds both in newer files,
-    ``rope_theta`` and ``rope_scaling`` stand apart in older ones.
+    ``rope_theta`` and ``rope_scaling`` stand apart in older ones. Where a file has both objects,
+    ``rope_scaling`` counts alone, as in transformers.
 
     The scaling is None for plain RoPE, else the kind under ``rope_type`` and the parameters that it
     takes, each under its own name. Raises CheckpointError naming the field for a kind that is not
     computed or a parameter that is missing or cannot be.
     """
-    name = "rope_parameters" if fields.mapping("rope_parameters") is not None else "rope_scaling"
+    newer = JsonFields(fields.path, fields.mapping("rope_parameters") or {})
+    name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     inner = JsonFields(fields.path, fields.mapping(name) or {})
     for place in (fields, inner):
         if place.positive_float("partial_rotary_factor", 1.0) != 1.0:
@@ -30,6 +32,9 @@ def read_rope(
     if any(isinstance(value, dict) for value in (fields.mapping(name) or {}).values()):
         raise fields.bad(name, "the same for all layers")
     theta = inner.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
+    if newer.positive_float("rope_theta", theta) != theta:
+        # Which of them a file means that was edited by hand cannot be known.
+        raise newer.bad("rope_theta", f"as beside rope_scaling, which it gives way to: {theta:g}")
     kind = inner.get("rope_type") or inner.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -55,7 +60,9 @@ def read_rope(
 
 def _yarn(inner: JsonFields, default_factor: float) -> dict[str, Any]:
     """YaRN's parameters; what is multiplied onto sines and cosines is worked out here."""
-    factor = inner.positive_float("factor", default_factor)
+    # Null asks for the ratio of the windows; a file that does not name it is damaged.
+    default = default_factor if inner.is_null("factor") else None
+    factor = inner.positive_float("factor", default)
     own, all_dims = (inner.number(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
     if own and all_dims:
         attention_factor = _mscale(factor, own) / _mscale(factor, all_dims)

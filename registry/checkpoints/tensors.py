@@ -89,7 +89,8 @@ def open_tensors(path: Path) -> TensorIndex:
     """Index ``model.safetensors`` or the shards that ``model.safetensors.index.json`` lists.
 
     Reads the headers only. Raises CheckpointError naming missing files, a truncated or malformed
-    file, or a tensor that the index lists and its file does not have.
+    file, or a tensor that the index lists and its file does not have; and for a
+    ``model.safetensors`` beside an index of other files: some loaders read the one, some the other.
     """
     if (path / INDEX_FILE).is_file():
         return TensorIndex(path, _read_shards(path))
@@ -112,6 +113,11 @@ def _read_shards(path: Path) -> dict[str, TensorInfo]:
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
         raise CheckpointError(f"{path} lacks {_listed(missing)}, which {INDEX_FILE} lists.")
+    if SINGLE_FILE not in files and (path / SINGLE_FILE).exists():
+        raise CheckpointError(
+            f"{path} has {SINGLE_FILE}, and {INDEX_FILE}, whose weight_map does not list it: these "
+            "may be two models; remove one of them."
+        )
     headers = {file: _read_header(path / file) for file in files}
     absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from registry.checkpoints.checkpoint import CheckpointError, open_tensors, read_model_config
+from registry.checkpoints.side_files import ignored_parts
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -144,12 +145,32 @@ def test_experts_by_layer(
             LLAMA3_ROPE | {"original_max_position_embeddings": 64},
         ),
         (
+            {
+                "rope_theta": 1e6,
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 3},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            1e6,
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": {}},
+            1e6,
+            None,
+        ),
+        (
             {"rope_scaling": {"type": "dynamic", "factor": 3}},
             1e4,
             {"rope_type": "dynamic", "factor": 3.0},
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 256}},
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": None,
+                    "original_max_position_embeddings": 256,
+                }
+            },
             1e4,
             YARN_ROPE | {"factor": 2.0, "attention_factor": 0.1 * math.log(2) + 1},
         ),
@@ -212,8 +233,16 @@ def test_dtype_under_either_name(tmp_path: Path, field: str) -> None:
         ({"rope_scaling": {"type": 3}}, ["rope_scaling", "rope_type"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor", "missing"]),
         ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1}}, ["high_freq_factor", "above"]),
-        ({"rope_scaling": YARN_ROPE | {"mscale": "x"}}, ["mscale", "number"]),
-        ({"rope_scaling": YARN_ROPE | {"truncate": 1}}, ["truncate"]),
+        ({"rope_scaling": YARN_ROPE | {"factor": 2.0, "mscale": "x"}}, ["mscale", "number"]),
+        ({"rope_scaling": YARN_ROPE | {"factor": 2.0, "truncate": 1}}, ["truncate"]),
+        ({"rope_scaling": YARN_ROPE}, ["factor", "missing"]),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            ["rope_theta", "rope_scaling", "10000"],
+        ),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["rope_parameters"]),
         (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "(8)"]),
@@ -297,6 +326,44 @@ def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
 def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         open_tensors(tmp_path)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    save_file({"a": torch.randn(2, 3), "b": torch.randn(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json.* weight_map"):
+        open_tensors(tmp_path)
+
+
+def test_an_index_may_list_the_single_file(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(3, 5)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"w": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(open_tensors(tmp_path)) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("quantize_config.json", "quantized"),
+        ("hf_quant_config.json", "quantized"),
+        ("adapter_config.json", "adapter"),
+    ],
+)
+def test_a_file_that_makes_another_model_of_the_weights_is_refused(
+    tmp_path: Path, name: str, word: str
+) -> None:
+    write_config(tmp_path)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{name} .*{word}"):
+        read_model_config(tmp_path)
+
+
+def test_what_is_ignored_is_said(tmp_path: Path) -> None:
+    write_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"})
+    assert ["auto_map" in sentence for sentence in ignored_parts(tmp_path)] == [True]
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert "adapter_model.safetensors" in ignored_parts(tmp_path)[1]
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -11,12 +12,15 @@ import torch
 from registry.checkpoints.checkpoint import ModelConfig, open_tensors
 from registry.checkpoints.expert_layers import ExpertsConfig
 from registry.checkpoints.families import Experts, family_of
+from registry.checkpoints.side_files import ignored_parts
 from schemas.errors import CheckpointError, ConfigError
 from workers.kernels.operations import HeadNorms, Linear
 from workers.models.decoder import DecoderWeights, LayerWeights
 from workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from workers.models.projection import Projection
 from workers.models.stacked_experts import StackedExperts
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "model."
 _HEAD = "lm_head.weight"
@@ -99,12 +103,18 @@ def load_weights(
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
     or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
-    of one product after the other.
+    of one product after the other. What of the checkpoint is ignored is logged.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder.
     """
-    index = open_tensors(path) if source is None else source
+    index: TensorSource
+    if source is None:
+        index = open_tensors(path)
+        for sentence in ignored_parts(path):
+            _log.warning(sentence)
+    else:
+        index = source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
     reader = _Reader(index, dtype, device, product, experts)
@@ -116,15 +126,31 @@ def load_weights(
     )
     final_norm = reader.tensor(prefix + "norm.weight", (hidden,))
     head = None
-    if not config.has_head:
-        reader.skip(_HEAD)
-    elif config.tie_word_embeddings:
-        reader.skip(_HEAD)
-        head = product(embedding, None)
+    if config.has_head:
+        head = product(_head_weight(reader, config, embedding), None)
     else:
-        head = product(reader.tensor(_HEAD, (vocabulary, hidden)), None)
+        reader.skip(_HEAD)
     reader.refuse_leftovers()
     return DecoderWeights(embedding, layers, final_norm, head)
+
+
+def _head_weight(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:
+    """The embedding itself where they are tied; unless the file holds another head, which
+    transformers then goes by."""
+    if config.tie_word_embeddings and not reader.has(_HEAD):
+        return embedding
+    head = reader.tensor(_HEAD, (config.vocab_size, config.hidden_size))
+    if not config.tie_word_embeddings:
+        return head
+    if torch.equal(head, embedding):
+        return embedding
+    _log.warning(
+        "%s: config.json's tie_word_embeddings is not followed, as the checkpoint has a tensor "
+        "%s of its own, which differs from the embedding",
+        reader.path,
+        _HEAD,
+    )
+    return head
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) -> LayerWeights:
@@ -217,6 +243,7 @@ class _Reader:
         product: MakeLinear,
         experts: MakeExperts | None,
     ) -> None:
+        self.path = index.path
         self._index = index
         self._product = product
         self.experts = experts
@@ -228,6 +255,9 @@ class _Reader:
         tensor = self._index.load(name, shape)
         self._left.discard(name)
         return tensor.to(device=self._device, dtype=self._dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self._left
 
     def skip(self, name: str) -> None:
         """A tensor that may be there and is not needed."""

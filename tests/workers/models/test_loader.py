@@ -58,10 +58,24 @@ def test_a_tensor_without_a_place_is_refused(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_a_tied_checkpoint_may_store_its_head_twice(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_store_its_head_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_llama(tmp_path, tie_word_embeddings=True)
-    change_tensors(tmp_path, {"lm_head.weight": torch.zeros(199, 48)})
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(tmp_path, {"lm_head.weight": embedding.clone()})
     load(tmp_path)
+    assert not caplog.messages
+
+
+def test_parts_that_are_ignored_are_logged(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = checkpoint / "config.json"
+    fields = json.loads(file.read_text()) | {"auto_map": {"AutoModel": "modeling.Own"}}
+    file.write_text(json.dumps(fields))
+    load(checkpoint)
+    assert "auto_map is ignored" in caplog.text
 
 
 def test_auto_widens_small_checkpoints_on_the_cpu_only(checkpoint: Path) -> None:

@@ -1,0 +1,41 @@
+"""What lies beside a checkpoint's config.json and weights, and would change what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from registry.checkpoints.json_fields import read_json_object
+from schemas.errors import CheckpointError
+
+# What a folder is refused for: its weights alone are not the model that it describes.
+REFUSED_FILES = {
+    "quantize_config.json": "says that the weights are quantized, which the engine does not "
+    "compute; take the checkpoint that is not, or remove the file if its weights are plain.",
+    "hf_quant_config.json": "says that the weights are quantized, which the engine does not "
+    "compute; take the checkpoint that is not, or remove the file if its weights are plain.",
+    "adapter_config.json": "describes an adapter, which the engine does not apply; merge it into "
+    "the weights, or move it out of the folder to serve the model without it.",
+}
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def refuse_side_files(path: Path) -> None:
+    """Raises CheckpointError naming the file that makes of the weights in the folder ``path``
+    another model than the engine would compute."""
+    for name, why in REFUSED_FILES.items():
+        if (path / name).exists():
+            raise CheckpointError(f"{path / name} {why}")
+
+
+def ignored_parts(path: Path) -> list[str]:
+    """A sentence on each part of the checkpoint folder ``path`` that the engine leaves out, as
+    transformers does if nothing else is asked of it. Raises CheckpointError for a bad config."""
+    sentences = []
+    if read_json_object(path / "config.json").get("auto_map"):
+        sentences.append(
+            f"{path / 'config.json'}: field auto_map is ignored: code of a checkpoint is not run, "
+            "the architecture is computed as it is known here."
+        )
+    if (path / _ADAPTER_WEIGHTS).exists():
+        sentences.append(f"{path / _ADAPTER_WEIGHTS} is ignored: it has no adapter_config.json.")
+    return sentences
