@@ -60,7 +60,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Entries of an object have no name of their own there.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
-_INVALID_VALUE = re.compile(r"Invalid value '(.*)' - at ", re.DOTALL)
+_INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '(.*)' - at ", re.DOTALL)
 _ROLE = re.compile(r"(?:^|\.)role$")
 _CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
 

@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, frozen=True):
     """A piece of a message's content."""
 
     text: str
+    type: Literal["text"] = "text"
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
