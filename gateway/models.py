@@ -24,12 +24,18 @@ class TokenizerLike(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]: ...
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def spelling(self, token_id: int) -> str: ...
 
 
 class ServedModelLike(Protocol):

@@ -114,8 +114,15 @@ class ChatTemplate:
                 return None
         return cls(source, special_tokens, origin, tool_format=tool_format, tool_source=tool_source)
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()) -> str:
-        """The prompt, up to where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt, up to where the assistant's answer begins; without what begins it unless
+        ``add_generation_prompt``.
 
         Raises ParameterError("messages") for no messages, an unknown role, or what the template
         itself refuses.
@@ -130,7 +137,7 @@ class ChatTemplate:
         refusal: Exception | None = None
         for conversation in self._ways_to_tell(messages, tools):
             try:
-                return self._render(conversation, tools)
+                return self._render(conversation, tools, add_generation_prompt)
             except _RENDER_ERRORS as error:
                 refusal = refusal or error
         raise ParameterError(
@@ -148,12 +155,17 @@ class ChatTemplate:
         if any(len(message.tool_calls) > 1 for message in messages):
             yield one_call_a_turn(messages)
 
-    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]) -> str:
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition],
+        add_generation_prompt: bool,
+    ) -> str:
         with_tools = self._takes_tools and (bool(tools) or any(_is_of_tools(m) for m in messages))
         template = self._tool_template if with_tools else self._template
         return template.render(
             messages=messages_as_dicts(messages),
-            add_generation_prompt=True,
+            add_generation_prompt=add_generation_prompt,
             tools=[tool_as_dict(tool) for tool in tools] if tools and self._takes_tools else None,
             documents=None,
             **self._special_tokens,

@@ -214,7 +214,8 @@ def _response(status: int, content_type: str, body: bytes, *, allow: bool = Fals
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii") + body
 
 
-def _version() -> str:
+def build_version() -> str:
+    """Of which version the process is."""
     try:
         return version("millrace")
     except PackageNotFoundError:
@@ -226,7 +227,7 @@ class _Build(Collector):
 
     def collect(self) -> Iterator[Metric]:
         info = InfoMetricFamily("millrace_build", "The version that the process is of")
-        info.add_metric([], {"version": _version()})
+        info.add_metric([], {"version": build_version()})
         yield info
 
 

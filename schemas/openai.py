@@ -16,9 +16,11 @@ from schemas.sessions import SessionInfo
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to add to a stream."""
+    """What to add to a stream: usage at its end, and with ``continuous_usage_stats`` in each of its
+    chunks what was used by then."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Any = None
 
 
@@ -167,18 +169,25 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them."""
+    """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them, with
+    what begins an answer if ``add_generation_prompt``."""
 
     model: str
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
+    tools: tuple[FunctionTool, ...] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """``token_strs`` are the tokens as the tokenizer spells them, if they were asked for."""
+
     tokens: tuple[int, ...]
     count: int
     max_model_len: int
+    token_strs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

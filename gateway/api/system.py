@@ -14,13 +14,13 @@ from starlette.routing import Route
 from bus.storage import NATS
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
-from gateway.request.message_fields import chat_messages
+from gateway.request.message_fields import chat_messages, tools_of
 from gateway.request.parsing import decode
 from gateway.tenancy.identity import AuthenticationError
 from gateway.transport.http import json_response, new_request_id, read_body
 from gateway.transport.proxies import is_forwarded
 from runtime.addresses import is_loopback
-from runtime.metrics_server import bears_token
+from runtime.metrics_server import bears_token, build_version
 from schemas.errors import MillraceError, ParameterError
 from schemas.jobs import Tier
 from schemas.openai import (
@@ -39,6 +39,10 @@ _Status = Literal[
     "ok", "waiting_for_workers", "degraded", "storage_full", "bus_unavailable", "draining"
 ]
 _CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
+# By the name that the endpoint has here, then by those of other servers.
+TOKENIZE_PATHS = ("/v1/tokenize", "/tokenize")
+DETOKENIZE_PATHS = ("/v1/detokenize", "/detokenize")
+HEALTH_PATHS = ("/healthz", "/health", "/ping")
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -55,6 +59,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     stores: dict[str, str]
 
 
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+
+
 class Api:
     """Starlette endpoints over one gateway."""
 
@@ -67,9 +75,11 @@ class Api:
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/v1/tokenize", self.tokenize, methods=["POST"]),
-            Route("/v1/detokenize", self.detokenize, methods=["POST"]),
-            Route("/healthz", self.healthz, methods=["GET"]),
+            *(Route(path, self.tokenize, methods=["POST"]) for path in TOKENIZE_PATHS),
+            *(Route(path, self.detokenize, methods=["POST"]) for path in DETOKENIZE_PATHS),
+            *(Route(path, self.healthz, methods=["GET"]) for path in HEALTH_PATHS),
+            Route("/ping", self.healthz, methods=["POST"]),
+            Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
         ]
 
@@ -144,6 +154,9 @@ class Api:
         )
         return json_response(health, 503 if status in _CANNOT_ACCEPT else 200)
 
+    async def version(self, _request: Request) -> Response:
+        return json_response(Version(version=build_version()))
+
     async def metrics(self, request: Request) -> Response:
         """Where other machines can ask, for who bears ``metrics.token`` or the key of an
         administrator, unless ``metrics.public``."""
@@ -169,11 +182,21 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
     if (asked.prompt is None) == (asked.messages is None):
         raise ParameterError("prompt", "Give exactly one of prompt and messages.")
     if asked.messages is not None:
-        tokens = model.tokenizer.encode_chat(chat_messages(asked.messages))
+        tokens = model.tokenizer.encode_chat(
+            chat_messages(asked.messages),
+            tools_of(asked.tools),
+            add_generation_prompt=asked.add_generation_prompt,
+        )
+    elif asked.tools:
+        raise ParameterError("tools", "tools goes with messages, not with prompt.")
     else:
         tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
+    spellings = map(model.tokenizer.spelling, tokens)
     return TokenizeResponse(
-        tokens=tuple(tokens), count=len(tokens), max_model_len=model.context_window_tokens
+        tokens=tuple(tokens),
+        count=len(tokens),
+        max_model_len=model.context_window_tokens,
+        token_strs=tuple(spellings) if asked.return_token_strs else msgspec.UNSET,
     )
 
 

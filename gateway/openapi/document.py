@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.api.system import HEALTH_PATHS
 from gateway.openapi.fields import REF, refine
 from gateway.openapi.operations import BY_TAG, JSON, OPERATIONS, Media, Operation
 from schemas.json_schema import Schema, document_text, without_discriminators
@@ -208,7 +209,7 @@ def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema
         "content": content,
     }
     operation["responses"] = {"200": answer, **_references("responses", map(str, one.errors))}
-    if one.path == "/healthz":
+    if one.path in HEALTH_PATHS:
         operation["responses"]["503"] = {**answer, "description": "Not now."}
     return operation
 

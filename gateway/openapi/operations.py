@@ -10,7 +10,13 @@ from typing import Any
 
 from gateway.api.limits import CallerLimits
 from gateway.api.sessions import SessionDeleted
-from gateway.api.system import Health
+from gateway.api.system import (
+    DETOKENIZE_PATHS,
+    HEALTH_PATHS,
+    TOKENIZE_PATHS,
+    Health,
+    Version,
+)
 from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
 from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
@@ -122,6 +128,44 @@ _TEXT = Media("text/plain", {"type": "string"})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
+
+
+def _tokenize(path: str, name: str) -> Operation:
+    return _post(
+        path,
+        name,
+        "The token ids of a prompt, or of messages as the chat template renders them",
+        TokenizeResponse,
+        body=TokenizeRequest,
+        example={"model": "demo", "prompt": "Hello!"},
+        own_errors=(404, 500),
+    )
+
+
+def _detokenize(path: str, name: str) -> Operation:
+    return _post(
+        path,
+        name,
+        "The text of token ids",
+        DetokenizeResponse,
+        body=DetokenizeRequest,
+        example={"model": "demo", "tokens": [72, 105]},
+        own_errors=(404, 500),
+    )
+
+
+def _health(path: str, name: str, method: str = "get") -> Operation:
+    return Operation(
+        method,
+        path,
+        name,
+        "Whether requests can be accepted",
+        Health,
+        description="200 while they can, 503 while they cannot; the body is the same.",
+        is_open=True,
+    )
+
+
 _HELLO = [{"role": "user", "content": "Hello!"}]
 
 BY_TAG: dict[str, tuple[Operation, ...]] = {
@@ -188,24 +232,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     "models": (
         _get("/v1/models", "listModels", "The models that may be asked for", ModelList),
         _get("/v1/models/{name}", "getModel", "One model", ModelCard),
-        _post(
-            "/v1/tokenize",
-            "tokenize",
-            "The token ids of a prompt, or of messages as the chat template renders them",
-            TokenizeResponse,
-            body=TokenizeRequest,
-            example={"model": "demo", "prompt": "Hello!"},
-            own_errors=(404, 500),
-        ),
-        _post(
-            "/v1/detokenize",
-            "detokenize",
-            "The text of token ids",
-            DetokenizeResponse,
-            body=DetokenizeRequest,
-            example={"model": "demo", "tokens": [72, 105]},
-            own_errors=(404, 500),
-        ),
+        *map(_tokenize, TOKENIZE_PATHS, ("tokenize", "tokenizeAtRoot")),
+        *map(_detokenize, DETOKENIZE_PATHS, ("detokenize", "detokenizeAtRoot")),
     ),
     "files": (
         _post(
@@ -286,14 +314,9 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "operations": (
-        _get(
-            "/healthz",
-            "getHealth",
-            "Whether requests can be accepted",
-            Health,
-            description="200 while they can, 503 while they cannot; the body is the same.",
-            is_open=True,
-        ),
+        *map(_health, HEALTH_PATHS, ("getHealth", "getHealthAsVllm", "ping")),
+        _health("/ping", "postPing", method="post"),
+        _get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),
         _get(
             "/metrics",
             "getMetrics",

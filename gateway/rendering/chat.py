@@ -23,6 +23,7 @@ from schemas.openai import (
 )
 
 _NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
+_AFTER_TEXT = b"}" + _NO_LOGPROBS
 
 
 class ChatRenderer:
@@ -36,18 +37,16 @@ class ChatRenderer:
         num_choices = len(response.choices)
         self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
-        self._text_after = b"}" + _NO_LOGPROBS + self._head.after
+        is_plain = num_choices == 1 and not self._with_logprobs and not self._head.is_continuous
         self.plain = (
-            (self._text_befores[0], self._text_after)
-            if num_choices == 1 and not self._with_logprobs
-            else None
+            (self._text_befores[0], _AFTER_TEXT + self._head.after(0)) if is_plain else None
         )
         self._logprobs: list[list[LogprobInfo]] = [[] for _ in range(num_choices)]
         self._steps: list[ToolStepInfo] = []
 
     def first(self) -> bytes:
-        role = b',"delta":{"role":"assistant","content":""}' + _NO_LOGPROBS + self._head.after
-        events = b"".join(before + role for before in self._befores)
+        role: dict[str, object] = {"role": "assistant", "content": ""}
+        events = b"".join(self._delta(i, role) for i in range(len(self._befores)))
         if self._response.session is not None:
             events += self._head.without_choices("session", self._response.session)
         return events
@@ -58,7 +57,8 @@ class ChatRenderer:
                 return self._text_with_logprobs(part)
             if not part.text:
                 return b""
-            return self._text_befores[part.choice] + encode(part.text) + self._text_after
+            text = self._text_befores[part.choice] + encode(part.text)
+            return text + _AFTER_TEXT + self._head.after(part.choice)
         if isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
             call = {
@@ -75,7 +75,7 @@ class ChatRenderer:
             return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
         assert isinstance(part, ChoiceEnd)
         end = b',"delta":{},"logprobs":null,"finish_reason":' + encode(part.reason)
-        return self._befores[part.choice] + end + self._head.after
+        return self._befores[part.choice] + end + self._head.after(part.choice)
 
     def last(self) -> bytes:
         return self._head.last()
@@ -144,12 +144,12 @@ class ChatRenderer:
             + b'},"logprobs":'
             + logprobs
             + b',"finish_reason":null'
-            + self._head.after
+            + self._head.after(part.choice)
         )
 
     def _delta(self, choice: int, delta: dict[str, object]) -> bytes:
         body = b',"delta":' + encode(delta) + _NO_LOGPROBS
-        return self._befores[choice] + body + self._head.after
+        return self._befores[choice] + body + self._head.after(choice)
 
 
 CHAT_COMPLETIONS = BodyEndpoint(

@@ -41,6 +41,8 @@ class SseHead:
     def __init__(self, kind: str, response: ResponseReader, options: StreamOptions | None) -> None:
         self._response = response
         self._with_usage = bool(options is not None and options.include_usage)
+        # Whether the end of a chunk is not that of any other: it says what was used by then.
+        self.is_continuous = bool(options is not None and options.continuous_usage_stats)
         head = {
             "id": response.request_id,
             "object": kind,
@@ -49,11 +51,18 @@ class SseHead:
         }
         self._head = encode(head)[:-1]
         self._before = b"data: " + self._head + b',"choices":[{"index":'
-        self.after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
+        self._after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
     def before(self, choice: int) -> bytes:
         """Up to and with the index of the choice; what else it has follows after a comma."""
         return self._before + str(choice).encode()
+
+    def after(self, choice: int) -> bytes:
+        """The end of a chunk that has something of that choice."""
+        if not self.is_continuous:
+            return self._after
+        usage = self._response.choices[choice].usage_so_far
+        return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
 
     def without_choices(self, name: str, value: object) -> bytes:
         """An event with a field beside an empty list of choices."""

@@ -12,6 +12,8 @@ from gateway.streams.parts import ChoiceEnd, Part, TextPart
 from schemas.frames import TokenLogprob
 from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
+_AFTER_TEXT = b',"logprobs":null,"finish_reason":null'
+
 
 class CompletionRenderer:
     """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
@@ -22,14 +24,14 @@ class CompletionRenderer:
         self._head = SseHead("text_completion", response, request.stream_options)
         num_choices = len(response.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
-        self._text_after = b',"logprobs":null,"finish_reason":null' + self._head.after
         had = response.first_indices
         self._to_echo = {
             i for i in range(num_choices) if response.request.echo and not (had and had[i])
         }
+        is_plain = num_choices == 1 and not self._to_echo and not self._head.is_continuous
         self.plain = (
-            (self._text_befores[0], self._text_after)
-            if num_choices == 1 and not self._to_echo and response.request.sampling.logprobs is None
+            (self._text_befores[0], _AFTER_TEXT + self._head.after(0))
+            if is_plain and response.request.sampling.logprobs is None
             else None
         )
         # How much text was given out; None: by another connection, and that is still to be counted.
@@ -48,12 +50,13 @@ class CompletionRenderer:
                 return echoed + self._event(part.choice, part.text, self._lists(part))
             if not part.text:
                 return echoed
-            text = encode(part.text)
-            return echoed + self._text_befores[part.choice] + text + self._text_after
+            text = self._text_befores[part.choice] + encode(part.text) + _AFTER_TEXT
+            return echoed + text + self._head.after(part.choice)
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             end = b'"","logprobs":null,"finish_reason":' + encode(part.reason)
-            return echoed + self._text_befores[part.choice] + end + self._head.after
+            end = self._text_befores[part.choice] + end + self._head.after(part.choice)
+            return echoed + end
         return b""
 
     def last(self) -> bytes:
@@ -127,7 +130,7 @@ class CompletionRenderer:
 
     def _event(self, index: int, text: str, lists: CompletionLogprobs | None) -> bytes:
         logprobs = b',"logprobs":' + encode(lists) + b',"finish_reason":null'
-        return self._text_befores[index] + encode(text) + logprobs + self._head.after
+        return self._text_befores[index] + encode(text) + logprobs + self._head.after(index)
 
     def _lists(self, part: TextPart) -> CompletionLogprobs:
         token_ids = [one.token_id for one in part.logprobs]

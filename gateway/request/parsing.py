@@ -268,7 +268,13 @@ def _check_stream_options(request: ChatCompletionRequest | CompletionRequest) ->
         return
     if not request.stream:
         raise ParameterError("stream_options", "stream_options goes only with stream: true.")
-    refuse_unhonoured(request.stream_options, NEUTRAL, "stream_options.")
+    options = request.stream_options
+    if options.continuous_usage_stats and not options.include_usage:
+        raise ParameterError(
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats goes only with include_usage: true.",
+        )
+    refuse_unhonoured(options, NEUTRAL, "stream_options.")
 
 
 def _parameter_error(text: str) -> ParameterError:

@@ -20,6 +20,7 @@ from gateway.streams.delivery_statistics import DeliveryHistory
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import TAKEN_OVER, StreamTable
 from gateway.streams.token_gaps import TokenGaps
+from gateway.streams.usage import usage_so_far
 from runtime.clock import Clock
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Failed, TerminalFrame, Usage
@@ -249,7 +250,7 @@ class ResponseStream(ResponseReader):
             context.history.keep_stream(self.request_id, stream)
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._unlink(stream)
-        usage = _usage_of(stream)
+        usage = usage_so_far(stream.reader)
         if stream.request_id not in self._first_ids():
             context.admission.settle(stream.request_id, self.model, [usage])
         else:
@@ -312,17 +313,3 @@ class ResponseStream(ResponseReader):
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)
         self._unlink(former)
-
-
-def _usage_of(stream: OpenStream) -> Usage | None:
-    """What was computed for a stream as far as it is known; None: nothing was."""
-    reader = stream.reader
-    if reader.usage is not None:
-        return reader.usage
-    if reader.started is None:
-        return None
-    return Usage(
-        prompt_tokens=reader.started.num_prompt_tokens,
-        cached_tokens=reader.started.num_cached_tokens,
-        completion_tokens=reader.next_index,
-    )

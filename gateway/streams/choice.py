@@ -12,7 +12,7 @@ from bus.frame_reader import Progress
 from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, TextPart
 from gateway.streams.stream import OpenStream
 from gateway.streams.token_gaps import TokenGaps
-from gateway.streams.usage import total_usage
+from gateway.streams.usage import total_usage, usage_so_far
 from registry.tool_formats import (
     ArgumentsPiece,
     CallPiece,
@@ -105,6 +105,15 @@ class Choice:
     def usage(self) -> Usage:
         """Of all rounds so far."""
         return total_usage((self._earlier, self.stream.reader.usage))
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """Of what the client was given of all rounds; None while no worker has begun."""
+        usage = usage_so_far(self.stream.reader)
+        if usage is None and not self.round:
+            return None
+        both = total_usage((self._earlier, usage))
+        return msgspec.structs.replace(both, completion_tokens=self.next_index)
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,24 @@
-"""Token counts of several jobs, together."""
+"""Token counts of jobs, under way and together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from bus.frame_reader import StreamReader
 from schemas.frames import Usage
+
+
+def usage_so_far(reader: StreamReader) -> Usage | None:
+    """What was computed for a stream as far as it is known; None: nothing was."""
+    if reader.usage is not None:
+        return reader.usage
+    if reader.started is None:
+        return None
+    return Usage(
+        prompt_tokens=reader.started.num_prompt_tokens,
+        cached_tokens=reader.started.num_cached_tokens,
+        completion_tokens=reader.next_index,
+    )
 
 
 def total_usage(usages: Iterable[Usage | None]) -> Usage:

@@ -166,18 +166,23 @@ class Tokenizer:
         tools: Sequence[ToolDefinition] = (),
         *,
         max_tokens: int | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation in the model's template, up to where the answer begins;
-        ``tools`` are described to the model.
+        """Token ids of a conversation in the model's template, up to where the answer begins, or
+        without what begins it; ``tools`` are described to the model.
 
         Raises ParameterError("messages") if there is no template or it refuses the conversation,
         and TextTooLongError as ``encode`` does.
         """
-        text = self.render_chat(messages, tools)
+        text = self.render_chat(messages, tools, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def render_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The text that ``encode_chat`` encodes."""
         if self._chat_template is None:
@@ -186,7 +191,9 @@ class Tokenizer:
                 "this model has no chat template and takes prompts only: send a prompt instead "
                 "of messages",
             )
-        return self._chat_template.render(messages, tools)
+        return self._chat_template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt
+        )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``; bytes that are no UTF-8 become U+FFFD, ids beyond the
@@ -197,6 +204,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, special or not; they need not be whole characters."""
         return self.table.bytes_of(token_id)
+
+    def spelling(self, token_id: int) -> str:
+        """One token as tokenizer.json spells it, such as ``Ġmill``; nothing if there is none."""
+        return self._backend.id_to_token(token_id) or ""
 
     def first_token_bytes(self, token_id: int) -> bytes:
         """Those that it has at the beginning of a text."""

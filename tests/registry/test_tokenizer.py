@@ -26,7 +26,17 @@ def test_a_chat_is_encoded_with_the_template_s_own_special_tokens(tmp_path: Path
     path = write_tokenizer(tmp_path, byte_level(), chat_template=CHAT_TEMPLATE)
     tokenizer = Tokenizer.load(path)
     ids = tokenizer.encode_chat([ChatMessage("user", "mill")])
-    assert ids == [3, *tokenizer.encode("mill", add_special_tokens=False), 1, 4]
+    bare = tokenizer.encode("mill", add_special_tokens=False)
+    assert ids == [3, *bare, 1, 4]
+    told = tokenizer.encode_chat([ChatMessage("user", "mill")], add_generation_prompt=False)
+    assert told == [3, *bare, 1]
+
+
+def test_tokens_are_spelled_as_the_file_does(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, byte_level()))
+    ids = tokenizer.encode(" mill", add_special_tokens=False)
+    assert "".join(map(tokenizer.spelling, ids)) == "Ġmill"
+    assert tokenizer.spelling(tokenizer.vocab_size) == ""
 
 
 def test_without_a_template_prompts_only(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ class ByteTokenizer:
         return list(text.encode())
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         return list(messages[-1].content.encode())
 
@@ -48,6 +52,9 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+    def spelling(self, token_id: int) -> str:
+        return chr(token_id)
 
 
 class ByteModel:

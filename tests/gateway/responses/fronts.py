@@ -20,7 +20,11 @@ class Transcriber(ByteTokenizer):
     """A conversation is all its messages, so that an echo tells what the model was shown."""
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         lines = [
             f"{one.role}:{one.content}" + "".join(c.name for c in one.tool_calls)
