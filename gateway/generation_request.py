@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from schemas.tools import ToolChoice, ToolDefinition
 
 
@@ -30,7 +30,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     server_tools: tuple[str, ...] = ()
-    sampling: SamplingParams
+    sampling: SamplingOptions
     tier: Tier | None = None
     user: str = ""
     session_id: str = ""

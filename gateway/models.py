@@ -15,6 +15,7 @@ from registry.served import EmbeddingSettings
 from schemas.errors import ModelNotFoundError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
+from schemas.sampling import SamplingDefaults
 from schemas.tools import ToolDefinition, ToolFormat
 
 
@@ -56,6 +57,10 @@ class ServedModelLike(Protocol):
 
     @property
     def tool_format(self) -> ToolFormat | None: ...
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What requests are sampled with that do not say."""
 
     @property
     def prices(self) -> PriceBook: ...
@@ -103,7 +108,11 @@ class Models:
         model = self._loaded.get(name)
         if model is None:
             return known
-        return msgspec.structs.replace(known, max_model_len=model.context_window_tokens)
+        return msgspec.structs.replace(
+            known,
+            max_model_len=model.context_window_tokens,
+            sampling_defaults=model.sampling_defaults,
+        )
 
     async def get(self, name: str) -> ServedModelLike:
         """Raises ModelNotFoundError, ParameterError for a name that stands for several models, or

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ _NAME = re.compile(r"[^\s\x00-\x1f]{1,200}")
 _LONG_AGO = datetime.date(1970, 1, 1)
 
 
+class GenerationConfig(StrEnum):
+    """Whether the sampling that a checkpoint's generation_config.json recommends counts."""
+
+    AUTO = "auto"
+    IGNORE = "ignore"
+
+
 class CatalogueEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What runs a model where that is not Millrace's own engine; as ``worker.engine`` of the
     configuration, which it goes before."""
@@ -47,6 +55,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pooling: Pooling | None = None
     tiers: tuple[Tier, ...] = tuple(Tier)
     tool_format: ToolFormat | None = None
+    generation_config: GenerationConfig = GenerationConfig.AUTO
     prices: PriceBook = UNPRICED
     engine: CatalogueEngine | None = None
 
@@ -63,6 +72,8 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``source`` is the absolute path of a folder or of a GGUF file, or a hub id
     (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
+    ``generation_config``: whether requests that do not say how they are sampled go by the
+    checkpoint's generation_config.json.
     """
 
     name: str

@@ -10,19 +10,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from registry.catalogue import Catalogue, ModelEntry
+from registry.catalogue import Catalogue, GenerationConfig, ModelEntry
 from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
+from registry.checkpoints.generation_defaults import read_sampling_defaults
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
-from schemas.engines import EngineKind, check_supported
+from schemas.engines import PROMISES, EngineKind, check_supported
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
-from schemas.sampling import MAX_SEED, SamplingParams
+from schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
 from schemas.tools import ToolFormat
-
-_DEFAULTS = SamplingParams()
 
 # What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
 _FILLED_IN = frozenset({"max_tokens", "seed"})
@@ -50,6 +49,7 @@ class ServedModel:
         self.eos_token_ids = tokenizer.eos_token_ids
         self.vocab_size = config.vocab_size
         self.prices = entry.prices
+        self.sampling_defaults = sampling_defaults_of(entry, path)
 
     @classmethod
     def load(cls, catalogue: Catalogue, name: str) -> ServedModel:
@@ -65,9 +65,11 @@ class ServedModel:
         return self.tokenizer.tool_format
 
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
-        """The job with ``prompt_token_ids`` in place of prompt or messages and tools,
-        ``max_tokens`` set (to what the context window leaves, if it was not) and a seed. What is
-        prepared already stays as it is. A job with ``pooling`` has ``max_tokens`` 1.
+        """The job with ``prompt_token_ids`` in place of prompt or messages and tools, a seed and
+        every other field of sampling that was not given: by the model's ``sampling_defaults``, else
+        as ever, ``max_tokens`` to what the context window leaves. What is prepared already stays as
+        it is, whatever the model's defaults have become. A job with ``pooling`` has ``max_tokens``
+        1.
 
         Raises ParameterError naming the field for a tier that may not use the model, what the
         model's engine cannot do, a completion
@@ -94,7 +96,7 @@ class ServedModel:
         if in_frames and sampling.n != 1:
             raise ParameterError("n", "n must be 1: one request makes one completion.")
         max_tokens = self._max_tokens(len(token_ids), sampling)
-        return _prepared(job, token_ids, max_tokens, seed_source)
+        return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
 
     def _prepare_embedding(self, job: Job, seed_source: random.Random) -> Job:
         if job.messages is not None:
@@ -103,7 +105,7 @@ class ServedModel:
         token_ids = self._prompt_token_ids(job)
         if len(token_ids) > self.context_window_tokens:
             raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
-        return _prepared(job, token_ids, 1, seed_source)
+        return _prepared(job, token_ids, 1, SamplingDefaults(), seed_source)
 
     @property
     def embedding_size(self) -> int:
@@ -167,12 +169,15 @@ class ServedModel:
                 f"{self.config.vocab_size - 1}",
             )
 
-    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingOptions) -> int:
         left = self.context_window_tokens - num_prompt_tokens
         wanted = sampling.max_tokens
         if left < (wanted or 1):
             raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
-        return left if wanted is None else wanted
+        if wanted is not None:
+            return wanted
+        usual = self.sampling_defaults.max_tokens
+        return left if usual is None else min(left, max(usual, sampling.min_tokens))
 
 
 def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:
@@ -184,8 +189,22 @@ def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:
     return read_model_outline(path, any_architecture=not is_simulated)
 
 
+def sampling_defaults_of(entry: ModelEntry, path: Path) -> SamplingDefaults:
+    """What ``path`` recommends and the entry's engine can do, unless the entry says to ignore it.
+    Raises CheckpointError for a recommendation that cannot be followed."""
+    if entry.generation_config is GenerationConfig.IGNORE:
+        return SamplingDefaults()
+    defaults = read_sampling_defaults(path)
+    beyond = PROMISES[entry.engine_kind].unsupported.intersection(defaults.__struct_fields__)
+    return msgspec.structs.replace(defaults, **dict.fromkeys(beyond))
+
+
 def _prepared(
-    job: Job, token_ids: tuple[int, ...], max_tokens: int, seed_source: random.Random
+    job: Job,
+    token_ids: tuple[int, ...],
+    max_tokens: int,
+    defaults: SamplingDefaults,
+    seed_source: random.Random,
 ) -> Job:
     sampling = job.sampling
     seed = seed_source.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
@@ -195,14 +214,13 @@ def _prepared(
         messages=None,
         tools=(),
         prompt_token_ids=token_ids,
-        sampling=msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed),
+        sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
     )
 
 
-def _check_nothing_is_sampled(sampling: SamplingParams) -> None:
-    for field in msgspec.structs.fields(sampling):
-        name = field.name
-        if name not in _FILLED_IN and getattr(sampling, name) != getattr(_DEFAULTS, name):
+def _check_nothing_is_sampled(sampling: SamplingOptions) -> None:
+    for name in SamplingOptions.__struct_fields__:
+        if name not in _FILLED_IN and sampling.asks_for(name):
             raise ParameterError(name, f"An embedding takes no {name}: nothing is sampled.")
 
 

@@ -8,9 +8,8 @@ import msgspec
 
 from schemas.errors import ParameterError
 from schemas.pooling import Pooling
-from schemas.sampling import GrammarKind, SamplingParams
+from schemas.sampling import GrammarKind, SamplingOptions
 
-_DEFAULTS = SamplingParams()
 _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
@@ -133,7 +132,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
 
 
 def check_supported(
-    sampling: SamplingParams,
+    sampling: SamplingOptions,
     pooling: Pooling | None,
     kind: EngineKind,
     promises: EnginePromises | None = None,
@@ -141,11 +140,7 @@ def check_supported(
     """Raise ParameterError, naming the field, for what an engine of this kind cannot do, or what it
     does not promise where it has ``promises`` of its own."""
     promises = promises or PROMISES[kind]
-    given = {
-        name
-        for name in promises.unsupported - {"pooling"}
-        if getattr(sampling, name) != getattr(_DEFAULTS, name)
-    }
+    given = {name for name in promises.unsupported - {"pooling"} if sampling.asks_for(name)}
     if pooling is not None and "pooling" in promises.unsupported:
         given.add("pooling")
     if given:

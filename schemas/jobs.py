@@ -9,7 +9,7 @@ import msgspec
 
 from schemas.frames import FinishReason, TokenLogprob, Usage
 from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from schemas.tools import ToolCall, ToolDefinition
 
 PUBLIC_MODEL_AUTO = "auto"
@@ -81,7 +81,7 @@ class Job(
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     tools: tuple[ToolDefinition, ...] = ()
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingOptions = SamplingOptions()
     pooling: Pooling | None = None
     reply: str = ""
     batch_frames: bool = False

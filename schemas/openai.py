@@ -12,6 +12,7 @@ import msgspec
 
 from schemas.chat.messages import Message, MessageToolCall
 from schemas.engines import PROMISES, EngineKind
+from schemas.sampling import SamplingDefaults
 from schemas.sessions import SessionInfo
 
 
@@ -337,7 +338,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
     ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
     ``adapters`` are those that can be asked for with it; ``engine`` is what runs it (null for a
-    route, which leads to other models)."""
+    route, which leads to other models), ``sampling_defaults`` what requests are sampled with that
+    do not say: by the checkpoint's generation_config.json, once it is loaded."""
 
     id: str
     created: int
@@ -346,6 +348,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     description: str = ""
     engine: EngineCard | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     object: Literal["model"] = "model"
     owned_by: str = "millrace"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -52,10 +53,25 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
 
-class SamplingParams(
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model is sampled with where a request does not say; None: as ever."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class SamplingOptions(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Sampling and stopping of one sequence.
+    """What is asked of the sampling and stopping of one sequence.
+
+    ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` None: not given, so
+    the model's own defaults count, else 1, 1, 0, 0 and 1. Whoever accepts the request fills them
+    in (``with_defaults``), so that it means the same wherever and whenever it is run.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are off.
     ``seed`` None means that the process which accepts the request draws one; from then on a token's
@@ -77,17 +93,17 @@ class SamplingParams(
     """
 
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
@@ -112,7 +128,7 @@ class SamplingParams(
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0 <= self.top_k <= MAX_TOP_K:
+        if self.top_k is not None and not 0 <= self.top_k <= MAX_TOP_K:
             raise ParameterError(
                 "top_k", f"top_k must be between 0 (off) and {MAX_TOP_K}, got {self.top_k}"
             )
@@ -135,6 +151,25 @@ class SamplingParams(
         self._check_min_tokens()
         self._check_logit_bias()
         self._check_bad_words()
+
+    def asks_for(self, name: str) -> bool:
+        """Whether the field ``name`` is given and says something else than nothing at all."""
+        value = getattr(self, name)
+        return value is not None and value != getattr(_NEUTRAL, name)
+
+    def value(self, name: str, defaults: SamplingDefaults) -> Any:
+        """What counts for a field that a model may have a default for."""
+        values = (getattr(source, name) for source in (self, defaults, _NEUTRAL))
+        return next(value for value in values if value is not None)
+
+    def with_defaults(
+        self, defaults: SamplingDefaults, *, seed: int, max_tokens: int
+    ) -> SamplingOptions:
+        """The same with every field filled in: nothing is left to whoever runs it."""
+        given = {name: getattr(self, name) for name in SamplingOptions.__struct_fields__}
+        for name in _WITH_DEFAULTS:
+            given[name] = self.value(name, defaults)
+        return SamplingOptions(**given | {"seed": seed, "max_tokens": max_tokens})
 
     def _check_min_tokens(self) -> None:
         limit = MAX_MIN_TOKENS if self.max_tokens is None else self.max_tokens
@@ -167,6 +202,31 @@ class SamplingParams(
                 )
 
 
-def _within(param: str, value: float, low: float, high: float) -> None:
+class SamplingParams(
+    SamplingOptions, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What an engine samples by: nothing is left to a model's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, options: SamplingOptions) -> SamplingParams:
+        """What is not given there is as ever."""
+        names = SamplingOptions.__struct_fields__
+        given = {name: getattr(options, name) for name in names}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _within(param: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
     if not low <= value <= high:  # so for NaN, too
         raise ParameterError(param, f"{param} must be between {low:g} and {high:g}, got {value:g}")
+
+
+_NEUTRAL = SamplingParams()
+_WITH_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

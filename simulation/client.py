@@ -23,7 +23,7 @@ from schemas.frames import (
 )
 from schemas.jobs import Job
 from schemas.records import Status
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from simulation.outcomes import REPLY, Outcomes, RequestOutcome
 from simulation.policies import Policy
 from simulation.traces.texts import Texts
@@ -119,7 +119,7 @@ class Clients:
             tenant=tenant,
             session_id=request.session,
             prompt_token_ids=self._texts.prompt(request, outcome.request_id),
-            sampling=SamplingParams(
+            sampling=SamplingOptions(
                 max_tokens=request.max_tokens or request.output_tokens, seed=0, ignore_eos=True
             ),
             reply=REPLY,

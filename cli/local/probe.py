@@ -14,7 +14,7 @@ from schemas.config import Config
 from schemas.frames import TERMINAL_FRAMES, Frame
 from schemas.jobs import Job, Tier
 from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from schemas.tenants import own_reply
 
 PROBE_TENANT = "system"
@@ -45,7 +45,7 @@ async def serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
             request_id=request_id,
             model=model,
             prompt="Hello",
-            sampling=SamplingParams(max_tokens=1),
+            sampling=SamplingOptions(max_tokens=1),
             pooling=pooling,
             reply=reply,
             tenant=PROBE_TENANT,

@@ -14,7 +14,7 @@ from registry.served import ServedModel
 from schemas.errors import MillraceError, ParameterError
 from schemas.frames import TokenLogprob
 from schemas.jobs import ChatMessage, Job
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 
 _MAX_PRIORITY = 1_000
 
@@ -29,7 +29,7 @@ class BadLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What a line says besides the fields of SamplingParams."""
+    """What a line says besides the fields of SamplingOptions."""
 
     id: str | int | None = None
     prompt: str | None = None
@@ -146,7 +146,7 @@ def _request(
         prompt=row.prompt,
         messages=row.messages,
         prompt_token_ids=row.prompt_token_ids,
-        sampling=msgspec.convert(sampling, SamplingParams, str_keys=True),
+        sampling=msgspec.convert(sampling, SamplingOptions, str_keys=True),
     )
     return OfflineRequest(
         id=own_id,

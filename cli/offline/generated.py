@@ -10,6 +10,7 @@ import msgspec
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.jobs import Job
+from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.output_text import TextStream
 
@@ -33,7 +34,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return EngineRequest(
             request_id=job.request_id,
             prompt_token_ids=job.prompt_token_ids,
-            sampling=job.sampling,
+            sampling=SamplingParams.of(job.sampling),
             eos_token_ids=tuple(eos_token_ids),
             priority=self.priority,
             cache_salt=self.cache_salt,

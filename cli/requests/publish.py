@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     waiting.add_argument("--stream", action="store_true", help="print the text as it comes")
     waiting.add_argument("--no-wait", action="store_true", help="print the id and leave")
     parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, help="default: the model's")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--tier", choices=TIERS, default="free", help="default: %(default)s")
     add_bus_arguments(parser)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def build_job(arguments: argparse.Namespace) -> Job:
     """The job that the arguments describe. Raises ParameterError for a bad value."""
     from schemas.jobs import ChatMessage, Job, Source, Tier
-    from schemas.sampling import SamplingParams
+    from schemas.sampling import SamplingOptions
 
     prompt = _read_prompt(arguments)
     request_id = f"job-{uuid.uuid4().hex}"
@@ -78,7 +78,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
         model_requested=arguments.model,
         prompt=prompt if arguments.raw else None,
         messages=None if arguments.raw else (ChatMessage("user", prompt),),
-        sampling=SamplingParams(
+        sampling=SamplingOptions(
             max_tokens=arguments.max_tokens,
             temperature=arguments.temperature,
             seed=arguments.seed,

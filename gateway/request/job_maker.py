@@ -16,7 +16,7 @@ from registry.tokenizers.prompt_pool import PromptPool, num_characters
 from registry.tool_formats import call_grammar
 from schemas.errors import ParameterError
 from schemas.jobs import Job, Source, Tier
-from schemas.sampling import MAX_SEED, SamplingParams
+from schemas.sampling import MAX_SEED, SamplingOptions
 from schemas.tools import ToolDefinition, ToolMode
 
 
@@ -155,7 +155,7 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 
 def _sampling(
     request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
-) -> SamplingParams:
+) -> SamplingOptions:
     """What one choice is drawn with; a call that is demanded is a grammar."""
     sampling = _of_one_choice(request.sampling)
     if not tools or model.tool_format is None:
@@ -166,7 +166,7 @@ def _sampling(
     return sampling if grammar is None else replace(sampling, grammar=grammar)
 
 
-def _of_one_choice(sampling: SamplingParams) -> SamplingParams:
+def _of_one_choice(sampling: SamplingOptions) -> SamplingOptions:
     return sampling if sampling.n == 1 else replace(sampling, n=1)
 
 

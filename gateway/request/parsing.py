@@ -28,7 +28,7 @@ from schemas.openai import (
     CompletionRequest,
     GenerationFields,
 )
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -178,7 +178,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
 
 def _sampling(
     request: GenerationFields, logprobs: int | None, default_max_tokens: int | None
-) -> SamplingParams:
+) -> SamplingOptions:
     stop = request.stop or ()
     given = {
         "max_tokens": _max_tokens(request, default_max_tokens),
@@ -201,7 +201,7 @@ def _sampling(
         "logprobs": logprobs,
         "n": request.n,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    return SamplingOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
 def _max_tokens(request: GenerationFields, default: int | None) -> int | None:

@@ -17,7 +17,7 @@ from gateway.streams.token_gaps import TokenGaps
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 from schemas.sessions import SessionInfo
 from schemas.tools import ToolMode
 
@@ -145,7 +145,7 @@ class ResponseReader:
             self.refusal = refusal_of_end(end)
 
 
-def _end_token_ids(model: ServedModelLike, sampling: SamplingParams) -> frozenset[int]:
+def _end_token_ids(model: ServedModelLike, sampling: SamplingOptions) -> frozenset[int]:
     """The tokens with which a completion is over."""
     ends = () if sampling.ignore_eos else model.eos_token_ids
     return frozenset(ends).union(sampling.stop_token_ids)

@@ -116,8 +116,10 @@ class RequestTrace:
         """It is for a model that there is."""
         self.note_model(request.model, request.model_requested)
         sampling, attributes = request.sampling, self._attributes
-        attributes["gen_ai.request.temperature"] = sampling.temperature
-        attributes["gen_ai.request.top_p"] = sampling.top_p
+        for name in ("temperature", "top_p"):
+            value = getattr(sampling, name)
+            if value is not None:
+                attributes[f"gen_ai.request.{name}"] = value
         attributes["gen_ai.request.choice.count"] = sampling.n
         if sampling.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = sampling.max_tokens

@@ -149,7 +149,7 @@ class ResponseRenderer:
 
     def _response(self, status: ResponseStatus) -> Response:
         request, response = self._request, self._response_stream
-        sampling = response.request.sampling
+        sampling, defaults = response.request.sampling, response.model.sampling_defaults
         return Response(
             id=response.request_id,
             created_at=response.created_s,
@@ -163,12 +163,12 @@ class ResponseRenderer:
             previous_response_id=request.previous_response_id,
             service_tier=request.service_tier or "auto",
             store=self._store is not None,
-            temperature=sampling.temperature,
+            temperature=sampling.value("temperature", defaults),
             text=self._text,
             tool_choice="auto" if request.tool_choice is None else request.tool_choice,
             tools=self._tools,
             top_logprobs=request.top_logprobs or 0,
-            top_p=sampling.top_p,
+            top_p=sampling.value("top_p", defaults),
             truncation=request.truncation or "disabled",
             user=request.user,
         )

@@ -17,7 +17,7 @@ from runtime.tasks import Tasks
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError
 from schemas.jobs import ChatMessage
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Summaries:
             model=turn.model,
             # One message of the user's: there are templates that take nothing else.
             messages=(ChatMessage("user", "\n\n".join(text)),),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            sampling=SamplingOptions(max_tokens=max_tokens, temperature=0.0),
             session_id=session_id,
         )
 

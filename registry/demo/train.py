@@ -229,7 +229,6 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
             "eos_token_id": config.eos_token_id,
             "pad_token_id": config.pad_token_id,
             "do_sample": False,
-            "max_new_tokens": 256,
         },
     )
 

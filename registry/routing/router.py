@@ -16,7 +16,7 @@ from registry.routing.score import Cue, Question, score
 from schemas.config import TierPolicies, TierPolicy
 from schemas.errors import ParameterError
 from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingParams
+from schemas.sampling import SamplingOptions
 
 Size = Literal["small", "large"]
 
@@ -147,7 +147,7 @@ def routed(job: Job, chosen: Chosen) -> Job:
 
 
 def check_routable(
-    name: str, prompts: Sequence[object], sampling: SamplingParams, *, is_embedding: bool = False
+    name: str, prompts: Sequence[object], sampling: SamplingOptions, *, is_embedding: bool = False
 ) -> None:
     """Raises ParameterError, naming the field, for what has a meaning with one model only: token
     ids, as each tokenizer has its own, and embeddings."""

@@ -15,7 +15,7 @@ import msgspec
 
 from registry.routing import cues
 from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import GrammarKind, SamplingParams
+from schemas.sampling import GrammarKind, SamplingOptions
 
 _BASE = 0.3
 _HEAD_CHARACTERS = _TAIL_CHARACTERS = 512
@@ -102,7 +102,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 def question_of(
     prompt: str | None,
     messages: Sequence[ChatMessage] | None,
-    sampling: SamplingParams,
+    sampling: SamplingOptions,
     tier: Tier,
     *,
     has_tools: bool,

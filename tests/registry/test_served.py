@@ -80,7 +80,10 @@ def test_tools_are_described_with_the_messages(tmp_path: Path) -> None:
 
 def test_what_is_set_stays(served: ServedModel) -> None:
     asked = job(SamplingParams(max_tokens=5, seed=7), prompt_token_ids=(3, 4))
-    assert served.prepare(asked, random.Random(1)) == asked
+    ready = served.prepare(asked, random.Random(1))
+    assert (ready.sampling.max_tokens, ready.sampling.seed) == (5, 7)
+    assert SamplingParams.of(ready.sampling) == asked.sampling
+    assert served.prepare(ready, random.Random(1)) == ready
 
 
 @pytest.mark.parametrize(

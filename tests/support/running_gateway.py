@@ -25,6 +25,7 @@ from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
 from schemas.pooling import Pooling
+from schemas.sampling import SamplingDefaults
 from schemas.tools import ToolDefinition, ToolFormat
 from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
 
@@ -67,6 +68,7 @@ class ByteModel:
         self.eos_token_ids: tuple[int, ...] = ()
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.prices = UNPRICED
+        self.sampling_defaults = SamplingDefaults()
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
 

@@ -12,6 +12,7 @@ from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import Tier
 from schemas.records import Status
+from schemas.sampling import SamplingParams
 from workers.engine.types import DeviceTime, EngineOutput
 from workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
 from workers.host.context import WorkerContext
@@ -284,7 +285,7 @@ class Requests:
         self._on_capacity()
 
     def _admit(self, generation: Generation) -> None:
-        is_sampled = generation.job.sampling.temperature > 0
+        is_sampled = SamplingParams.of(generation.job.sampling).temperature > 0
         if generation.token_ids and is_sampled and not self._promises.continues_sampling:
             generation.resampled = True
         salt = generation.job.tenant if self._context.config.prefix_scope == "tenant" else ""

@@ -19,6 +19,7 @@ from gateway.tenancy.caller import LOCAL
 from schemas.frames import TokenLogprob, Usage
 from schemas.openai import LogprobInfo
 from schemas.responses import ResponsesRequest
+from schemas.sampling import SamplingDefaults
 
 DECODER = msgspec.json.Decoder(ResponsesRequest)
 
@@ -48,6 +49,7 @@ def renderer_of(
         request_id="resp-0123456789abcdef01234567",
         created_s=1_700_000_000,
         caller=LOCAL,
+        model=SimpleNamespace(sampling_defaults=SamplingDefaults()),
         choices=[SimpleNamespace(had=had)],
         request=generation_request_of(request, messages_of(items, None)),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),

@@ -189,7 +189,7 @@ class Generation:
         return "".join(self.pieces)
 
     def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
-        sampling, token_ids = self.job.sampling, tuple(self.token_ids)
+        sampling, token_ids = SamplingParams.of(self.job.sampling), tuple(self.token_ids)
         if self.known_outcome is not None:
             # Scoring a prompt makes one token behind it, which is dropped.
             token_ids = ()

@@ -9,7 +9,7 @@ from registry.tokenizers.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from registry.tokenizers.tokenizer import Tokenizer
-    from schemas.sampling import SamplingParams
+    from schemas.sampling import SamplingOptions
 
 
 class TextPiece(NamedTuple):
@@ -43,7 +43,7 @@ class TextStream:
     )
 
     def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_token_ids: Sequence[int]
+        self, tokenizer: Tokenizer, sampling: SamplingOptions, prompt_token_ids: Sequence[int]
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._silent = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
