@@ -14,10 +14,14 @@ ABORT_EXTENSION = "millrace.abort"
 class HttpClient(Client):
     """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
     gateway shuts down and the client is to be told. ``on_wake`` is called when there is something
-    to take; without another one, ``wait`` returns."""
+    to take; without another one, ``wait`` returns. ``takes_event_ids``: the events of a stream are
+    to say where it is."""
 
-    def __init__(self, limit_bytes: int, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, limit_bytes: int, abort: Callable[[], None], *, takes_event_ids: bool = False
+    ) -> None:
         super().__init__(limit_bytes)
+        self.takes_event_ids = takes_event_ids
         self._abort = abort
         self._wakeup = asyncio.Event()
         self.gone = ""

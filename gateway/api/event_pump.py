@@ -15,7 +15,8 @@ _KEEP_ALIVE_S = 15.0
 
 
 class EventPump:
-    """Writes to the client's wire whenever its answer has something, without waking a task."""
+    """Writes to the client's wire whenever its answer has something, without waking a task. Events
+    have ids if the client takes them."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class EventPump:
         self._render = renderer.part
         self._plain = renderer.plain
         self._id_prefix = f"id: {response.request_id}/".encode()
+        self._with_ids = client.takes_event_ids
         self._is_asked = False
         self._is_over = False
         self._has_written = False
@@ -88,8 +90,9 @@ class EventPump:
             self._gateway.write_coalescer.schedule(self)
 
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
-        next_index = self._response.choices[0].next_index
-        event = b"%b%d\n%b%b%b" % (self._id_prefix, next_index, before, encode(text), after)
+        event = b"%b%b%b" % (before, encode(text), after)
+        if self._with_ids:
+            event = b"%b%d\n%b" % (self._id_prefix, self._response.choices[0].next_index, event)
         self._writer.write([event])
         self._has_written = True
 
@@ -100,6 +103,8 @@ class EventPump:
         events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
         if not events:
             return
-        line = event_id_line(self._id_prefix, self._response.next_indices)
-        self._writer.write([with_event_id(events, line)])
+        if self._with_ids:
+            line = event_id_line(self._id_prefix, self._response.next_indices)
+            events = with_event_id(events, line)
+        self._writer.write([events])
         self._has_written = True

@@ -48,6 +48,7 @@ from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 
+_EVENT_STREAM = "text/event-stream"
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -127,7 +128,9 @@ class GenerationHandler:
         key = _idempotency_key(scope)
         last_event_id = header_of(scope, b"last-event-id")
         client = HttpClient(
-            gateway.config.client_buffer_bytes, scope["extensions"][ABORT_EXTENSION]
+            gateway.config.client_buffer_bytes,
+            scope["extensions"][ABORT_EXTENSION],
+            takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
         writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
         requester = Requester(caller, client, trace=trace)
@@ -294,6 +297,12 @@ def _bugs_answered(request_id: str) -> Iterator[None]:
     except Exception as error:
         _log.exception("a request failed", extra={"request_id": request_id})
         raise InternalError("The gateway failed to answer this request.") from error
+
+
+def _accepts_events(scope: Scope) -> bool:
+    """Whether the client says that it reads server-sent events, rather than what OpenAI's servers
+    make of them: several load generators know no line but ``data:``."""
+    return _EVENT_STREAM in (header_of(scope, b"accept") or "").lower()
 
 
 def _idempotency_key(scope: Scope) -> str:

@@ -53,7 +53,8 @@ async def test_golden_transcripts(
 ) -> None:
     # Each token alone, whatever the loop's mood: the next one leaves when the last has arrived.
     front.worker.gate.clear()
-    asking = asyncio.create_task(http.post(path, json=body))
+    headers = {"accept": "text/event-stream" if name.endswith(".sse") else "*/*"}
+    asking = asyncio.create_task(http.post(path, json=body, headers=headers))
 
     async def feed() -> None:
         while not asking.done():

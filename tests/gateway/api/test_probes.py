@@ -87,6 +87,26 @@ async def test_each_chunk_says_what_was_used_by_then(
         assert said[-1]["total_tokens"] == said[-1]["prompt_tokens"] + 5
 
 
+@pytest.mark.parametrize(
+    ("headers", "takes_ids"),
+    [
+        ({"accept": "*/*"}, False),
+        ({"accept": "application/json"}, False),
+        ({"accept": "text/event-stream"}, True),
+        ({"accept": "application/json, text/event-stream;q=0.9"}, True),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 1}])
+async def test_events_have_ids_for_who_takes_them(
+    http: httpx.AsyncClient, headers: dict[str, str], takes_ids: bool, fields: Json
+) -> None:
+    body = {"model": MODEL, "prompt": "hi", "stream": True} | fields
+    answer = await http.post("/v1/completions", json=body, headers=headers)
+    lines = [line for line in answer.text.splitlines() if line]
+    assert any(line.startswith("id: ") for line in lines) == takes_ids
+    assert all(line.startswith(("data: ", "id: ")) for line in lines)
+
+
 async def test_usage_of_each_chunk_goes_with_usage(http: httpx.AsyncClient) -> None:
     body = {
         "model": MODEL,

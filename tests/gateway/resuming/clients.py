@@ -17,6 +17,7 @@ from schemas.config import GatewayConfig
 from schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway
 
+TAKES_EVENTS = {"accept": "text/event-stream"}
 TEXT = "the mill turns as long as the water runs"
 CONFIG = GatewayConfig(replay_probe_s=0.2, resume_grace_s=5.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from tests.gateway.resuming.clients import CHAT, PATH, TEXT, Events, Pair, slow
+from tests.gateway.resuming.clients import CHAT, PATH, TAKES_EVENTS, TEXT, Events, Pair, slow
 
 
 async def test_an_event_stream_goes_on_after_its_gateway_died(pair: Pair) -> None:
@@ -12,7 +12,7 @@ async def test_an_event_stream_goes_on_after_its_gateway_died(pair: Pair) -> Non
     events = Events()
     async with (
         httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http,
-        http.stream("POST", PATH, json=CHAT) as response,
+        http.stream("POST", PATH, json=CHAT, headers=TAKES_EVENTS) as response,
     ):
         async for line in response.aiter_lines():
             events.take(line)

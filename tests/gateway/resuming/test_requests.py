@@ -17,6 +17,7 @@ from gateway.request import idempotency
 from gateway.request.index import RequestIndex, digest_of
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.errors import BusUnavailableError
+from tests.gateway.resuming.clients import TAKES_EVENTS
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
@@ -89,7 +90,8 @@ async def test_an_echo_comes_once_and_offsets_go_on(
         httpx.AsyncClient(base_url=first.url, timeout=10) as one,
         httpx.AsyncClient(base_url=second.url, timeout=10) as other,
     ):
-        whole = events_of((await one.post("/v1/completions", json=_COMPLETION)).text)
+        answer = await one.post("/v1/completions", json=_COMPLETION, headers=TAKES_EVENTS)
+        whole = events_of(answer.text)
         request_id = whole[-1][0].partition("/")[0]
         headers = {"Last-Event-ID": f"{request_id}/{cut},{cut}"}
         rest = events_of(

@@ -271,7 +271,10 @@ async def test_an_event_stream_that_outlasts_the_gateway_says_how_to_go_on() -> 
         httpx.AsyncClient(base_url=front.url, timeout=10) as http,
     ):
         front.worker.stop_before = 2
-        asking = asyncio.create_task(http.post(_PATH, json=_CHAT | {"stream": True}))
+        headers = {"accept": "text/event-stream"}
+        asking = asyncio.create_task(
+            http.post(_PATH, json=_CHAT | {"stream": True}, headers=headers)
+        )
         await eventually(lambda: any(s.delivery.num_delivered for s in front.gateway.streams))
         await front.server.stop(drain_timeout_s=0.0)
         lines = [line for line in (await asking).text.splitlines() if line]
