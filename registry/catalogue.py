@@ -144,7 +144,8 @@ class Catalogue:
 
     def entry_for(self, path_or_name: str) -> ModelEntry:
         """The entry of that name; else one, unpriced, for a local folder or GGUF file (named after
-        it) or for a hub id (named by it). Raises ModelNotFoundError."""
+        it) or for a hub id (named by it). Raises ModelNotFoundError, which says of a path what is
+        wrong with it."""
         if path_or_name in self._entries:
             return self._entries[path_or_name]
         path = Path(path_or_name).expanduser()
@@ -152,9 +153,26 @@ class Catalogue:
             source = absolute_source(path)
             name = source.name if path.is_dir() else model_name_of(path.name)
             return ModelEntry(name=_checked_name(name), source=str(source))
-        if path_or_name.startswith(_LOCAL_PREFIXES) or not _HUB_ID.fullmatch(path_or_name):
+        self._check_is_no_path(path_or_name, path)
+        if not _HUB_ID.fullmatch(path_or_name):
             return self.get(path_or_name)
         return ModelEntry(name=path_or_name, source=path_or_name)
+
+    def _check_is_no_path(self, name: str, path: Path) -> None:
+        """Raises ModelNotFoundError for what can only be meant as a path and leads to no model."""
+        if path.is_file():
+            raise ModelNotFoundError(
+                f"{path} is a file; a model is a folder in Hugging Face layout, or a file whose "
+                f"name ends in {GGUF_ENDING}."
+            )
+        hub_id = _HUB_ID.fullmatch(name)
+        is_hub_file = hub_id is not None and hub_id["file"] is not None
+        if name.startswith(_LOCAL_PREFIXES) or (name.endswith(GGUF_ENDING) and not is_hub_file):
+            kind = "file" if name.endswith(GGUF_ENDING) else "folder"
+            raise ModelNotFoundError(
+                f"The {kind} {path} does not exist, and no model is called so. Models: "
+                f"{', '.join(self._entries) or 'none'}."
+            )
 
     def with_model(self, path_or_name: str) -> Catalogue:
         """This catalogue and ``entry_for(path_or_name)``, which takes the place of an entry of

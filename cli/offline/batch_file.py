@@ -8,33 +8,24 @@ from typing import Any
 
 import msgspec
 
-from cli.offline.engine_options import BadLinesError, numbered_lines
+from cli.offline.chat_fields import ChatRow, read_chat, tool_calls
+from cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from cli.offline.generated import Choice, Generated, OfflineRequest
 from registry.served import ServedModel
 from schemas.errors import MillraceError, ParameterError
 from schemas.frames import TokenLogprob
-from schemas.jobs import ChatMessage, Job
+from schemas.jobs import Job
 from schemas.sampling import SamplingOptions
 
 _MAX_PRIORITY = 1_000
 
 
-class BadLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that cannot be run, and why; ``id`` is its own if it has one, else its number."""
-
-    id: str | int
-    number: int
-    code: str
-    message: str
-
-
-class _Row(msgspec.Struct, frozen=True):
+class _Row(ChatRow, frozen=True):
     """What a line says besides the fields of SamplingOptions."""
 
     id: str | int | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-    messages: tuple[ChatMessage, ...] | None = None
     priority: int = 0
     cache_salt: str = ""
     cancel_after_tokens: int | None = None
@@ -94,13 +85,18 @@ def answer_line(generated: Generated) -> str:
 
 
 def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
-    """``cancelled``, ``logprobs`` and ``error`` are there if there are any."""
+    """``tool_calls``, ``cancelled``, ``logprobs`` and ``error`` are there if there are any."""
+    text = "".join(choice.text)
     shown: dict[str, Any] = {
         "token_ids": choice.token_ids,
-        "text": "".join(choice.text),
+        "text": text,
         "finish_reason": choice.finish_reason,
         "completion_tokens": len(choice.token_ids),
     }
+    tool_format = generated.request.tool_format
+    calls = [] if tool_format is None else tool_calls(text, tool_format)
+    if calls:
+        shown["tool_calls"] = calls
     if generated.request.job.sampling.logprobs is not None:
         shown["logprobs"] = [_logprob(entry) for entry in choice.logprobs]
     if choice.error is not None:
@@ -140,13 +136,17 @@ def _request(
     sampling = {name: value for name, value in fields.items() if name not in _ROW_FIELDS}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = (sampling["stop"],)
+    options = msgspec.convert(sampling, SamplingOptions, str_keys=True)
+    chat = read_chat(row)
+    grammar = chat.grammar(served.tool_format, options.grammar)
     job = Job(
         request_id=str(number),
         model=served.entry.name,
         prompt=row.prompt,
-        messages=row.messages,
+        messages=chat.messages,
         prompt_token_ids=row.prompt_token_ids,
-        sampling=msgspec.convert(sampling, SamplingOptions, str_keys=True),
+        tools=chat.tools,
+        sampling=msgspec.structs.replace(options, grammar=grammar),
     )
     return OfflineRequest(
         id=own_id,
@@ -154,6 +154,7 @@ def _request(
         priority=row.priority,
         cache_salt=row.cache_salt,
         cancel_after_tokens=row.cancel_after_tokens,
+        tool_format=served.tool_format if chat.tools else None,
     )
 
 

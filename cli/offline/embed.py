@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cli.offline.engine_options import (
+    BadLine,
+    add_bad_lines_argument,
     add_engine_options,
     add_file_arguments,
     engine_config,
@@ -51,11 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="scale embeddings to length 1 (default: as the checkpoint's modules.json says)",
     )
     add_engine_options(parser, "texts")
+    add_bad_lines_argument(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every text was embedded, 1 if some failed; a bad line raises before any has run."""
+    """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
+    it is to be answered."""
     from workers.engine.threads import configure_threads
 
     config = engine_config(arguments)
@@ -72,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if pooling is None:
         raise ConfigError("The checkpoint does not say how to pool; choose with --pooling.")
     normalize = bool(defaults.normalize if arguments.normalize is None else arguments.normalize)
-    texts = read_texts(arguments.input, served)
+    texts = read_texts(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     print_start_of_engine()
     engine = Engine.load(served.path, config)
     embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
@@ -83,15 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _embed(
-    engine: Engine, texts: Sequence[EmbedText], pooling: Pooling, *, max_batch: int
-) -> Iterator[tuple[EmbedText, EngineOutput]]:
-    """Each text with what became of it, in order, as soon as those before it are there."""
+    engine: Engine, lines: Sequence[EmbedText | BadLine], pooling: Pooling, *, max_batch: int
+) -> Iterator[tuple[EmbedText, EngineOutput] | BadLine]:
+    """Each text with what became of it and each bad line, in order, as soon as those before it are
+    there."""
     from workers.engine.types import EngineRequest
 
-    waiting = iter(texts)
+    waiting = (line for line in lines if not isinstance(line, BadLine))
     done: dict[str, EngineOutput] = {}
     num_running = 0
-    for text in texts:
+    for text in lines:
+        if isinstance(text, BadLine):
+            yield text
+            continue
         while str(text.number) not in done:
             for new in islice(waiting, max_batch - num_running):
                 engine.add(
@@ -109,12 +117,17 @@ def _embed(
 
 
 def _write(
-    embedded: Iterator[tuple[EmbedText, EngineOutput]], output: TextIO, *, normalize: bool
+    embedded: Iterator[tuple[EmbedText, EngineOutput] | BadLine], output: TextIO, *, normalize: bool
 ) -> int:
     from cli.offline.embed_file import embedding_line
 
     num_failed = 0
-    for text, made in embedded:
+    for result in embedded:
+        if isinstance(result, BadLine):
+            num_failed += 1
+            output.write(error_line(result.id, result.code, result.message))
+            continue
+        text, made = result
         if made.error is None:
             output.write(embedding_line(text, made.embedding, normalize=normalize))
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from cli.offline.engine_options import BadLinesError, numbered_lines
+from cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from registry.served import ServedModel
 from schemas.errors import ContextLengthError, MillraceError, ParameterError
 
@@ -30,27 +30,34 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_Line)
 
 
-def read_texts(file: Path, served: ServedModel) -> list[EmbedText]:
+def read_texts(
+    file: Path, served: ServedModel, *, keep_bad: bool = False
+) -> list[EmbedText | BadLine]:
     """Every text of ``file``, tokenised with the special tokens that the model expects; blank
     lines are skipped.
 
-    Raises ConfigError if the file cannot be read, BadLinesError for lines that are no text for
-    this model.
+    Raises ConfigError if the file cannot be read. A line that is no text for this model is in the
+    list as such with ``keep_bad``; without it BadLinesError is raised, with the number of each.
     """
-    texts: list[EmbedText] = []
-    bad: list[tuple[int, str]] = []
-    for number, line in numbered_lines(file):
-        try:
-            texts.append(_read_line(number, line, served))
-        except (MillraceError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            bad.append((number, str(error)))
-    if bad:
+    texts = [_read_line(number, line, served) for number, line in numbered_lines(file)]
+    bad = [(line.number, line.message) for line in texts if isinstance(line, BadLine)]
+    if bad and not keep_bad:
         raise BadLinesError.of(file, bad)
     return texts
 
 
-def _read_line(number: int, raw: bytes, served: ServedModel) -> EmbedText:
-    line = _decoder.decode(raw)
+def _read_line(number: int, raw: bytes, served: ServedModel) -> EmbedText | BadLine:
+    own_id: str | int = number
+    try:
+        line = _decoder.decode(raw)
+        own_id = number if line.id is None else line.id
+        return EmbedText(own_id, number, _token_ids(line, served))
+    except (MillraceError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        code = error.code if isinstance(error, MillraceError) else BadLinesError.code
+        return BadLine(id=own_id, number=number, code=code, message=str(error))
+
+
+def _token_ids(line: _Line, served: ServedModel) -> tuple[int, ...]:
     if (line.text is None) == (line.prompt_token_ids is None):
         raise ParameterError("text", "send either text or prompt_token_ids")
     token_ids = line.prompt_token_ids
@@ -63,7 +70,7 @@ def _read_line(number: int, raw: bytes, served: ServedModel) -> EmbedText:
         raise ParameterError("prompt_token_ids", f"token ids go from 0 to {vocab_size - 1}")
     if len(token_ids) > served.context_window_tokens:
         raise ContextLengthError(len(token_ids), None, served.context_window_tokens)
-    return EmbedText(number if line.id is None else line.id, number, token_ids)
+    return token_ids
 
 
 def embedding_line(text: EmbedText, embedding: Sequence[float], *, normalize: bool) -> str:

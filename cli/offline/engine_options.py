@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from schemas.config import EngineConfig
-from schemas.errors import ConfigError, MillraceError
+from schemas.errors import CheckpointError, ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from registry.served import ServedModel
@@ -33,6 +33,15 @@ class BadLinesError(MillraceError, code="invalid_input", http_status=400):
         return cls("\n".join([*shown, *more]))
 
 
+class BadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that cannot be run, and why; ``id`` is its own if it has one, else its number."""
+
+    id: str | int
+    number: int
+    code: str
+    message: str
+
+
 class _Printer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
@@ -47,14 +56,31 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
 
 
+def add_bad_lines_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--answer-bad-lines``."""
+    parser.add_argument(
+        "--answer-bad-lines",
+        action="store_true",
+        help="answer a line that cannot be run with an error and run the others (default: run "
+        "nothing then)",
+    )
+
+
 def load_served(arguments: argparse.Namespace) -> ServedModel:
-    """The model of ``--model``, as ``--catalogue`` describes it. Raises MillraceError."""
+    """The model of ``--model``, as ``--catalogue`` describes it. Raises MillraceError, for a GGUF
+    file with the command that serves it."""
     from registry.catalogue import load_catalogue
     from registry.served import ServedModel
 
     catalogue = load_catalogue(arguments.catalogue)
-    name = catalogue.entry_for(arguments.model).name
-    return ServedModel.load(catalogue.with_model(arguments.model), name)
+    entry = catalogue.entry_for(arguments.model)
+    if entry.is_gguf:
+        raise CheckpointError(
+            f"{entry.source} is a GGUF file, which llama.cpp computes and this command does not: "
+            f"serve it with millrace up --model {entry.source}, or name a checkpoint in "
+            "Hugging Face layout here."
+        )
+    return ServedModel.load(catalogue.with_model(arguments.model), entry.name)
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:

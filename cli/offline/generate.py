@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from cli.offline.engine_options import (
     DEFAULTS,
+    BadLine,
     BadLinesError,
+    add_bad_lines_argument,
     add_engine_options,
     add_file_arguments,
     engine_config,
@@ -21,7 +23,6 @@ from cli.offline.engine_options import (
 from schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from cli.offline.batch_file import BadLine
     from cli.offline.generated import OfflineRequest
     from cli.offline.offline import OfflineBatch
     from registry.served import ServedModel
@@ -33,7 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "generate",
         help="run a file of requests straight on the engine",
         description="Each line of the input is a JSON object with prompt, prompt_token_ids or "
-        "messages, and optionally id, any sampling parameter (max_tokens, temperature, top_p, "
+        "messages (with tools, tool_choice and parallel_tool_calls, all as in OpenAI's API), and "
+        "optionally id, any sampling parameter (max_tokens, temperature, top_p, "
         "top_k, min_p, typical_p, seed, stop, stop_token_ids, ignore_eos, min_tokens, logprobs, "
         "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
         "bad_words, n, grammar as {kind, text}), priority (higher goes first), cache_salt, and "
@@ -66,12 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="compute every prompt, also what earlier ones have in common with it",
     )
-    parser.add_argument(
-        "--answer-bad-lines",
-        action="store_true",
-        help="answer a line that cannot be run with an error and run the others (default: run "
-        "nothing then)",
-    )
+    add_bad_lines_argument(parser)
     parser.set_defaults(handler=run)
 
 
@@ -130,7 +127,7 @@ def _write_answers(
     """In the order of the lines, each as soon as those before it are there; how many were bad."""
     from tqdm import tqdm
 
-    from cli.offline.batch_file import BadLine, answer_line
+    from cli.offline.batch_file import answer_line
 
     requests = [line for line in lines if not isinstance(line, BadLine)]
     answers: dict[str, str] = {}

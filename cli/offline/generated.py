@@ -11,6 +11,7 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
+from schemas.tools import ToolFormat
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.output_text import TextStream
 
@@ -19,7 +20,8 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prepared job, whose request id is the number of its line, and what only the engine is told.
 
     ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
-    after the first step that could have run it) it is cancelled.
+    after the first step that could have run it) it is cancelled. ``tool_format`` is how it writes
+    the calls of its tools; None: it has none.
     """
 
     id: str | int
@@ -27,6 +29,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     cancel_after_tokens: int | None = None
+    tool_format: ToolFormat | None = None
 
     def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
         job = self.job

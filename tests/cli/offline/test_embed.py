@@ -143,3 +143,15 @@ def test_bad_lines_are_named_before_anything_runs(
     for number in range(2, 8):
         assert f"line {number}: " in shown
     assert "line 1: " not in shown
+
+
+def test_bad_lines_are_answered_if_asked(checkpoint: Path) -> None:
+    lines = [{}, TEXTS[0], {"id": "b", "prompt_token_ids": [99999]}, "no json", TEXTS[1]]
+    code, answers = embed(checkpoint, lines, "--pooling", "last", "--answer-bad-lines")
+    assert code == 1
+    assert [answer["id"] for answer in answers] == [1, "a", "b", 4, 5]
+    assert ["error" in answer for answer in answers] == [True, False, True, True, False]
+    assert answers[2]["error"]["code"] == "invalid_request"
+    assert "token ids go from 0" in answers[2]["error"]["message"]
+    _, alone = embed(checkpoint, TEXTS[:2], "--pooling", "last")
+    assert [answers[1]["embedding"], answers[4]["embedding"]] == [a["embedding"] for a in alone]

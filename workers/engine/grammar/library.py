@@ -26,6 +26,21 @@ MAX_MESSAGE_CHARACTERS = 240
 COMPILE_STACK_BYTES = 64 << 20
 _WORD_BITS = 32
 _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
+# What the library says to who programs with it, in words for who wrote the grammar.
+_REWORDED = (
+    (
+        re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' .*"),
+        "oneOf is taken only if no text can match two of its schemas; write anyOf instead",
+    ),
+    (
+        re.compile(r"Resource '(.*?)' is not present in a registry .*"),
+        r"$ref \1 is outside of the schema, and nothing is fetched; put it into $defs",
+    ),
+    (
+        re.compile(r"lexer precomputation failed; .*"),
+        "its patterns are too large; make them smaller",
+    ),
+)
 ANY_OBJECT = '{"type": "object"}'
 # Unbounded blanks between the parts of a document are where a model gets stuck.
 JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -170,6 +185,8 @@ def shortened(message: str) -> str:
         message = "no text matches it"
     lines = (line.strip() for line in message.split("\n<")[0].splitlines())
     text = " ".join(line for line in lines if not _PICTURE.match(line))
+    for said, words in _REWORDED:
+        text = said.sub(words, text)
     if len(text) > MAX_MESSAGE_CHARACTERS:
         text = text[: MAX_MESSAGE_CHARACTERS - 1] + "…"
     return f"The grammar cannot be used: {text or 'the library does not say why'}"

@@ -136,6 +136,27 @@ def test_messages_are_short_and_without_pictures() -> None:
     assert "no text matches" in shortened("NoExtensionBias\n<non-verbose/>")
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 1}]},
+            "write anyOf instead",
+        ),
+        ({"$ref": "https://example.com/x.json"}, r"put it into \$defs"),
+    ],
+)
+def test_refusals_advise_what_can_be_done(
+    bytes_tokenizer: Tokenizer, schema: dict[str, Any], words: str
+) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
+    with pytest.raises(GrammarError, match=words) as caught:
+        library.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)))
+    for word in ("option", "coerce", "registry", "retriev"):
+        assert word not in caught.value.message
+    assert "limits" not in shortened("lexer precomputation failed; either increase limits.x")
+
+
 def test_a_panic_of_the_library_is_an_error_of_the_matcher() -> None:
     class Panicking:
         def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
