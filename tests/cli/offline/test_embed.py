@@ -151,7 +151,7 @@ def test_bad_lines_are_answered_if_asked(checkpoint: Path) -> None:
     assert code == 1
     assert [answer["id"] for answer in answers] == [1, "a", "b", 4, 5]
     assert ["error" in answer for answer in answers] == [True, False, True, True, False]
-    assert answers[2]["error"]["code"] == "invalid_request"
+    assert answers[2]["error"]["code"] == "invalid_parameter"
     assert "token ids go from 0" in answers[2]["error"]["message"]
     _, alone = embed(checkpoint, TEXTS[:2], "--pooling", "last")
     assert [answers[1]["embedding"], answers[4]["embedding"]] == [a["embedding"] for a in alone]
