@@ -153,7 +153,8 @@ _CHANNELS = (
         "Dead letters",
         "send",
         (DeadJob,),
-        f"JetStream stream {subjects.DEAD_STREAM}: jobs given up on, with why.",
+        f"JetStream stream {subjects.DEAD_STREAM}: jobs given up on, with why. Those of jobs in "
+        "JSON are JSON, with its Content-Type.",
     ),
     _Channel(
         "resumes",

@@ -31,6 +31,9 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
 
+# Where a JSON object begins at the latest, if blanks stand before it.
+_LEADING_BYTES = 256
+
 _MSGPACK_ENCODER = msgspec.msgpack.Encoder()
 _JSON_ENCODER = msgspec.json.Encoder()
 
@@ -49,6 +52,14 @@ def encode_json(message: object) -> bytes:
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+
+
+def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
+    """The Content-Type of a message that people write by hand, too: without a header, JSON if it
+    begins as an object does, which no object in MessagePack does."""
+    if content_type is None and payload[:_LEADING_BYTES].lstrip(b" \t\r\n")[:1] == b"{":
+        return JSON
+    return content_type
 
 
 class Codec(Generic[T]):

@@ -157,12 +157,14 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A dead letter: a job that was given up, with the reason; ``payload`` is the message as it was
-    published."""
+    published, or the job as it was made ready, in the encoding ``content_type``. The dead letter
+    itself is written in that, too."""
 
     reason: str
     message: str
     subject: str
     payload: bytes
+    content_type: str = "application/msgpack"
     request_id: str = ""
     num_deliveries: int = 0
     died_ns: int = 0

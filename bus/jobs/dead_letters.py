@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from bus import codec
 from bus.jobs import decoding
 from bus.jobs.refusals import Refusals
 from runtime.clock import Clock
@@ -65,6 +66,8 @@ class JobDeadLetters:
             message=why,
             subject=message.subject,
             payload=message.payload,
+            content_type=codec.stated_or_seen(message.payload, message.content_type)
+            or codec.MSGPACK,
             request_id=request_id,
             num_deliveries=message.num_deliveries,
             died_ns=self._clock.now_ns(),

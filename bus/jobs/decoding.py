@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import msgspec
 
 from bus import codec, subjects
@@ -9,8 +12,9 @@ from runtime.json_outline import check_outline
 from runtime.tracing import parse_traceparent
 from schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
 from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
-from schemas.tenants import LOCAL_TENANT
+from schemas.tenants import LOCAL_TENANT, may_reply_to
 
+_ABSENT = msgspec.Raw(b"")
 MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
 NOT_A_TENANT_QUEUE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
@@ -21,7 +25,8 @@ FOREIGN_TENANT = (
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who to tell about a message that is not a job, as far as it can be read."""
+    """Who to tell about a message that is not a job, as far as it can be read. Without a
+    ``request_id`` it is told all the same, under the empty one."""
 
     request_id: str = ""
     reply: str = ""
@@ -29,11 +34,6 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     store_result: bool = False
     frames_as_json: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("request_id", "reply", "tenant"):
-            check_length(name, getattr(self, name), MAX_NAME_CHARACTERS)
-        check_length("model", self.model, MAX_LABEL_CHARACTERS)
 
 
 class _Stated(msgspec.Struct, frozen=True):
@@ -43,7 +43,29 @@ class _Stated(msgspec.Struct, frozen=True):
     tenant: str | None = None
 
 
-_OWNER: codec.Codec[Owner] = codec.Codec(Owner)
+class _OwnerFields(msgspec.Struct, frozen=True):
+    """Those of ``Owner``, each to be read by itself: one that is wrong hides no other."""
+
+    request_id: msgspec.Raw = _ABSENT
+    reply: msgspec.Raw = _ABSENT
+    tenant: msgspec.Raw = _ABSENT
+    model: msgspec.Raw = _ABSENT
+    store_result: msgspec.Raw = _ABSENT
+    frames_as_json: msgspec.Raw = _ABSENT
+
+
+_OWNER_FIELDS: codec.Codec[_OwnerFields] = codec.Codec(_OwnerFields)
+_LABEL: codec.Codec[str] = codec.Codec(str)
+_FLAG: codec.Codec[bool] = codec.Codec(bool)
+_MAX_CHARACTERS = {
+    "request_id": MAX_NAME_CHARACTERS,
+    "reply": MAX_NAME_CHARACTERS,
+    "tenant": MAX_NAME_CHARACTERS,
+    "model": MAX_LABEL_CHARACTERS,
+}
+_FLAGS = ("store_result", "frames_as_json")
+# A pair of a JSON object that is broken elsewhere; within a string its quotes would be escaped.
+_PAIR = re.compile(rb'"(request_id|reply)"\s*:\s*("(?:[^"\\]|\\.)*")')
 _STATED: codec.Codec[_Stated] = codec.Codec(_Stated)
 
 
@@ -59,9 +81,11 @@ def read_job(
     The model in the body must be the subject's, and so must tier and tenant where both state
     them; under a subject without a tenant a job is the keyless one's. A job without
     ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
-    names no trace is of that in the message's header ``traceparent``, if that is one. Raises
+    names no trace is of that in the message's header ``traceparent``, if that is one. A message
+    without a Content-Type is MessagePack, unless it begins as a JSON object does. Raises
     MalformedMessageError, and ForeignTenantError for a job that names another tenant.
     """
+    content_type = codec.stated_or_seen(payload, content_type)
     try:
         check_outline(payload, is_json=codec.is_json(content_type))
     except ParameterError as error:
@@ -102,19 +126,55 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     """Whatever can be read of who published a malformed job; empty where nothing can.
 
     The subject's tenant holds, whatever the body says: who may publish under it alone must not be
-    answered in another's name.
+    answered in another's name, nor have a stranger told.
     """
-    try:
-        owner = _OWNER.decode(payload, content_type)
-    except MalformedMessageError:
-        return Owner()
-    changes: dict[str, object] = {}
+    is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
+    if not is_json and content_type is not None and content_type != codec.MSGPACK:
+        # A type that is refused says nothing of how the message is written.
+        is_json = codec.is_json(codec.stated_or_seen(payload, None))
+    fields = _owner_fields(payload, codec.JSON if is_json else codec.MSGPACK)
+    if is_json:
+        fields["frames_as_json"] = True
     tenant = _tenant_of(subject)
     if tenant is not None:
-        changes["tenant"] = tenant
-    if codec.is_json(content_type):
-        changes["frames_as_json"] = True
-    return msgspec.structs.replace(owner, **changes) if changes else owner
+        fields["tenant"] = tenant
+    owner: Owner = msgspec.convert(fields, Owner)
+    if not _is_reserved(subject) and not may_reply_to(owner.tenant, owner.reply):
+        return msgspec.structs.replace(owner, reply="")
+    return owner
+
+
+def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
+    """What can be read and is not longer than it may be, each by itself."""
+    try:
+        read = _OWNER_FIELDS.decode(payload, content_type)
+        raw = {name: bytes(getattr(read, name)) for name in read.__struct_fields__}
+    except MalformedMessageError:
+        pairs = _PAIR.findall(payload) if content_type == codec.JSON else []
+        # Whose pairs they are cannot be known; the first of each counts.
+        raw = {name.decode(): value for name, value in reversed(pairs)}
+    fields: dict[str, Any] = {}
+    for name, value in raw.items():
+        if not value:
+            continue
+        try:
+            if name in _FLAGS:
+                fields[name] = _FLAG.decode(value, content_type)
+            else:
+                text = _LABEL.decode(value, content_type)
+                check_length(name, text, _MAX_CHARACTERS[name])
+                fields[name] = text
+        except (MalformedMessageError, ValueError):
+            continue
+    return fields
+
+
+def _is_reserved(subject: str) -> bool:
+    """Whether gateways alone publish there, who may name any listener."""
+    try:
+        return subjects.tenant_queue_of(subject).reserved
+    except ValueError:
+        return False
 
 
 def _tenant_of(subject: str) -> str | None:

@@ -44,9 +44,7 @@ class Refusals:
         await self._tell(decoding.owner_of(job), code, message, epoch)
 
     async def _tell(self, owner: decoding.Owner, code: str, message: str, epoch: int) -> None:
-        if not owner.request_id:
-            return
-        if owner.store_result:
+        if owner.store_result and owner.request_id:
             now_ns = self._clock.now_ns()
             await self._results.store(result_of(owner, Status.FAILED, code, message, now_ns))
         if owner.reply:

@@ -306,12 +306,19 @@ class NatsJobQueue:
         subject = subjects.dead_job(dead.reason)
         headers = {MESSAGE_ID: f"{sequence}:{subjects.token(dead.reason)}"}
         try:
-            await jetstream.store(self._connection, subject, codec.encode(dead), headers)
+            await self._store_letter(subject, dead, headers)
         except PayloadTooLargeError:
             # The job filled a message by itself; its envelope does not fit with it.
             note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
             smaller = msgspec.structs.replace(dead, payload=b"", message=note)
-            await jetstream.store(self._connection, subject, codec.encode(smaller), headers)
+            await self._store_letter(subject, smaller, headers)
+
+    async def _store_letter(self, subject: str, dead: DeadJob, headers: dict[str, str]) -> None:
+        """In the encoding of the job's publisher."""
+        payload = codec.encode(dead)
+        if codec.is_json(dead.content_type):
+            payload, headers = codec.encode_json(dead), {**headers, **codec.JSON_HEADERS}
+        await jetstream.store(self._connection, subject, payload, headers)
 
 
 def _queued(message: RawMessage) -> QueuedMessage:

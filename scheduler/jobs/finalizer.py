@@ -65,11 +65,14 @@ class Finalizer:
     async def finish_dead(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
         """Answer a job that cannot be run, and keep it among the dead letters."""
         await self._answer(scheduled, terminal_status)
+        as_json = scheduled.job.frames_as_json
+        encode = codec.encode_json if as_json else codec.encode
         dead = DeadJob(
             reason=terminal_status.code,
             message=terminal_status.message,
             subject=subjects.job(scheduled.lease.tenant_queue),
-            payload=codec.encode(scheduled.job),
+            payload=encode(scheduled.job),
+            content_type=codec.JSON if as_json else codec.MSGPACK,
             request_id=scheduled.request_id,
             num_deliveries=scheduled.lease.num_deliveries,
             died_ns=self._clock.now_ns(),

@@ -9,9 +9,10 @@ import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
+from nats.js.api import RawStreamMsg
 
 from bus.api import Bus
-from bus.codec import CONTENT_TYPE
+from bus.codec import CONTENT_TYPE, Codec, is_json
 from bus.memory import MemoryBroker, MemoryBus
 from bus.memory.jobs import MemoryJobQueue
 from bus.nats import connect
@@ -116,13 +117,21 @@ class OnNats:
             for seq in range(state.first_seq, state.last_seq + 1)
             if state.messages
         ]
-        return [msgspec.msgpack.decode(letter.data or b"", type=DeadJob) for letter in letters]
+        return [_dead_job(letter) for letter in letters]
 
     async def close(self) -> None:
         for bus in self._buses:
             await bus.close()
         if self._client is not None:
             await self._client.close()
+
+
+def _dead_job(letter: RawStreamMsg) -> DeadJob:
+    """Written as its job was."""
+    content_type = (letter.headers or {}).get(CONTENT_TYPE)
+    dead = Codec(DeadJob).decode(letter.data or b"", content_type)
+    assert is_json(content_type) == is_json(dead.content_type)
+    return dead
 
 
 @pytest.fixture(params=["memory", "nats"])

@@ -272,8 +272,9 @@ class TestDeadLetters:
         [
             (b"", None),
             (b"\xc1", None),
-            (b'{"request_id":"r1","model":"demo","prompt":"x"}', None),
+            (b'["r1","demo","x"]', None),
             (b"{", "application/json"),
+            (b"{", None),
             (b'{"model":"demo","prompt":"x"}', "application/json"),
             (b'{"request_id":"r1","model":"other","prompt":"x"}', "application/json"),
             (b'{"request_id":"r1","model":"demo","tier":"pro","prompt":"x"}', "application/json"),
@@ -322,6 +323,66 @@ class TestDeadLetters:
         result = await bus.results.fetch("local", "r1")
         assert result is not None
         assert (result.status, result.error_code) == ("failed", "malformed_message")
+
+    @pytest.mark.parametrize(
+        ("payload", "content_type", "told_as"),
+        [
+            (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
+            (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', None, ""),
+            (b'{"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
+            (b'{"request_id":7,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
+            (b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 200), codec.JSON, ""),
+            (b'{"request_id":"r1","model":3,"store_result":"no","reply":"svc"}', None, "r1"),
+            (b'{"request_id":"r1","reply":"svc","model":"demo","prompt":"x"}', "text/plain", "r1"),
+            (
+                b'{"request_id":"r1","reply" : "svc","model":"demo","prompt":"cut of',
+                codec.JSON,
+                "r1",
+            ),
+            (b'{"prompt":"\\"reply\\":\\"other\\"","reply":"svc",,}', None, ""),
+            (msgspec.msgpack.encode({"request_id": "", "model": "demo", "reply": "svc"}), None, ""),
+            (msgspec.msgpack.encode({"request_id": "r1", "model": 3, "reply": "svc"}), None, "r1"),
+        ],
+    )
+    async def test_whoever_names_a_listener_is_told(
+        self, bus: Bus, broker: Broker, payload: bytes, content_type: str | None, told_as: str
+    ) -> None:
+        frames: list[tuple[str, Frame]] = []
+        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
+        headers = {"Content-Type": content_type} if content_type else None
+        await broker.store("jobs.demo.free", payload, headers)
+        assert await bus.jobs.pull(BY_HAND, 1, 0.2) == []
+        await eventually(lambda: len(frames) == 1)
+        ((request_id, frame),) = frames
+        assert request_id == told_as
+        assert isinstance(frame, Failed)
+        assert frame.code == "malformed_message"
+
+    async def test_no_stranger_is_told(self, bus: Bus, broker: Broker) -> None:
+        frames: list[tuple[str, Frame]] = []
+        for name in ("b", "a/svc"):
+            await bus.frames.subscribe(name, lambda *pair: frames.append(pair))
+        for reply in ("b", "a/svc"):
+            body = {"request_id": "r1", "model": "demo", "reply": reply, "tenant": "b"}
+            await broker.store("jobs.demo.free.a", msgspec.json.encode(body))
+        assert await bus.jobs.pull(TenantQueue("demo", Tier.FREE, "a"), 5, 0.2) == []
+        await eventually(lambda: len(frames) == 1)
+        assert len(await broker.dead_jobs()) == 2
+        assert len(frames) == 1
+
+    @pytest.mark.parametrize("content_type", [codec.JSON, None])
+    async def test_a_json_job_has_a_json_dead_letter(
+        self, bus: Bus, broker: Broker, content_type: str | None
+    ) -> None:
+        headers = {"Content-Type": content_type} if content_type else None
+        payload = b' {"request_id":"r1","model":"demo"}'
+        await broker.store("jobs.demo.free", payload, headers)
+        packed = msgspec.msgpack.encode({"request_id": "r2", "model": "demo"})
+        await broker.store("jobs.demo.free", packed)
+        assert await bus.jobs.pull(BY_HAND, 2, 0.2) == []
+        json_dead, packed_dead = await broker.dead_jobs()
+        assert (json_dead.payload, json_dead.content_type) == (payload, codec.JSON)
+        assert (packed_dead.payload, packed_dead.content_type) == (packed, codec.MSGPACK)
 
     @pytest.mark.parametrize(
         "fields",
@@ -377,6 +438,15 @@ class TestDeadLetters:
 
 
 class TestJson:
+    @pytest.mark.parametrize("before", [b"", b"\n  "])
+    async def test_it_is_known_by_its_first_byte(
+        self, bus: Bus, broker: Broker, before: bytes
+    ) -> None:
+        payload = before + b'{"request_id":"r1","model":"demo","tier":"free","prompt":"x"}'
+        await broker.store("jobs.demo.free", payload)
+        leased = await pull_one(bus, BY_HAND)
+        assert (leased.job.prompt, leased.job.frames_as_json) == ("x", True)
+
     async def test_a_json_job(self, bus: Bus, broker: Broker) -> None:
         before_ns = time.time_ns()
         await broker.store(
