@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DATA   ?= data
 CODE   := schemas runtime bus registry gateway scheduler workers telemetry bench simulation cli benchmarks tests
 
-.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines clean
+.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines test-clients clean
 
 setup: $(READY)
 
@@ -53,6 +53,9 @@ engines: setup  ## llama.cpp's server, built from source into .engines
 
 test-engines: setup  ## the tests of the engines that others wrote, as far as these are here
 	$(BIN)/pytest -m "vllm or llamacpp" $(ARGS)
+
+test-clients: setup  ## other people's clients against a started system; ARGS names some of them
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 engines-vllm:  ## vLLM for processors, in an environment of its own under .engines
 	deploy/engines/install-vllm $(PYTHON)
