@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from bus.running_requests import RunningRequest
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.intake.model_cache import ModelCache
@@ -48,6 +49,10 @@ class Preparation:
 
     async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         context = self._context
+        other = await self._other_of_its_id(scheduled)
+        if other is not None:
+            dispatcher.runner.refuse_repeated(scheduled, is_finished=other.finished)
+            return
         terminal_status = context.why_unwanted(scheduled)
         if terminal_status is None:
             scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))
@@ -65,6 +70,14 @@ class Preparation:
             await self._resume(scheduled, dispatcher)
         elif not scheduled.is_ended:
             dispatcher.enqueue(scheduled)
+
+    async def _other_of_its_id(self, scheduled: ScheduledJob) -> RunningRequest | None:
+        """The job that ran, or runs, under the id of a message that nobody has held before. A
+        gateway makes up an id for each job, so its jobs are not looked up."""
+        lease = scheduled.lease
+        if lease.tenant_queue.reserved or lease.is_uncertain or scheduled.ran_before:
+            return None
+        return await self._context.running_requests.lookup(scheduled.request_id)
 
     async def _resume(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         """A job that was delivered before may be answered, or run somewhere still."""

@@ -249,13 +249,33 @@ class Puller:
             return
         dispatcher = self._by_model[scheduled.job.model]
         if scheduled.lease.stream_sequence != leased.stream_sequence:
-            # The same id was published anew, so the former job had ended.
-            dispatcher.runner.complete(scheduled)
-            self._accept_new(leased)
+            name = f"repeated {scheduled.request_id}"
+            context.tasks.spawn(self._accept_repeated(leased, scheduled), name)
             return
         scheduled.renew_lease(leased, context.clock.monotonic())
         if scheduled.phase is Phase.RUNNING:
             dispatcher.continue_where_it_runs(scheduled, scheduled.worker_id)
+
+    async def _accept_repeated(self, leased: LeasedJob, former: ScheduledJob) -> None:
+        """The id of a job that is here was published anew."""
+        context = self._context
+        try:
+            if not leased.tenant_queue.reserved and await context.bus.jobs.is_open(
+                former.lease.stream_sequence
+            ):
+                if leased.job.reply == former.job.reply:
+                    # Who listens there gets what the former job sends.
+                    await context.bus.jobs.ack(leased.lease)
+                else:
+                    await context.finalizer.finish_repeated(
+                        leased.job, leased.lease, awaits_result=former.job.store_result
+                    )
+                return
+        except BusUnavailableError as error:
+            logger.warning("a repeated job comes again", extra={"reason": error.message})
+            return
+        self._by_model[former.job.model].runner.complete(former)
+        self.accept(leased)
 
     def _accept_new(self, leased: LeasedJob) -> None:
         self._preparation.start(self._scheduled_job(leased), self._dispatchers[0])

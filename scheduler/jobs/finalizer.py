@@ -18,11 +18,12 @@ from runtime.retry import doubling_delays, retry
 from scheduler.jobs.admission import JobAdmission
 from scheduler.jobs.running_requests import RunningRequests
 from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import TerminalStatus
+from scheduler.jobs.terminal_status import REPEATED, TerminalStatus
 from scheduler.jobs.tracing import JobTraces
 from schemas.errors import BusUnavailableError, ModelNotFoundError
 from schemas.jobs import DeadJob, Job, JobResult
 from schemas.records import RequestRecord, Status
+from schemas.tenants import may_reply_to
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,18 @@ class Finalizer:
             died_ns=self._clock.now_ns(),
         )
         await self._bus.jobs.dead_letter(dead, scheduled.lease.token)
+
+    async def finish_repeated(self, job: Job, lease: str, *, awaits_result: bool) -> None:
+        """Answer a message that repeats the id of another job, whose record, result and place in
+        the index stay as they are; ``awaits_result``: the other may store one yet. Its frame has
+        the epoch 0, so a reader who follows the other job drops it. Raises BusUnavailableError."""
+        is_wanting = job.store_result and not awaits_result
+        if is_wanting and await self._bus.results.fetch(job.tenant, job.request_id) is None:
+            await self._bus.results.store(_result(job, REPEATED, self._clock.now_ns()))
+        if may_reply_to(job.tenant, job.reply):
+            await self._publish_frame(job, REPEATED, 0)
+        await self._bus.jobs.ack(lease)
+        logger.info("a request id came again", extra={"request_id": job.request_id})
 
     async def finish_shed(self, job: Job, terminal_status: TerminalStatus) -> None:
         """Answer a job that was taken out of the queue: it exists nowhere but here, so each step

@@ -46,6 +46,14 @@ EXPIRED = TerminalStatus(
 )
 
 
+REPEATED = TerminalStatus(
+    status=Status.FAILED,
+    code="duplicate",
+    message="A job with this request_id is under way or was answered before; this one was not run. "
+    "Publish it under a request_id of its own.",
+)
+
+
 def cancelled(reason: CancelReason) -> TerminalStatus:
     """The owner does not want it any more."""
     if reason is CancelReason.DEADLINE:

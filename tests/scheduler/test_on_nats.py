@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
+import nats
 import pytest
 
 from bus.api import Bus
@@ -18,6 +19,7 @@ from bus.nats import connect
 from runtime.clock import SystemClock
 from scheduler.scheduler import ModelCatalogue, Scheduler
 from schemas.config import NatsConfig
+from schemas.frames import Failed
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import CONFIG, TENANT_QUEUE, FakeRunningRequests, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
@@ -120,6 +122,25 @@ async def test_a_job_of_an_unknown_model_is_answered(
     await bus.jobs.publish(job("r1", model="no such/model"))
     await eventually(lambda: len(frames) == 1)
     assert await bus.jobs.tenant_queues() == {}
+
+
+async def test_a_repeated_id_is_answered(
+    bus: Bus, config: NatsConfig, scheduler: Scheduler
+) -> None:
+    worker = await worker_on(config, "a")
+    frames: list[object] = []
+    await bus.frames.subscribe("other", lambda _id, frame: frames.append(frame))
+    await bus.jobs.publish(job("r1"))
+    await eventually(lambda: "r1" in worker.running)
+    service = await nats.connect(config.url)
+    repeated = msgspec.json.encode(job("r1", reply="other"))
+    await service.jetstream().publish("jobs.m.free.local", repeated)
+    await eventually(lambda: len(frames) == 1)
+    assert isinstance(frames[0], Failed)
+    assert frames[0].code == "duplicate"
+    assert list(worker.running) == ["r1"]
+    await service.close()
+    await close(worker)
 
 
 async def test_the_queue_says_what_is_open(bus: Bus, config: NatsConfig) -> None:
