@@ -267,8 +267,11 @@ class Puller:
                     # Who listens there gets what the former job sends.
                     await context.bus.jobs.ack(leased.lease)
                 else:
+                    is_shared = leased.job.tenant == former.job.tenant
                     await context.finalizer.finish_repeated(
-                        leased.job, leased.lease, awaits_result=former.job.store_result
+                        leased.job,
+                        leased.lease,
+                        awaits_result=is_shared and former.job.store_result,
                     )
                 return
         except BusUnavailableError as error:

@@ -84,8 +84,8 @@ class Finalizer:
         """Answer a message that repeats the id of another job, whose record, result and place in
         the index stay as they are; ``awaits_result``: the other may store one yet. Its frame has
         the epoch 0, so a reader who follows the other job drops it. Raises BusUnavailableError."""
-        is_wanting = job.store_result and not awaits_result
-        if is_wanting and await self._bus.results.fetch(job.tenant, job.request_id) is None:
+        if job.store_result and not awaits_result:
+            # One that the other stored before stays.
             await self._bus.results.store(_result(job, REPEATED, self._clock.now_ns()))
         if may_reply_to(job.tenant, job.reply):
             await self._publish_frame(job, REPEATED, 0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import uuid
+from typing import Any
 
 import httpx
+import nats
 import openai
 import pytest
 
@@ -107,6 +110,39 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert len(finished.stdout) > 20
+
+
+async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: System) -> None:
+    """No headers, an id that comes again, and what is no job: with nats-py alone."""
+    connection = await nats.connect((system.data / "run" / "nats.url").read_text().strip())
+    frames: dict[str, list[str]] = {}
+
+    async def ask(reply: str, **job: Any) -> list[str]:
+        """The types of the frames, or the code of a failure, until the end."""
+        told = frames.setdefault(reply, [])
+        subscription = await connection.subscribe(f"tok.{reply}.>")
+        await connection.jetstream().publish(
+            "jobs.demo.free", json.dumps(job | {"model": "demo", "reply": reply}).encode()
+        )
+        while not {"done", "duplicate", "malformed_message"}.intersection(told):
+            frame = json.loads((await subscription.next_msg(30.0)).data)
+            told.append(frame.get("code") or frame["type"])
+        await subscription.unsubscribe()
+        return told
+
+    request_id = f"json-{uuid.uuid4().hex[:8]}"
+    question = {"prompt": "What is TTFT?", "sampling": {"max_tokens": 4}}
+    assert "delta" in await ask("first", request_id=request_id, **question)
+
+    async def repeated() -> bool:
+        # Answered anew until the first job is known to have ended, never left without an answer.
+        reply = f"again-{len(frames)}"
+        return await ask(reply, request_id=request_id, **question) == ["duplicate"]
+
+    await eventually(repeated)
+    assert await ask("nameless", request_id="", **question) == ["malformed_message"]
+    assert await ask("wrong", request_id="w", prompt=7) == ["malformed_message"]
+    await connection.close()
 
 
 async def test_closing_a_client_frees_its_blocks(http: httpx.AsyncClient, bus: Bus) -> None:
