@@ -50,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 _UNMATCHED = "unmatched"
 _ORIGIN = "origin"
+_API = "/v1/"  # where a slash at the end changes nothing
 
 
 def build_app(gateway: Gateway) -> AsgiApp:
@@ -63,6 +64,8 @@ def build_app(gateway: Gateway) -> AsgiApp:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if path[-1:] == "/" and path.startswith(_API):
+            path = scope["path"] = path.rstrip("/")
         if scope["type"] == "http":
             await token_path.get(path, rest)(scope, receive, send)
         elif path == WEBSOCKET_ROUTE:

@@ -35,6 +35,10 @@ class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_statu
     """The path is served, but not by that method."""
 
 
+class MediaTypeError(MillraceError, code="unsupported_media_type", http_status=415):
+    """The body is said to be something else than JSON."""
+
+
 class SlowRequestError(MillraceError, code="request_timeout", http_status=408):
     """The body did not arrive in time."""
 

@@ -63,8 +63,9 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
         if max_tokens is not None:
             asked += f" and {max_tokens} in the completion"
         super().__init__(
-            f"This model's context window is {context_window_tokens} tokens, but the request asks "
-            f"for {asked}. Shorten the prompt or lower max_tokens."
+            # Clients that choose a longer model know the error by the first words.
+            f"This model's maximum context length is {context_window_tokens} tokens, but the "
+            f"request asks for {asked}. Shorten the prompt or lower max_tokens."
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
@@ -44,11 +45,11 @@ async def lines_of(chunks: AsyncIterator[bytes], limit_bytes: int) -> AsyncGener
         for raw in whole:
             number += 1
             _check_length(number, raw, limit_bytes)
-            if raw.strip():
-                yield InputLine(number, raw)
+            if (line := _without_mark(number, raw)).strip():
+                yield InputLine(number, line)
         _check_length(number + 1, held, limit_bytes)
-    if held.strip():
-        yield InputLine(number + 1, held)
+    if (line := _without_mark(number + 1, held)).strip():
+        yield InputLine(number + 1, line)
 
 
 async def check_input(lines: AsyncIterator[InputLine], endpoint: str) -> InputCheck:
@@ -97,6 +98,11 @@ def _error_of(line: InputLine, endpoint: str, seen: dict[str, int]) -> BatchErro
         message = f"custom_id is also that of line {first}; give each request its own."
         return _bad(line, "duplicate_custom_id", "custom_id", message)
     return None
+
+
+def _without_mark(number: int, raw: bytes) -> bytes:
+    """Without the mark that some editors put before a file in UTF-8."""
+    return raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
 
 
 def _bad(line: InputLine, code: str, param: str, message: str) -> BatchError:

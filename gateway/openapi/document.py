@@ -44,6 +44,7 @@ _ERRORS = {
     408: "The body did not arrive in time.",
     409: "It cannot be done as things stand.",
     413: "The body is too large; the message names both sizes.",
+    415: "The body is said to be something else than JSON.",
     429: "A limit is reached or the queue is full; the code names which.",
     500: "The gateway or the engine failed.",
     503: "A store or bus is unreachable, or the gateway shuts down; nothing was accepted.",

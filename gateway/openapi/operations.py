@@ -100,7 +100,7 @@ class Operation:
         if self.path_parameters:
             statuses.add(404)
         if self.body is not None:
-            statuses |= {400, 408, 413}
+            statuses |= {400, 408, 413} | ({415} if not isinstance(self.body, Media) else set())
         if not self.is_open:
             statuses |= {401, 403, 503}
         return sorted(statuses)

@@ -74,13 +74,22 @@ class ResponseReader:
     def add_choice(self, stream: OpenStream, from_index: int = 0) -> None:
         """The next choice, which is read from ``stream``."""
         request = self.request
-        has_tools = (
-            bool(request.tools or self.own_tools) and request.tool_choice.mode is not ToolMode.NONE
-        )
+        mode = request.tool_choice.mode
+        has_tools = bool(request.tools or self.own_tools) and mode is not ToolMode.NONE
         tool_format = self.model.tool_format if has_tools else None
         ends = _end_token_ids(self.model, request.sampling)
         number = len(self.choices)
-        self.choices.append(Choice(number, stream, tool_format, self.own_tools, from_index, ends))
+        self.choices.append(
+            Choice(
+                number,
+                stream,
+                tool_format,
+                self.own_tools,
+                from_index,
+                ends,
+                must_call=mode in (ToolMode.REQUIRED, ToolMode.NAMED),
+            )
+        )
 
     def read_parts(self, now_s: float) -> list[Part]:
         """The parts that came since the last call, in the order of each choice."""

@@ -54,7 +54,7 @@ class Choice:
     the last round has ended. ``had`` are the parts that the client was given by another connection,
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
-    of the answer's content.
+    of the answer's content. ``must_call``: the first round is held to calls of tools.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Choice:
         own_tools: frozenset[str],
         from_index: int = 0,
         end_token_ids: frozenset[int] = frozenset(),
+        *,
+        must_call: bool = False,
     ) -> None:
         self.index = index
         self.stream = stream
@@ -81,6 +83,7 @@ class Choice:
         self._tool_format = tool_format
         self._own_tools = own_tools
         self._end_token_ids = end_token_ids
+        self._must_call = must_call
         self._earlier = Usage()
         self._texts: list[str] = []
         self._num_shown_calls = 0
@@ -198,7 +201,8 @@ class Choice:
         self._parser: ToolCallParser | None = None
         self._is_primed = False
         if self._tool_format is not None:
-            self._parser = ToolCallParser(self._tool_format, self._id_maker())
+            must_call = self._must_call and not self.round
+            self._parser = ToolCallParser(self._tool_format, self._id_maker(), must_call=must_call)
 
     def _id_maker(self) -> Callable[[], str]:
         """Ids that are the same wherever and however often the stream is read."""

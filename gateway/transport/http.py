@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from gateway.errors import Refusal
+from gateway.errors import MediaTypeError, Refusal
 from gateway.transport.body_deadline import BodyDeadline
 from schemas.config import GatewayConfig
 from schemas.errors import ParameterError, PayloadTooLargeError
@@ -29,6 +29,8 @@ ACCEPTED = "millrace.accepted"
 REFUSED = "millrace.refused"
 JSON = (b"content-type", b"application/json")
 _HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
+# What clients say that say nothing: curl sends the latter with any data.
+_TAKEN_AS_JSON = frozenset({"", "application/x-www-form-urlencoded"})
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
 
@@ -50,8 +52,8 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
     """The whole body, of ``max_body_bytes`` at most.
 
     Raises PayloadTooLargeError as soon as more than the limit is declared or has come,
-    SlowRequestError if it takes too long, ParameterError for a bad Content-Length, and
-    ClientLeftError.
+    SlowRequestError if it takes too long, ParameterError for a bad Content-Length, MediaTypeError
+    for a body that is said not to be JSON, and ClientLeftError.
     """
     limit_bytes = config.max_body_bytes
     declared_bytes = content_length(scope)
@@ -73,10 +75,19 @@ async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> by
                     raise PayloadTooLargeError(num_bytes, limit_bytes)
                 chunks.append(chunk)
                 if not event.get("more_body", False):
+                    _check_media_type(scope)
                     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
                 timeout.reschedule(deadline.at_s(num_bytes, now_s()))
     except TimeoutError:
         raise deadline.error(num_bytes) from None
+
+
+def _check_media_type(scope: Scope) -> None:
+    given = header_of(scope, b"content-type") or ""
+    kind = given.partition(";")[0].strip().lower()
+    if kind in _TAKEN_AS_JSON or kind.endswith(("/json", "+json")):
+        return
+    raise MediaTypeError(f"The body must be application/json, not {kind:.100}.")
 
 
 def content_length(scope: Scope) -> int | None:

@@ -25,11 +25,15 @@ class ToolCallParser:
     is none comes out as content, to the letter. In HERMES a call follows ``<tool_call>``; in
     LLAMA3 the whole text is one or several.
 
-    What has come out after a text depends on that text alone, not on how it was cut.
+    What has come out after a text depends on that text alone, not on how it was cut. A text that
+    ``must_call`` holds calls and nothing else: what it breaks off in is no content.
     """
 
-    def __init__(self, tool_format: ToolFormat, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, tool_format: ToolFormat, new_id: Callable[[], str], *, must_call: bool = False
+    ) -> None:
         self._new_id = new_id
+        self._must_call = must_call
         self._is_hermes = tool_format is ToolFormat.HERMES
         self._step: Callable[[str, list[Piece]], str] = (
             self._content if self._is_hermes else self._between
@@ -53,14 +57,14 @@ class ToolCallParser:
     def finish(self) -> list[Piece]:
         """What is left once the whole text has come; nothing may be pushed after it."""
         pieces: list[Piece] = []
-        if self._step == self._in_call:
-            if self._scanner.certain:
-                self._scanner.finish()
-                self._take_arguments(pieces)
-            else:
+        if self._step == self._in_call and self._scanner.certain:
+            self._scanner.finish()
+            self._take_arguments(pieces)
+        elif not self._must_call:
+            if self._step == self._in_call:
                 _say(pieces, "".join(self._candidate))
-        elif self._step == self._content or self.num_calls == 0:
-            _say(pieces, self._held)
+            elif self._step == self._content or self.num_calls == 0:
+                _say(pieces, self._held)
         self._held = ""
         return pieces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 
 import httpx
@@ -12,6 +13,7 @@ from schemas.config import GatewayConfig, RedisConfig
 from tests.support.batch_system import (
     CHAT,
     batch_gateway,
+    batch_worker,
     chat_line,
     in_memory,
 )
@@ -51,6 +53,20 @@ async def test_a_file_that_is_no_batch(
         assert batch.output_file_id is None
         with pytest.raises(openai.ConflictError, match="failed"):
             await front.client.batches.cancel(batch.id)
+
+
+async def test_a_file_may_begin_with_the_mark_of_its_encoding(redis: RedisConfig) -> None:
+    connect = in_memory()
+    async with batch_gateway(connect, redis) as front, batch_worker(connect):
+        lines = [codecs.BOM_UTF8 + json.dumps(chat_line("a", "x")).encode(), b""]
+        batch = await front.client.batches.create(
+            input_file_id=await front.upload(b"\n".join(lines)),
+            endpoint=CHAT,
+            completion_window="24h",
+        )
+        batch = await front.end(batch)
+        assert batch.request_counts is not None
+        assert (batch.status, batch.request_counts.completed) == ("completed", 1)
 
 
 async def test_too_many_lines(redis: RedisConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,26 @@ async def test_calls_of_an_answer(client: openai.AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == len(text)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("max_tokens", [4, 11, 12, 20])
+async def test_a_forced_call_that_was_cut_off_is_no_content(
+    client: openai.AsyncOpenAI, choice: Any, max_tokens: int
+) -> None:
+    options: dict[str, Any] = {
+        "model": "echo",
+        "messages": asks(says("f", "{}")),
+        "tools": [TOOL],
+        "max_tokens": max_tokens,
+    }
+    cut = await client.chat.completions.create(**options, tool_choice=choice)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("", "length")
+    stream = await client.chat.completions.create(**options, tool_choice=choice, stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert not any(delta.content or delta.tool_calls for delta in deltas)
+    free = await client.chat.completions.create(**options)
+    assert (free.choices[0].message.content or "").startswith("<too")
+
+
 async def test_streamed_calls(client: openai.AsyncOpenAI) -> None:
     text = " ".join(["Hm.", says("f", '{"a": 1}'), says("f", '{"b": 2}'), "Well."])
     content, calls, reasons = "", list[dict[str, str]](), list[str]()
