@@ -94,7 +94,7 @@ _HEADERS = [
     ("Idempotency-Key", "a b", 400),
     ("Idempotency-Key", "k" * 256, 400),
     ("Authorization", "Bearer mr-" + "x" * 10_000, 401),
-    ("Content-Type", "text/plain", 200),
+    ("Content-Type", "text/plain", 415),
 ]
 
 
