@@ -157,7 +157,7 @@ GivenItem = GivenMessage | GivenCall | GivenCallOutput
 
 
 class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
-    """An answer in JSON that ``schema`` describes, whether ``strict`` or not."""
+    """An answer in JSON that ``schema`` describes; see ``schemas.openai.JsonSchema``."""
 
     name: str
     schema: msgspec.Raw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from registry.tool_formats.grammar import may_be_closed
 from schemas.errors import ParameterError
 from schemas.openai import (
     NOT_GIVEN,
@@ -43,6 +44,8 @@ def _of_format(form: ResponseFormat) -> Grammar:
     if isinstance(form, JsonSchemaFormat):
         field = "response_format.json_schema.schema"
         text = _schema_text(field, form.json_schema.schema)
+        if not form.json_schema.strict:
+            text = _closed(text)
         return _grammar(field, GrammarKind.JSON_SCHEMA, text)
     return Grammar(kind=GrammarKind.JSON_OBJECT)
 
@@ -58,6 +61,18 @@ def _schema_text(field: str, raw: msgspec.Raw) -> str:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ParameterError(field, f"{field} is not valid JSON: {error}") from error
     raise ParameterError(field, f"{field} must be a JSON Schema, which is an object.")
+
+
+def _closed(text: str) -> str:
+    """An object of listed properties has no others unless the schema says so, as in tools: authors
+    of schemas that are not strict leave that out, and models would go on and on."""
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text  # it is refused with all others that are no JSON
+    if isinstance(schema, dict) and schema.get("properties") and may_be_closed(schema):
+        return '{"additionalProperties":false,' + text.lstrip().removeprefix("{")
+    return text
 
 
 def _grammar(field: str, kind: GrammarKind, text: str) -> Grammar:

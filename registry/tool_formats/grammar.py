@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.errors import ParameterError
@@ -82,6 +82,12 @@ def call_grammar(
     return _grammar([_calls_only(tool_format, parallel, "")], tool_format, tools)
 
 
+def may_be_closed(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema of an object leaves open if there are further properties, and speaks of none
+    anywhere but under ``properties``."""
+    return "additionalProperties" not in schema and _ELSEWHERE.isdisjoint(schema)
+
+
 def _calls_only(tool_format: ToolFormat, parallel: bool, or_answer: str) -> str:
     if tool_format is ToolFormat.LLAMA3:
         others = _others('"; " one', parallel)
@@ -150,7 +156,7 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
             "tools", f"The parameters of the tool {tool.name} must be a schema of type object."
         )
     schema["type"] = "object"
-    if _ELSEWHERE.isdisjoint(schema):
-        schema.setdefault("additionalProperties", False)
+    if may_be_closed(schema):
+        schema["additionalProperties"] = False
     schema[_SETTINGS] = _STYLE | {"coerce_one_of": True, "lenient": not tool.strict}
     return schema

@@ -137,7 +137,7 @@ CLIENTS = (
         ("litellm==1.106.2", "mcp==2.3.0"),
         _script("litellm_loop.py"),
         _script_ok,
-        expected=4,
+        expected=5,
     ),
     Client("guidellm", ("guidellm==0.8.1",), _guidellm, _guidellm_ok),
     Client("aiperf", ("aiperf==0.13.0",), _aiperf, _aiperf_ok),

@@ -38,6 +38,26 @@ def test_a_format_of_json_is_a_grammar() -> None:
     assert taken.text.index('"b"') < taken.text.index('"a"'), "properties keep their order"
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_closed"),
+    [
+        (_SCHEMA, True),
+        (_SCHEMA | {"additionalProperties": True}, False),
+        (_SCHEMA | {"allOf": [{"required": ["c"]}]}, False),
+        ({"type": "object"}, False),
+        ({"type": "array", "items": _SCHEMA}, False),
+    ],
+)
+def test_a_schema_that_is_not_strict_closes_its_object(
+    schema: dict[str, Any], is_closed: bool
+) -> None:
+    expected = schema | ({"additionalProperties": False} if is_closed else {})
+    for given in (schema, "\n " + msgspec.json.encode(schema).decode()):
+        taken = chat(response_format=schema_format(name="x", schema=given))
+        assert taken is not None
+        assert msgspec.json.decode(taken.text) == expected
+
+
 @pytest.mark.parametrize("nothing", [{}, {"response_format": None}, {"guided_json": None}])
 def test_no_grammar_is_asked_for(nothing: dict[str, Any]) -> None:
     assert chat(**nothing) is None
