@@ -1,7 +1,7 @@
 """A loop of tools by litellm, whose messages go back as it keeps them.
 
-Run by the environment that litellm is in, with the system's address and a folder for ``ok.json``, the
-number of right answers.
+Run by the environment that litellm is in, with the system's address and a folder for ``ok.json``,
+the number of right answers.
 """
 
 from __future__ import annotations
