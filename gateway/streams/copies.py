@@ -13,6 +13,9 @@ class StreamCopies:
     def __init__(self) -> None:
         self._copies: dict[str, list[OpenStream]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
     def __iter__(self) -> Iterator[OpenStream]:
         for copies in self._copies.values():
             yield from copies

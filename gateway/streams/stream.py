@@ -48,7 +48,8 @@ class OpenStream:
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
     until its end is recorded. A stream ``from_index`` is one that another connection began: the
     client has the tokens before that. While it is DETACHED, at most until ``detached_until_s``,
-    nobody sees what is taken of it.
+    nobody sees what is taken of it. Unless a frame comes, time alone changes nothing about it
+    before ``look_at_s`` (monotonic).
 
     One that ``is_copy`` is read beside the stream itself, for somebody else who asked the same:
     nothing is settled, recorded or cancelled because of it.
@@ -65,6 +66,7 @@ class OpenStream:
         "is_ready",
         "job",
         "last_frame_s",
+        "look_at_s",
         "opened_s",
         "outcome",
         "owner",
@@ -97,7 +99,7 @@ class OpenStream:
         self.cancellation: Cancellation | None = None
         self.replay = ReplayState()
         self.outcome = ""
-        self.opened_s = self.last_frame_s = now_s
+        self.opened_s = self.last_frame_s = self.look_at_s = now_s
         self.delivery = DeliveryFigures(now_s)
 
     def _enter(self, phase: Phase) -> bool:
@@ -162,6 +164,7 @@ class OpenStream:
         """What waits, and all that comes, is for ``client`` from now on."""
         self.client.pending_bytes -= self.reader.pending_bytes
         self.client = client
+        self.look_at_s = 0.0
         client.pending_bytes += self.reader.pending_bytes
         self.is_ready = True
         client.wake(self)
@@ -171,6 +174,7 @@ class OpenStream:
         time)."""
         if self._enter(Phase.DETACHED):
             self.detached_until_s = until_s
+            self.look_at_s = 0.0
 
     def abort(self, outcome: str) -> bool:
         """The client is gone for good; what still comes is read and thrown away. Whether it was not

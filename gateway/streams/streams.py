@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -79,6 +80,7 @@ class StreamTable:
         self._proxy_subscriptions: dict[str, dict[str, Subscription]] = {}
         self._tasks = Tasks()
         self._sweeper = Tasks()
+        self._has_streams = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -104,10 +106,8 @@ class StreamTable:
         """Let the last cancels out, then stop."""
         await self._sweeper.close()
         await self._tasks.close(_LAST_CANCELS_S)
-        stand_ins = [
-            s for standing in self._proxy_subscriptions.values() for s in standing.values()
-        ]
-        for subscription in (*self._subscriptions, *stand_ins):
+        proxies = (standing.values() for standing in self._proxy_subscriptions.values())
+        for subscription in [*self._subscriptions, *chain.from_iterable(proxies)]:
             await subscription.close()
         self._subscriptions = []
         self._proxy_subscriptions = {}
@@ -129,6 +129,7 @@ class StreamTable:
         job = replace(job, prompt_token_ids=())
         stream = OpenStream(job, client, received_s, owner=owner, from_index=from_index)
         self._streams[job.request_id] = stream
+        self._has_streams.set()
         return stream
 
     def take_over(self, job: Job, client: Client, owner: object, from_index: int) -> OpenStream:
@@ -149,6 +150,7 @@ class StreamTable:
         stream = OpenStream(job, client, self._clock.monotonic(), owner=owner)
         stream.accepted = True
         self._copies.add(stream)
+        self._has_streams.set()
         self.follow(stream, is_foreign=is_foreign)
         return stream
 
@@ -174,6 +176,7 @@ class StreamTable:
             return
         wanted = ("points", "frames") if is_dead else ("points",)
         standing = self._proxy_subscriptions.setdefault(gateway_id, {})
+        self._has_streams.set()
         for kind in wanted:
             if kind in standing:
                 continue
@@ -224,6 +227,7 @@ class StreamTable:
         if stream.ended or stream.cancellation is not None:
             return
         stream.cancellation = Cancellation(reason, self._clock.monotonic() + _CANCEL_BOUND_S)
+        stream.look_at_s = 0.0
         if stream.accepted:
             self._send_cancel(stream, stream.cancellation)
 
@@ -263,10 +267,15 @@ class StreamTable:
 
     async def _sweep(self) -> None:
         """Look after the streams that frames alone do not move on."""
+        if not self._streams and not self._copies and not self._proxy_subscriptions:
+            self._has_streams.clear()
+            await self._has_streams.wait()
+            return
         now_s = self._clock.monotonic()
-        for stream in list(self):
+        for stream in [stream for stream in self if stream.look_at_s <= now_s]:
             try:
                 self._look_after(stream, now_s)
+                stream.look_at_s = self._next_look_s(stream, now_s)
             except Exception:  # noqa: BLE001 (it is told, and the others go on)
                 _log.exception("a stream failed", extra={"request_id": stream.request_id})
         await self._close_idle_proxies()
@@ -301,6 +310,24 @@ class StreamTable:
                 self._ask_replay(stream)
         elif stream.accepted and silent_s > _LOOK_UP_S and self._replays.is_due(stream):
             self._tasks.spawn(self._replays.look_up(stream), "look a stream up")
+
+    def _next_look_s(self, stream: OpenStream, now_s: float) -> float:
+        """When time alone may next have something due of it; before that it need not be looked at,
+        which costs as much as sending a token."""
+        if stream.cancellation is not None:
+            return now_s
+        config = self._config
+        due_s = (stream.client.sending_since_s or now_s) + config.client_stall_timeout_s
+        if stream.ended:
+            return due_s
+        heard_s = max(stream.last_frame_s, stream.replay.not_before_s)
+        if stream.phase is Phase.DETACHED and stream.detached_until_s is not None:
+            due_s = min(due_s, stream.detached_until_s)
+        return min(
+            due_s,
+            heard_s + min(config.replay_probe_s, _LOOK_UP_S),
+            stream.opened_s + config.request_timeout_s,
+        )
 
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
