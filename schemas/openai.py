@@ -67,6 +67,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex`` and
     ``guided_grammar`` (in Lark's notation or GBNF) are what the whole completion must match.
+    ``guided_whitespace_pattern``, a regular expression, is what may stand between the parts of a
+    document in JSON, or nothing; without it, one blank.
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
     """
@@ -84,6 +86,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)
     guided_regex: str | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     user: str | None = None
     session_id: str | None = None
     session_keep: int | None = None

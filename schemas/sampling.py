@@ -9,6 +9,8 @@ import msgspec
 
 from schemas.errors import ParameterError
 
+# The keyword of a JSON Schema under which the grammar library takes its own settings.
+SCHEMA_SETTINGS = "x-guidance"
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1

@@ -14,7 +14,10 @@ from schemas.openai import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from schemas.sampling import Grammar, GrammarKind
+from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
+
+_WHITESPACE = "guided_whitespace_pattern"
+_MAX_PATTERN_CHARACTERS = 256
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
@@ -37,7 +40,33 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
         raise ParameterError(
             next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
         )
-    return next(iter(asked.values()), None)
+    grammar = next(iter(asked.values()), None)
+    if request.guided_whitespace_pattern is None:
+        return grammar
+    return _with_whitespace(grammar, request.guided_whitespace_pattern)
+
+
+def _with_whitespace(grammar: Grammar | None, pattern: str) -> Grammar:
+    """The grammar of JSON with ``pattern`` between the parts of a document, as the keyword of its
+    schema that the grammar library takes its settings by. Raises ParameterError."""
+    if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+        raise ParameterError(_WHITESPACE, f"{_WHITESPACE} goes only with JSON.")
+    if not pattern or len(pattern) > _MAX_PATTERN_CHARACTERS:
+        raise ParameterError(
+            _WHITESPACE, f"{_WHITESPACE} must have 1 to {_MAX_PATTERN_CHARACTERS} characters."
+        )
+    try:
+        schema = msgspec.json.decode(grammar.text or '{"type":"object"}')
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ParameterError("guided_json", f"guided_json is not valid JSON: {error}") from error
+    if not isinstance(schema, dict) or SCHEMA_SETTINGS in schema:
+        raise ParameterError(
+            _WHITESPACE,
+            f"{_WHITESPACE} goes only with a schema that is an object without {SCHEMA_SETTINGS}.",
+        )
+    schema[SCHEMA_SETTINGS] = {"whitespace_pattern": pattern}
+    text = msgspec.json.encode(schema).decode()
+    return _grammar(_WHITESPACE, GrammarKind.JSON_SCHEMA, text)
 
 
 def _of_format(form: ResponseFormat) -> Grammar:

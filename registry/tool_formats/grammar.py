@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.errors import ParameterError
-from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 MAX_PARALLEL_CALLS = 16
 
-# The keyword of a schema under which the grammar library takes its own settings.
-_SETTINGS = "x-guidance"
 # As Python's json writes, which is what models have seen.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where a schema says somewhere else what an object has, it is left open.
@@ -121,10 +119,13 @@ def _answer(answer: Grammar) -> str:
             f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
         )
     if isinstance(schema, dict):
-        settings = schema.get(_SETTINGS, {})
+        settings = schema.get(SCHEMA_SETTINGS, {})
         if not isinstance(settings, dict):
-            raise ParameterError("response_format", f"{_SETTINGS} of the schema must be an object.")
-        schema = schema | {_SETTINGS: _STYLE | settings}
+            raise ParameterError(
+                "response_format", f"{SCHEMA_SETTINGS} of the schema must be an object."
+            )
+        style = {} if "whitespace_pattern" in settings else _STYLE
+        schema = schema | {SCHEMA_SETTINGS: style | settings}
     return f"answer: %json {json.dumps(schema)}"
 
 
@@ -158,5 +159,5 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
     schema["type"] = "object"
     if may_be_closed(schema):
         schema["additionalProperties"] = False
-    schema[_SETTINGS] = _STYLE | {"coerce_one_of": True, "lenient": not tool.strict}
+    schema[SCHEMA_SETTINGS] = _STYLE | {"coerce_one_of": True, "lenient": not tool.strict}
     return schema

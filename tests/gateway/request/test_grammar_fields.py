@@ -74,6 +74,43 @@ def test_guided_fields_are_grammars() -> None:
     assert chat(guided_grammar=lark) == Grammar(kind=GrammarKind.EBNF, text=lark)
 
 
+_PATTERN = r"[ \n]{1,9}"
+_SETTINGS = {"x-guidance": {"whitespace_pattern": _PATTERN}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ({"response_format": schema_format(name="x", schema=_SCHEMA, strict=True)}, _SCHEMA),
+        ({"guided_json": _SCHEMA}, _SCHEMA),
+        ({"guided_json": "{}"}, {}),
+    ],
+)
+def test_json_may_have_other_blanks(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    taken = chat(**fields, guided_whitespace_pattern=_PATTERN)
+    assert taken is not None
+    assert taken.kind is GrammarKind.JSON_SCHEMA
+    assert msgspec.json.decode(taken.text) == expected | _SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "only with JSON"),
+        ({"guided_regex": "a+"}, "only with JSON"),
+        ({"guided_json": _SCHEMA | _SETTINGS}, "without x-guidance"),
+        ({"guided_json": "[]"}, "an object"),
+        ({"guided_json": _SCHEMA, "guided_whitespace_pattern": ""}, "1 to 256 characters"),
+        ({"guided_json": _SCHEMA, "guided_whitespace_pattern": 257 * " "}, "1 to 256 characters"),
+    ],
+)
+def test_other_blanks_are_refused_elsewhere(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError, match=said) as caught:
+        chat(**{"guided_whitespace_pattern": _PATTERN} | fields)
+    assert caught.value.param == "guided_whitespace_pattern"
+
+
 def test_every_door_takes_them() -> None:
     regex = Grammar(kind=GrammarKind.REGEX, text="é|漢+")
     fields = {"model": "m", "prompt": "hi", "guided_regex": regex.text}

@@ -402,9 +402,9 @@ def test_json_has_few_blanks_and_so_has_what_goes_on_behind_it(model: ServedMode
     vocabulary = LLTokenizer("byte")
     for text, fits in (
         ('{"a":1,"b":[1, 2]}', True),
-        ('{"a":\n  {"b": ""},   "c": 1}', True),
-        ('{"a":' + 64 * " " + "1}", True),
-        ('{"a":' + 65 * " " + "1}", False),
+        ('{"a": {"b": ""}, "c": 1}', True),
+        ('{"a":\n1}', False),
+        ('{"a":  1}', False),
         ('{"a":1 }', False),
     ):
         read = LLMatcher(vocabulary, theirs, log_level=0)

@@ -16,7 +16,7 @@ from llguidance import (
 )
 
 from schemas.errors import GrammarError
-from schemas.sampling import Grammar, GrammarKind
+from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
 if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
     from registry.tokenizers.tokenizer import Tokenizer
@@ -42,10 +42,9 @@ _REWORDED = (
     ),
 )
 ANY_OBJECT = '{"type": "object"}'
-# Unbounded blanks between the parts of a document are where a model gets stuck.
-JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
-# Where a schema says how the library is to read it.
-JSON_SETTINGS = "x-guidance"
+# At most one between two parts of a document: where more are allowed a model spends its tokens on
+# them, or gets stuck.
+JSON_BLANKS = r"\x20"
 # Some 1 to 2 kB each; the library's own bound would let one grammar fill half a gigabyte.
 _MAX_LEXER_STATES = 50_000
 # What the library puts before the bytes of a token that is no text; never in UTF-8.
@@ -164,10 +163,10 @@ def _json_source(schema: str) -> str:
 
 def _is_rigid(schema: str) -> bool:
     """Whether it says itself that there are no blanks but those of its separators."""
-    if f'"{JSON_SETTINGS}"' not in schema:
+    if f'"{SCHEMA_SETTINGS}"' not in schema:
         return False
     try:
-        settings = msgspec.json.decode(schema, type=dict[str, Any]).get(JSON_SETTINGS)
+        settings = msgspec.json.decode(schema, type=dict[str, Any]).get(SCHEMA_SETTINGS)
     except msgspec.MsgspecError:
         return False
     return isinstance(settings, dict) and settings.get("whitespace_flexible") is False

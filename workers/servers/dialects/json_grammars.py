@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
-from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
-from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS, JSON_SETTINGS
-
-_BLANKS = {
-    "whitespace_flexible": False,
-    "key_separator": f":({JSON_BLANKS})?",
-    "item_separator": f",({JSON_BLANKS})?",
-}
+from schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
+from workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
 
 
 def with_few_blanks(grammar: Grammar) -> Grammar:
@@ -30,10 +27,21 @@ def with_few_blanks(grammar: Grammar) -> Grammar:
         schema = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return grammar
-    given = schema.get(JSON_SETTINGS, {}) if isinstance(schema, dict) else None
+    given = schema.get(SCHEMA_SETTINGS, {}) if isinstance(schema, dict) else None
     if not isinstance(given, dict):
         return grammar
-    text = msgspec.json.encode(schema | {JSON_SETTINGS: _BLANKS | given}).decode()
+    text = msgspec.json.encode(schema | {SCHEMA_SETTINGS: _settings(given)}).decode()
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         return grammar
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Blanks behind separators alone, by the pattern that is ``given`` or the own engine's."""
+    blanks = given.get("whitespace_pattern", JSON_BLANKS)
+    rigid = {
+        "whitespace_flexible": False,
+        "key_separator": f":({blanks})?",
+        "item_separator": f",({blanks})?",
+    }
+    return rigid | {name: value for name, value in given.items() if name != "whitespace_pattern"}

@@ -109,12 +109,23 @@ def test_without_an_end_there_are_no_grammars(tmp_path: Path) -> None:
         GrammarLibrary(tokenizer, tokenizer.vocab_size)
 
 
-def test_blanks_between_the_parts_of_a_document_are_bounded(bytes_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "fits", "too_much"),
+    [(None, "", "\n"), (None, " ", " "), (r"[ \n]{1,3}", "\n  ", " "), (r"\n", "\n", " ")],
+)
+def test_blanks_between_the_parts_of_a_document_are_few(
+    bytes_tokenizer: Tokenizer, pattern: str | None, fits: str, too_much: str
+) -> None:
     library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
-    matcher = library.compile(Grammar(kind=GrammarKind.JSON_OBJECT))
-    matcher.accept(bytes_tokenizer.encode("{" + " " * 64, add_special_tokens=False))
-    blanks = [bytes_tokenizer.token_bytes(t) for t in mask_of(matcher, library.num_words)]
-    assert not any(blank.isspace() for blank in blanks)
+    grammar = Grammar(kind=GrammarKind.JSON_OBJECT)
+    if pattern is not None:
+        schema = {"type": "object", "x-guidance": {"whitespace_pattern": pattern}}
+        grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+    matcher = library.compile(grammar)
+    matcher.accept(bytes_tokenizer.encode("{" + fits, add_special_tokens=False))
+    (token_id,) = bytes_tokenizer.encode(too_much, add_special_tokens=False)
+    assert not matcher.fits(token_id)
+    assert matcher.fits(bytes_tokenizer.encode("}", add_special_tokens=False)[0])
 
 
 def test_a_schema_that_wants_no_blanks_gets_none(bytes_tokenizer: Tokenizer) -> None:
