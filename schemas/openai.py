@@ -59,14 +59,32 @@ def not_given() -> msgspec.Raw:
     return NOT_GIVEN
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the whole completion must match, as vLLM's clients say it: exactly one of ``json`` (a
+    schema, or a string that holds one), ``json_object``, ``regex``, ``choice`` and ``grammar``.
+    JSON has ``whitespace_pattern`` between its parts, or nothing if ``disable_any_whitespace``."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=not_given)
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Any = None
+    disable_fallback: Any = None
+    structural_tag: Any = None
+
+
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every kind of generation takes: sampling, and fields that are known but not honoured.
 
-    ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex`` and
-    ``guided_grammar`` (in Lark's notation or GBNF) are what the whole completion must match.
+    ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex``, ``guided_choice``
+    (one of these texts) and ``guided_grammar`` (in Lark's notation or GBNF) are what the whole
+    completion must match; ``structured_outputs`` says the same as one object.
     ``guided_whitespace_pattern``, a regular expression, is what may stand between the parts of a
     document in JSON, or nothing; without it, one blank.
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
@@ -85,8 +103,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ignore_eos: bool | None = None
     guided_json: msgspec.Raw = msgspec.field(default_factory=not_given)
     guided_regex: str | None = None
+    guided_choice: tuple[str, ...] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     session_id: str | None = None
     session_keep: int | None = None
@@ -167,6 +187,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     prompt: Any
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None

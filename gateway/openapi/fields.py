@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from gateway.request import message_fields, parsing
+from gateway.request import grammar_fields, message_fields, parsing
 from gateway.responses import input as responses_input
 from schemas.embeddings import MAX_INPUTS
 from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
@@ -60,6 +60,8 @@ def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
     return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named]}
 
 
+_CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
+_PATTERN: Schema = {"minLength": 1, "maxLength": grammar_fields.MAX_PATTERN_CHARACTERS}
 # By the keyword that a number, text, array or object in the field takes on.
 SAMPLING: dict[str, Schema] = {
     "max_tokens": {"minimum": 1},
@@ -85,6 +87,8 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
     "metadata": {"maxProperties": 16},
     "logit_bias": {"maxProperties": MAX_LOGIT_BIASES, "propertyNames": {"pattern": "^[0-9]+$"}},
     "guided_json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
+    "guided_choice": _CHOICE,
+    "guided_whitespace_pattern": _PATTERN,
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
@@ -113,6 +117,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
         "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
+    },
+    "StructuredOutputs": {
+        "json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
+        "choice": _CHOICE,
+        "whitespace_pattern": _PATTERN,
     },
     "FunctionFields": {"name": _FUNCTION_NAME},
     "FlatFunctionTool": {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 
 from registry.tool_formats.grammar import may_be_closed
@@ -9,64 +13,135 @@ from schemas.errors import ParameterError
 from schemas.openai import (
     NOT_GIVEN,
     ChatFields,
+    CompletionRequest,
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
+    StructuredOutputs,
 )
 from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
-_WHITESPACE = "guided_whitespace_pattern"
-_MAX_PATTERN_CHARACTERS = 256
+_STRUCTURED = "structured_outputs"
+MAX_PATTERN_CHARACTERS = 256
+MAX_CHOICES = 1_024
+_NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+_UNHONOURED = ("disable_additional_properties", "disable_fallback", "structural_tag")
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
     """The one grammar that a request asks for, if it does. Raises ParameterError."""
-    asked: dict[str, Grammar] = {}
-    if isinstance(request, ChatFields):
-        form = request.response_format
-        if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
-            asked["response_format"] = _of_format(form)
-    if request.guided_json != NOT_GIVEN:
-        text = _schema_text("guided_json", request.guided_json)
-        asked["guided_json"] = _grammar("guided_json", GrammarKind.JSON_SCHEMA, text)
-    if request.guided_regex is not None:
-        asked["guided_regex"] = _grammar("guided_regex", GrammarKind.REGEX, request.guided_regex)
-    if request.guided_grammar is not None:
-        asked["guided_grammar"] = _grammar(
-            "guided_grammar", GrammarKind.EBNF, request.guided_grammar
-        )
+    asked = dict(_asked(request))
     if len(asked) > 1:
         raise ParameterError(
             next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
         )
     grammar = next(iter(asked.values()), None)
-    if request.guided_whitespace_pattern is None:
-        return grammar
-    return _with_whitespace(grammar, request.guided_whitespace_pattern)
+    for field, settings in _blanks(request):
+        grammar = _with_blanks(grammar, field, settings)
+    return grammar
 
 
-def _with_whitespace(grammar: Grammar | None, pattern: str) -> Grammar:
-    """The grammar of JSON with ``pattern`` between the parts of a document, as the keyword of its
-    schema that the grammar library takes its settings by. Raises ParameterError."""
-    if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
-        raise ParameterError(_WHITESPACE, f"{_WHITESPACE} goes only with JSON.")
-    if not pattern or len(pattern) > _MAX_PATTERN_CHARACTERS:
+def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
+    """Each grammar with the field that asks for it."""
+    if isinstance(request, ChatFields | CompletionRequest):
+        form = request.response_format
+        if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
+            yield "response_format", _of_format(form)
+    yield from _of_fields(
+        "guided_",
+        request.guided_json,
+        request.guided_regex,
+        request.guided_choice,
+        request.guided_grammar,
+    )
+    outputs = request.structured_outputs
+    if outputs is not None:
+        yield from _of_structured(outputs)
+
+
+def _of_structured(outputs: StructuredOutputs) -> Iterator[tuple[str, Grammar]]:
+    for name in _UNHONOURED:
+        if getattr(outputs, name) not in (None, False):
+            field = f"{_STRUCTURED}.{name}"
+            raise ParameterError(field, f"{field} is not supported; leave it out.")
+    asked = dict(
+        _of_fields(f"{_STRUCTURED}.", outputs.json, outputs.regex, outputs.choice, outputs.grammar)
+    )
+    if outputs.json_object:
+        asked[f"{_STRUCTURED}.json_object"] = Grammar(kind=GrammarKind.JSON_OBJECT)
+    if not asked:
         raise ParameterError(
-            _WHITESPACE, f"{_WHITESPACE} must have 1 to {_MAX_PATTERN_CHARACTERS} characters."
+            _STRUCTURED,
+            f"{_STRUCTURED} must have one of json, json_object, regex, choice and grammar.",
         )
+    yield from asked.items()
+
+
+def _of_fields(
+    prefix: str,
+    schema: msgspec.Raw,
+    pattern: str | None,
+    choice: tuple[str, ...] | None,
+    grammar: str | None,
+) -> Iterator[tuple[str, Grammar]]:
+    if schema != NOT_GIVEN:
+        field = f"{prefix}json"
+        yield field, _grammar(field, GrammarKind.JSON_SCHEMA, _schema_text(field, schema))
+    if pattern is not None:
+        field = f"{prefix}regex"
+        yield field, _grammar(field, GrammarKind.REGEX, pattern)
+    if choice is not None:
+        field = f"{prefix}choice"
+        yield field, _grammar(field, GrammarKind.REGEX, _one_of(field, choice))
+    if grammar is not None:
+        field = f"{prefix}grammar"
+        yield field, _grammar(field, GrammarKind.EBNF, grammar)
+
+
+def _one_of(field: str, texts: tuple[str, ...]) -> str:
+    """A regular expression of these texts and no others."""
+    if not texts or len(texts) > MAX_CHOICES or not all(texts):
+        raise ParameterError(field, f"{field} must have 1 to {MAX_CHOICES} texts, none empty.")
+    return "|".join(_NOT_LITERAL.sub(r"\\\g<0>", text) for text in texts)
+
+
+def _blanks(request: GenerationFields) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is asked for between the parts of a document, as settings of the grammar library, each
+    with its field."""
+    patterns = {"guided_whitespace_pattern": request.guided_whitespace_pattern}
+    outputs = request.structured_outputs
+    if outputs is not None:
+        patterns[f"{_STRUCTURED}.whitespace_pattern"] = outputs.whitespace_pattern
+    for field, pattern in patterns.items():
+        if pattern is None:
+            continue
+        if not 1 <= len(pattern) <= MAX_PATTERN_CHARACTERS:
+            raise ParameterError(
+                field, f"{field} must have 1 to {MAX_PATTERN_CHARACTERS} characters."
+            )
+        yield field, {"whitespace_pattern": pattern}
+    if outputs is not None and outputs.disable_any_whitespace:
+        yield f"{_STRUCTURED}.disable_any_whitespace", {"whitespace_flexible": False}
+
+
+def _with_blanks(grammar: Grammar | None, field: str, settings: dict[str, Any]) -> Grammar:
+    """The grammar of JSON with ``settings`` in its schema. Raises ParameterError naming
+    ``field``."""
+    if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+        raise ParameterError(field, f"{field} goes only with JSON.")
     try:
         schema = msgspec.json.decode(grammar.text or '{"type":"object"}')
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ParameterError("guided_json", f"guided_json is not valid JSON: {error}") from error
+        raise ParameterError(field, f"{field} goes with a schema in JSON: {error}") from error
     if not isinstance(schema, dict) or SCHEMA_SETTINGS in schema:
         raise ParameterError(
-            _WHITESPACE,
-            f"{_WHITESPACE} goes only with a schema that is an object without {SCHEMA_SETTINGS}.",
+            field,
+            f"{field} goes only with a schema that is an object without {SCHEMA_SETTINGS}, "
+            "and with no other field for blanks.",
         )
-    schema[SCHEMA_SETTINGS] = {"whitespace_pattern": pattern}
-    text = msgspec.json.encode(schema).decode()
-    return _grammar(_WHITESPACE, GrammarKind.JSON_SCHEMA, text)
+    schema[SCHEMA_SETTINGS] = settings
+    return _grammar(field, GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
 
 
 def _of_format(form: ResponseFormat) -> Grammar:

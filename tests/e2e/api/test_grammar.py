@@ -8,6 +8,7 @@ import uuid
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from bus.api import Bus
@@ -41,6 +42,43 @@ async def test_streams_and_sockets_and_jobs_are_held_to_a_form(
     assert {(answer.text, answer.finish_reason) for answer in answers} == {
         (answers[0].text, "stop")
     }, "the same seedless greedy answer by every API"
+
+
+async def test_openai_client_gets_one_of_its_choices(system: System) -> None:
+    """As vLLM's users send them; each is meant to the letter."""
+    choices = ["a.b*c", "(x)[y]{z}", "^$|\\", "two words\n", "漢字", "a-b&c#d~e"]
+    async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
+        forms: list[tuple[dict[str, Any], list[str]]] = [
+            ({"structured_outputs": {"choice": [choice]}}, [choice]) for choice in choices
+        ]
+        for form, expected in [*forms, ({"guided_choice": choices}, choices)]:
+            completion = await client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": QUESTION}],
+                temperature=0,
+                extra_body=form,
+            )
+            assert completion.choices[0].message.content in expected
+            assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_openai_client_gets_the_blanks_that_it_asks_for(system: System) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none") as client:
+        for blanks, pattern in (
+            ({}, r"\[ ?1 ?, ?1 ?, ?1 ?\]"),
+            ({"disable_any_whitespace": True}, r"\[1,1,1\]"),
+            ({"whitespace_pattern": "\n"}, r"\[\n?1\n?,\n?1\n?,\n?1\n?\]"),
+        ):
+            completion = await client.completions.create(
+                model="demo",
+                prompt=QUESTION,
+                max_tokens=64,
+                temperature=2.0,
+                seed=1,
+                extra_body={"structured_outputs": {"json": schema} | blanks},
+            )
+            assert re.fullmatch(pattern, completion.choices[0].text)
 
 
 async def test_answers_keep_their_form_when_the_worker_is_killed(

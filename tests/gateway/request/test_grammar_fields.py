@@ -95,6 +95,68 @@ def test_json_may_have_other_blanks(fields: dict[str, Any], expected: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("outputs", "kind", "text"),
+    [
+        ({"json": _SCHEMA}, GrammarKind.JSON_SCHEMA, msgspec.json.encode(_SCHEMA).decode()),
+        ({"json_object": True, "regex": None}, GrammarKind.JSON_OBJECT, ""),
+        ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
+        ({"choice": ["a.b", "c"]}, GrammarKind.REGEX, r"a\.b|c"),
+        ({"grammar": 'start: "a"'}, GrammarKind.EBNF, 'start: "a"'),
+    ],
+)
+def test_structured_outputs_are_grammars(
+    outputs: dict[str, Any], kind: GrammarKind, text: str
+) -> None:
+    assert chat(structured_outputs=outputs) == Grammar(kind=kind, text=text)
+    fields = {"model": "m", "prompt": "hi", "structured_outputs": outputs}
+    taken = parse_completion(decode(_TEXT, msgspec.json.encode(fields)))
+    assert taken.sampling.grammar == Grammar(kind=kind, text=text)
+
+
+def test_structured_outputs_say_what_blanks_there_are() -> None:
+    for given, settings in (
+        ({"whitespace_pattern": _PATTERN}, _SETTINGS["x-guidance"]),
+        ({"disable_any_whitespace": True}, {"whitespace_flexible": False}),
+    ):
+        taken = chat(structured_outputs={"json": _SCHEMA} | given)
+        assert taken is not None
+        assert msgspec.json.decode(taken.text) == _SCHEMA | {"x-guidance": settings}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": ["a"] * 1025}, "guided_choice"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"structured_outputs": {"json": "{}", "whitespace_pattern": ""}},
+            "structured_outputs.whitespace_pattern",
+        ),
+    ],
+)
+def test_structured_outputs_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+def test_completions_take_a_format() -> None:
+    fields = {"model": "m", "prompt": "hi", "response_format": {"type": "json_object"}}
+    taken = parse_completion(decode(_TEXT, msgspec.json.encode(fields)))
+    assert taken.sampling.grammar == Grammar(kind=GrammarKind.JSON_OBJECT)
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({}, "only with JSON"),
