@@ -160,17 +160,22 @@ def jobs_of(model: str) -> str:
     return f"jobs.{token(model)}.>"
 
 
+def is_reserved(job_subject: str) -> bool:
+    """Whether gateways alone publish there, who may name any listener."""
+    return job_subject.count(".") == 4 and job_subject.endswith(f".{_RESERVED}")
+
+
 @functools.lru_cache(_CACHED_LINES)
 def tenant_queue_of(job_subject: str) -> TenantQueue:
     """The tenant queue that a job's subject names. Raises ValueError for another subject."""
     kind, *tokens = job_subject.split(".")
-    is_reserved = len(tokens) == 4 and tokens[-1] == _RESERVED
-    if is_reserved:
+    reserved = is_reserved(job_subject)
+    if reserved:
         tokens.pop()
     if kind != "jobs" or len(tokens) not in (2, 3):
         raise ValueError("not a job subject")
     model, tier, *tenant = map(untoken, tokens)
-    return TenantQueue(model, Tier(tier), tenant[0] if tenant else None, is_reserved)
+    return TenantQueue(model, Tier(tier), tenant[0] if tenant else None, reserved)
 
 
 def stored_job(job_subject: str) -> str:

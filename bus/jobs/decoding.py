@@ -139,7 +139,7 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     if tenant is not None:
         fields["tenant"] = tenant
     owner: Owner = msgspec.convert(fields, Owner)
-    if not _is_reserved(subject) and not may_reply_to(owner.tenant, owner.reply):
+    if not subjects.is_reserved(subject) and not may_reply_to(owner.tenant, owner.reply):
         return msgspec.structs.replace(owner, reply="")
     return owner
 
@@ -167,14 +167,6 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
         except (MalformedMessageError, ValueError):
             continue
     return fields
-
-
-def _is_reserved(subject: str) -> bool:
-    """Whether gateways alone publish there, who may name any listener."""
-    try:
-        return subjects.tenant_queue_of(subject).reserved
-    except ValueError:
-        return False
 
 
 def _tenant_of(subject: str) -> str | None:

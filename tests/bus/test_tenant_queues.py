@@ -94,8 +94,9 @@ class TestTenants:
     @pytest.mark.parametrize("subject", ["jobs.demo.free", "jobs.demo.free.acme"])
     async def test_the_body_alone_never_says(self, bus: Bus, broker: Broker, subject: str) -> None:
         frames: list[tuple[str, Frame]] = []
-        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
-        await store(broker, subject, tenant="other", reply="svc", store_result=True)
+        reply = "svc" if subject == "jobs.demo.free" else "acme/svc"
+        await bus.frames.subscribe(reply, lambda *pair: frames.append(pair))
+        await store(broker, subject, tenant="other", reply=reply, store_result=True)
         assert await bus.jobs.pull(subjects.tenant_queue_of(subject), 1, 0.2) == []
         await eventually(lambda: len(frames) == 1)
         ((request_id, frame),) = frames
@@ -149,9 +150,10 @@ class TestTenants:
         self, bus: Bus, broker: Broker, subject: str
     ) -> None:
         frames: list[tuple[str, Frame]] = []
-        await bus.frames.subscribe("svc", lambda *pair: frames.append(pair))
+        reply = "acme/svc" if subject == "jobs.demo.gold.acme" else "svc"
+        await bus.frames.subscribe(reply, lambda *pair: frames.append(pair))
         for number in range(3):
-            await store(broker, subject, request_id=f"r{number}", reply="svc")
+            await store(broker, subject, request_id=f"r{number}", reply=reply)
         await store(broker, "jobs.demo.free", request_id="good")
         two = await broker.connect("other scheduler")
         found = await asyncio.gather(bus.jobs.tenant_queues(), two.jobs.tenant_queues())
