@@ -15,6 +15,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.protocol import State
 
 from gateway.api.client_connection import ABORT_EXTENSION
 from gateway.app import build_app
@@ -39,6 +40,7 @@ _MAX_HEAD_BYTES = 65_536
 _HEAD_TIMEOUT_S = 20.0
 _NOTSENT_LOWAT_BYTES = 16_384
 _GC_THRESHOLDS = (50_000, 50, 50)
+_CLOSED = (State.CLOSING, State.CLOSED)
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -360,6 +362,11 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = self.close_sent = True
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
+
+    def shutdown(self) -> None:
+        if self.conn.state in _CLOSED:
+            self.close_sent = True  # in answer to the client's: there is no second one
+        super().shutdown()
 
     async def send(self, message: Any) -> None:
         if message["type"] == "websocket.close":

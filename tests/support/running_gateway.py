@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
@@ -123,8 +124,13 @@ class RunningGateway:
 
     def close_connections(self) -> None:
         """Part with every client now (1012), and go on accepting."""
-        for connection in list(self.server._server.server_state.connections):
+        for connection in self.connections:
             connection.shutdown()
+
+    @property
+    def connections(self) -> list[Any]:
+        """The server's side of each connection, in no order."""
+        return list(self.server._server.server_state.connections)
 
 
 @asynccontextmanager

@@ -311,6 +311,17 @@ async def test_a_gateway_that_goes_down_closes_with_1012() -> None:
             assert caught.value.rcvd.code == 1012
 
 
+async def test_connections_are_closed_while_a_client_closes_one() -> None:
+    """The client's close frame was answered in the turn in which all are told to close."""
+    async with running_gateway() as front, opened(front) as one, opened(front) as two:
+        front.connections[0].data_received(b"\x88\x82\0\0\0\0\x03\xe8")
+        front.close_connections()
+        for socket in (one, two):
+            async with asyncio.timeout(_TIMEOUT_S):
+                await socket.connection.wait_closed()
+        assert {one.connection.close_code, two.connection.close_code} == {1000, 1012}
+
+
 async def test_a_server_that_cannot_say_why_refuses_all_the_same() -> None:
     sent: list[MutableMapping[str, Any]] = []
 
