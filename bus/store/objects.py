@@ -57,12 +57,14 @@ class Objects:
         self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
     ) -> StoredObject:
         """Store bytes as they come, in pieces that fit a message. If there is an object of that
-        name already, it stays and is returned. Raises BusUnavailableError, and whatever ``chunks``
-        raises: nothing is stored then."""
+        name already, it stays and is returned. Raises whatever ``chunks`` raises: nothing is
+        stored then; and BusUnavailableError, after which it may be stored all the same, as it may
+        when this is cancelled."""
         upload_id = secrets.token_hex(16)
         chunk_name = subjects.object_chunks(upload_id)
         digest = hashlib.sha256()
         size_bytes = num_chunks = last = 0
+        is_entered = False
         try:
             async for chunk in _of_size(chunks, self._chunk_bytes):
                 digest.update(chunk)
@@ -78,17 +80,20 @@ class Objects:
                 stored_ns=self._clock.now_ns(),
                 metadata=metadata,
             )
+            is_entered = True
             await self._journal.append(
                 subjects.object_entry(owner, name), codec.encode(stored), after=0
             )
         except JournalConflictError:
-            await self._forget(chunk_name)
             there = await self.info(owner, name)
+            if there is None or there.upload_id != upload_id:
+                await self._forget(chunk_name)
             if there is None:
                 raise
             return there
         except BaseException:
-            if num_chunks:
+            # An entry that is under way may be stored yet, and its chunks have to be there then.
+            if num_chunks and not is_entered:
                 await self._forget(chunk_name)
             raise
         return stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 
@@ -12,7 +13,7 @@ from bus import subjects
 from bus.api import Bus
 from bus.store.journal import JournalConflictError
 from bus.store.objects import ObjectLostError
-from schemas.errors import PayloadTooLargeError
+from schemas.errors import BusUnavailableError, PayloadTooLargeError
 from schemas.jobs import JobResult
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
@@ -138,6 +139,30 @@ class TestObjects:
             await bus.objects.put("t", "file-1", broken(), {})
         assert await bus.objects.info("t", "file-1") is None
         assert await bus.journal.names("files.chunks.*") == []
+
+    @pytest.mark.parametrize(
+        "error",
+        [asyncio.CancelledError(), BusUnavailableError("away"), JournalConflictError()],
+        ids=["cancelled", "cut off", "sent again"],
+    )
+    async def test_an_entry_that_was_stored_unheard_of_keeps_its_chunks(
+        self, bus: Bus, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        """Cancelled, cut off or sent again while it was under way."""
+        append = bus.journal.append
+
+        async def unheard(name: str, payload: bytes, *, after: int) -> int:
+            sequence = await append(name, payload, after=after)
+            if name == subjects.object_entry("t", "file-1"):
+                raise error
+            return sequence
+
+        monkeypatch.setattr(bus.journal, "append", unheard)
+        with contextlib.suppress(asyncio.CancelledError, BusUnavailableError):
+            await bus.objects.put("t", "file-1", pieces(5, CHUNK_BYTES), {})
+        assert len(await read_all(bus, "t", "file-1")) == 5 + CHUNK_BYTES
+        assert (await bus.objects.put("t", "file-1", pieces(9), {})).size_bytes == 5 + CHUNK_BYTES
+        assert len(await read_all(bus, "t", "file-1")) == 5 + CHUNK_BYTES
 
     async def test_listed_and_deleted(self, bus: Bus) -> None:
         for name in ("b", "a", "c"):
