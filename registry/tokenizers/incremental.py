@@ -12,7 +12,7 @@ _WORD_END = re.compile(r"\S(?=\s)")
 # What comes next may join the last words: an apostrophe and letters, or blanks around a line's end.
 _NUM_OPEN_WORDS = 3
 # Nobody is to wait for the end of a longer word.
-_MAX_HELD_CHARACTERS = 16
+MAX_HELD_CHARACTERS = 16
 
 
 class IncrementalTokenizer:
@@ -20,8 +20,9 @@ class IncrementalTokenizer:
 
     Whatever ``push`` and the final ``flush`` returned, joined, is decoded to exactly the text that
     they were given, and no id that was returned changes by what comes later. Where the tokenizer's
-    rules are known, they are the ids of the whole text, unless it has very long words, or spells a
-    token that was added to the vocabulary. None of them is a special token or ends a sequence,
+    rules are known, they are the ids of the whole text, unless it cannot be cut for more than
+    ``MAX_HELD_CHARACTERS`` (long words, and blanks in a row), or spells a token that was added to
+    the vocabulary. None of them is a special token or ends a sequence,
     though the text may spell one.
 
     Raises ValueError for a tokenizer that has no token for some bytes.
@@ -54,10 +55,11 @@ class IncrementalTokenizer:
         held = self._held
         cut = self._tokenizer.rules.cut or _WORD_END
         end = max((found.end() for found in cut.finditer(held)), default=0)
-        words = self._tokenizer.word_ends(held)
-        if len(words) > _NUM_OPEN_WORDS:
-            end = max(end, words[-1 - _NUM_OPEN_WORDS])
-        return end if len(held) - end <= _MAX_HELD_CHARACTERS else len(held)
+        words = self._tokenizer.word_ends(held)[:-_NUM_OPEN_WORDS]
+        # Blanks at the end of a text are one word, those before a word are often two.
+        ends = (word for word in reversed(words) if not held[word - 1].isspace())
+        end = max(end, next(ends, 0))
+        return end if len(held) - end <= MAX_HELD_CHARACTERS else len(held)
 
     def _encode(self, text: str) -> list[int]:
         if not text:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from registry.tokenizers.detokenizer import IncrementalDetokenizer
-from registry.tokenizers.incremental import IncrementalTokenizer
+from registry.tokenizers.incremental import MAX_HELD_CHARACTERS, IncrementalTokenizer
 from registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
 from registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import (
@@ -136,13 +137,17 @@ def _with_known_rules(pattern: str) -> Tokenizer:
         max_size=24,
     )
 )
+@example(pieces=["  ", "3.14"])
+@example(pieces=["  "] * 9 + ["and"])
 def test_by_known_rules_they_are_the_ids_of_the_whole_text(pattern: str, pieces: list[str]) -> None:
     tokenizer = _with_known_rules(pattern)
     text = "".join(pieces)
-    longest = max((len(word) for word in text.split()), default=0)
+    assert tokenizer.rules.cut is not None
+    cuts = [0, *(found.end() for found in tokenizer.rules.cut.finditer(text)), len(text)]
+    longest = max(end - start for start, end in pairwise(cuts))
     ids = _ids_of(tokenizer, pieces, [])
     assert tokenizer.decode(ids) == text
-    if longest <= 12:
+    if longest <= MAX_HELD_CHARACTERS:
         assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
