@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.api.client_connection import HttpClient
 from gateway.core import Gateway
-from gateway.rendering.chunks import SSE_KEEP_ALIVE, encode
+from gateway.rendering.chunks import SSE_COMMENT, SSE_KEEP_ALIVE, encode
 from gateway.rendering.rendering import Renderer
 from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
@@ -34,6 +34,7 @@ class EventPump:
         self._plain = renderer.plain
         self._id_prefix = f"id: {response.request_id}/".encode()
         self._with_ids = client.takes_event_ids
+        self._keep_alive = SSE_COMMENT if self._with_ids else SSE_KEEP_ALIVE
         self._is_asked = False
         self._is_over = False
         self._has_written = False
@@ -52,7 +53,7 @@ class EventPump:
                 if await client.wait_up_to(_KEEP_ALIVE_S):
                     continue
                 if not self._has_written and self._writer.is_writable:
-                    self._writer.write([SSE_KEEP_ALIVE])
+                    self._writer.write([self._keep_alive])
                 self._has_written = False
         finally:
             client.on_wake = self._writer.on_writable = None

@@ -12,7 +12,10 @@ from schemas.openai import PromptTokensDetails, StreamOptions, UsageInfo
 encode = msgspec.json.encode
 
 SSE_DONE = b"data: [DONE]\n\n"
-SSE_KEEP_ALIVE = b": keep-alive\n\n"
+# A line for who reads ids: openai-py takes an empty line behind an id for an event without data.
+SSE_COMMENT = b": keep-alive\n"
+# For who cuts at empty lines, and would pass over what stands in one piece with a comment.
+SSE_KEEP_ALIVE = SSE_COMMENT + b"\n"
 
 
 def usage_info(usage: Usage) -> UsageInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import httpx
+import openai
 import pytest
 from redis import Redis
 
@@ -32,3 +33,11 @@ async def front() -> AsyncIterator[RunningGateway]:
 async def http(front: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=front.url, timeout=10) as client:
         yield client
+
+
+@pytest.fixture
+async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
+    ) as made:
+        yield made

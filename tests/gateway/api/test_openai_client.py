@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
+from gateway.api import event_pump
+from gateway.api.client_connection import HttpClient
 from schemas.config import GatewayConfig
 from schemas.control import QueueStatus
 from schemas.frames import Delta, Expired, Failed, Frame, Shed
@@ -18,12 +20,47 @@ from tests.support.waiting import eventually
 _HELLO: Any = [{"role": "user", "content": "Grüße, world"}]
 
 
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
-    ) as made:
-        yield made
+@pytest.mark.parametrize(
+    "headers", [{}, {"Accept": "text/event-stream"}], ids=["data only", "with ids"]
+)
+async def test_silence_within_a_stream_is_broken(
+    front: RunningGateway,
+    client: openai.AsyncOpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+) -> None:
+    """By what the client passes over, whether events have ids or none."""
+    waited, num_silences = HttpClient.wait_up_to, 0
+    texts: list[str] = []
+
+    async def wait_up_to(http_client: HttpClient, timeout_s: float) -> bool:
+        nonlocal num_silences
+        has_happened = await waited(http_client, timeout_s)
+        num_silences += bool(texts) and not has_happened
+        return has_happened
+
+    async def read() -> None:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=_HELLO, stream=True, extra_headers=headers
+        )
+        async for chunk in stream:
+            content = chunk.choices[0].delta.content
+            texts.append(content or "")
+
+    monkeypatch.setattr(HttpClient, "wait_up_to", wait_up_to)
+    monkeypatch.setattr(event_pump, "_KEEP_ALIVE_S", 0.01)
+    front.worker.script = lambda _job: [f"{number} " for number in range(100)]
+    front.worker.gate.clear()
+    reading = asyncio.create_task(read())
+    while not (any(texts) or reading.done()):
+        front.worker.gate.set()
+        await asyncio.sleep(0)
+        front.worker.gate.clear()
+        await asyncio.sleep(0.005)
+    await eventually(lambda: num_silences >= 4 or reading.done())
+    front.worker.gate.set()
+    await reading
+    assert "".join(texts) == "".join(f"{number} " for number in range(100))
 
 
 async def test_a_chat_is_answered(client: openai.AsyncOpenAI) -> None:
