@@ -30,7 +30,10 @@ REF = "#/components/schemas/{name}"
 _UNHONOURED = "Known, but not honoured: leave it out, or give a value that asks for nothing."
 # By field: the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = (
-    responses_input.NEUTRAL | message_fields.NEUTRAL_IN_MESSAGE | parsing.NEUTRAL
+    responses_input.NEUTRAL
+    | message_fields.NEUTRAL_IN_MESSAGE
+    | grammar_fields.NEUTRAL
+    | parsing.NEUTRAL
 )
 _STRING: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from gateway.request.message_fields import refuse_unhonoured
 from registry.tool_formats.grammar import may_be_closed
 from schemas.errors import ParameterError
 from schemas.openai import (
@@ -26,7 +27,13 @@ _STRUCTURED = "structured_outputs"
 MAX_PATTERN_CHARACTERS = 256
 MAX_CHOICES = 1_024
 _NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
-_UNHONOURED = ("disable_additional_properties", "disable_fallback", "structural_tag")
+# Fields of structured_outputs that are known but not honoured; these values ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "disable_additional_properties": (None, False),
+    "disable_fallback": (None, False),
+    "structural_tag": (None,),
+}
+_NO_BLANKS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:
@@ -61,10 +68,7 @@ def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
 
 
 def _of_structured(outputs: StructuredOutputs) -> Iterator[tuple[str, Grammar]]:
-    for name in _UNHONOURED:
-        if getattr(outputs, name) not in (None, False):
-            field = f"{_STRUCTURED}.{name}"
-            raise ParameterError(field, f"{field} is not supported; leave it out.")
+    refuse_unhonoured(outputs, NEUTRAL, f"{_STRUCTURED}.")
     asked = dict(
         _of_fields(f"{_STRUCTURED}.", outputs.json, outputs.regex, outputs.choice, outputs.grammar)
     )
@@ -106,7 +110,7 @@ def _one_of(field: str, texts: tuple[str, ...]) -> str:
     return "|".join(_NOT_LITERAL.sub(r"\\\g<0>", text) for text in texts)
 
 
-def _blanks(request: GenerationFields) -> Iterator[tuple[str, dict[str, Any]]]:
+def _blanks(request: GenerationFields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What is asked for between the parts of a document, as settings of the grammar library, each
     with its field."""
     patterns = {"guided_whitespace_pattern": request.guided_whitespace_pattern}
@@ -122,10 +126,10 @@ def _blanks(request: GenerationFields) -> Iterator[tuple[str, dict[str, Any]]]:
             )
         yield field, {"whitespace_pattern": pattern}
     if outputs is not None and outputs.disable_any_whitespace:
-        yield f"{_STRUCTURED}.disable_any_whitespace", {"whitespace_flexible": False}
+        yield f"{_STRUCTURED}.disable_any_whitespace", _NO_BLANKS
 
 
-def _with_blanks(grammar: Grammar | None, field: str, settings: dict[str, Any]) -> Grammar:
+def _with_blanks(grammar: Grammar | None, field: str, settings: Mapping[str, Any]) -> Grammar:
     """The grammar of JSON with ``settings`` in its schema. Raises ParameterError naming
     ``field``."""
     if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):

@@ -7,12 +7,14 @@ from pathlib import Path
 from registry.checkpoints.json_fields import read_json_object
 from schemas.errors import CheckpointError
 
+_QUANTIZED = (
+    "says that the weights are quantized, which the engine does not compute; take the checkpoint "
+    "that is not, or remove the file if its weights are plain."
+)
 # What a folder is refused for: its weights alone are not the model that it describes.
 REFUSED_FILES = {
-    "quantize_config.json": "says that the weights are quantized, which the engine does not "
-    "compute; take the checkpoint that is not, or remove the file if its weights are plain.",
-    "hf_quant_config.json": "says that the weights are quantized, which the engine does not "
-    "compute; take the checkpoint that is not, or remove the file if its weights are plain.",
+    "quantize_config.json": _QUANTIZED,
+    "hf_quant_config.json": _QUANTIZED,
     "adapter_config.json": "describes an adapter, which the engine does not apply; merge it into "
     "the weights, or move it out of the folder to serve the model without it.",
 }

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from functools import cache
+from typing import Any
 
 import jsonschema
 import pytest
@@ -245,6 +246,30 @@ def test_calls_or_an_answer_in_json(
     assert accepts(made, call)
     joint = "\n" if tool_format is ToolFormat.HERMES else "; "
     assert accepts(made, call + joint + call) is parallel
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits", "fits_not"),
+    [
+        ({}, '{"name": 7, "nap": 1}', '{"name":7}'),
+        ({"whitespace_pattern": r"\n"}, '{"name":\n7,\n"nap":\n1}', '{"name": 7}'),
+        (
+            {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+            '{"name":7,"nap":1}',
+            '{"name": 7}',
+        ),
+    ],
+    ids=["as tools", "by a pattern", "none"],
+)
+def test_blanks_in_an_answer_beside_tools(
+    settings: dict[str, Any], fits: str, fits_not: str
+) -> None:
+    text = json.dumps(ANSWER | ({"x-guidance": settings} if settings else {}))
+    answer = Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+    made = call_grammar(ToolFormat.HERMES, [NOW, BOOK], AUTO, True, answer)
+    assert made is not None
+    assert accepts(made, fits)
+    assert not accepts(made, fits_not)
 
 
 @formats

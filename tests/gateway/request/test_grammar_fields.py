@@ -116,7 +116,10 @@ def test_structured_outputs_are_grammars(
 def test_structured_outputs_say_what_blanks_there_are() -> None:
     for given, settings in (
         ({"whitespace_pattern": _PATTERN}, _SETTINGS["x-guidance"]),
-        ({"disable_any_whitespace": True}, {"whitespace_flexible": False}),
+        (
+            {"disable_any_whitespace": True},
+            {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+        ),
     ):
         taken = chat(structured_outputs={"json": _SCHEMA} | given)
         assert taken is not None

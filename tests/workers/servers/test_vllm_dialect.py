@@ -417,6 +417,28 @@ def test_json_has_few_blanks_and_so_has_what_goes_on_behind_it(model: ServedMode
             assert given.validate_tokens(token_ids) == len(token_ids)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fits", "fits_not"),
+    [
+        ({"whitespace_pattern": r"[ \n]{1,3}"}, '{"a":\n  1}', '{"a":    1}'),
+        (
+            {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+            '{"a":1,"b":2}',
+            '{"a": 1}',
+        ),
+    ],
+    ids=["by a pattern", "none"],
+)
+def test_json_has_the_blanks_that_were_asked_for(
+    model: ServedModel, settings: dict[str, Any], fits: str, fits_not: str
+) -> None:
+    text = json.dumps({"type": "object", "x-guidance": settings})
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+    read = start(LLTokenizer("byte"), _dialect(model).as_read(grammar))
+    assert read.validate_tokens(list(fits.encode())) == len(fits)
+    assert read.validate_tokens(list(fits_not.encode())) < len(fits_not)
+
+
 def test_one_token_out_of_those_that_are_allowed(model: ServedModel) -> None:
     call = _dialect(model).call_one_of(request("r", min_tokens=4), (30,), [40, 41])
     sampling = call.body["sampling_params"]
