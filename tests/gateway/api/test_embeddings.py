@@ -6,7 +6,6 @@ import asyncio
 import base64
 import math
 import struct
-from collections.abc import AsyncIterator
 from decimal import Decimal
 from typing import Any
 
@@ -34,14 +33,6 @@ from tests.support.running_gateway import (
 from tests.support.waiting import eventually
 
 _PATH = "/v1/embeddings"
-
-
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
-    ) as made:
-        yield made
 
 
 def _pooled(text: str, pooling: Pooling = Pooling.MEAN) -> list[float]:

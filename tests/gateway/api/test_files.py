@@ -27,14 +27,6 @@ async def front() -> AsyncIterator[RunningGateway]:
         yield running
 
 
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
-
-
 def form(**changed: object) -> dict[str, object]:
     """A good upload with some of its fields changed."""
     return {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", b"{}")}, **changed}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,13 +12,6 @@ import pytest
 from schemas.frames import Failed
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    made = openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
-    yield made
-    await made.close()
 
 
 async def test_choices_are_jobs_of_their_own(

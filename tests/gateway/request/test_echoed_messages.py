@@ -6,17 +6,15 @@ The model says what it was told last, so that a test can have it say anything.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pydantic
-import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.gateway.request.test_tool_calls import asks, says
-from tests.support.running_gateway import MODEL, RunningGateway
+from tests.support.running_gateway import MODEL
 
 _WEATHER: Any = {
     "type": "function",
@@ -37,14 +35,6 @@ _AND_NOW: Any = {"role": "user", "content": "And now?"}
 
 class Place(pydantic.BaseModel):
     city: str
-
-
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
-    ) as made:
-        yield made
 
 
 async def goes_on(client: openai.AsyncOpenAI, *echoed: Any) -> None:

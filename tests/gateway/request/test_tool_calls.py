@@ -49,14 +49,6 @@ async def front(tmp_path: Path, server: ToolServer) -> AsyncIterator[RunningGate
         yield running
 
 
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
-    ) as made:
-        yield made
-
-
 async def test_calls_of_an_answer(client: openai.AsyncOpenAI) -> None:
     text = "\n".join(["Hm.", says("f", '{"a": "Łódź"}'), says("f", "{}")])
     answer = await client.chat.completions.create(model="echo", messages=asks(text), tools=[TOOL])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import openai
 import pytest
 
 from schemas.config import RedisConfig
@@ -25,11 +24,3 @@ def redis(redis_server: RedisServer) -> RedisConfig:
 async def front(redis: RedisConfig) -> AsyncIterator[RunningGateway]:
     async with running_gateway(models=transcribing_models(), redis=redis) as running:
         yield running
-
-
-@pytest.fixture
-async def client(front: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=10
-    ) as made:
-        yield made
