@@ -10,6 +10,7 @@ from bus.job_queue import TenantQueue
 from bus.memory import MemoryBroker, MemoryBus
 from bus.running_requests import RunningRequest
 from gateway.streams.fleet_view import FleetView
+from gateway.streams.state import Phase
 from gateway.streams.stream import Client, OpenStream, status_of
 from gateway.streams.streams import StreamTable
 from gateway.streams.token_gaps import TokenGaps
@@ -290,6 +291,50 @@ async def test_a_write_that_stalls_drops_the_client(table: Table) -> None:
     table.client.sending_since_s = table.clock.monotonic()
     await table.clock.advance(31)
     assert table.client.dropped == "slow_client"
+
+
+async def test_a_client_that_takes_over_may_have_stalled_before(table: Table) -> None:
+    stream = table.open()
+    table.frames(Started(worker_id="w1", epoch=0, num_prompt_tokens=1))
+    await table.clock.advance(1)
+    other = Listener()
+    other.sending_since_s = table.clock.monotonic() - 31.0
+    stream.change_client(other)
+    await table.clock.advance(0.5)
+    assert other.dropped == "slow_client"
+
+
+async def test_a_stream_that_is_left_is_given_up_in_time(table: Table) -> None:
+    stream = table.open()
+    table.frames(Started(worker_id="w1", epoch=0, num_prompt_tokens=1))
+    await table.clock.advance(1)
+    stream.detach(table.clock.monotonic() + 0.5)
+    phases = []
+    for _ in range(2):
+        await table.clock.advance(0.4)
+        phases.append(stream.phase)
+    assert phases == [Phase.DETACHED, Phase.ABORTED]
+
+
+async def test_streams_are_looked_after_when_time_may_change_them(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at each sweep: that would cost as much as sending four tokens a second."""
+    looks: list[str] = []
+    look_after = StreamTable._look_after
+
+    def note(self: StreamTable, stream: OpenStream, now_s: float) -> None:
+        looks.append(stream.request_id)
+        look_after(self, stream, now_s)
+
+    monkeypatch.setattr(StreamTable, "_look_after", note)
+    await table.add_worker("w1", [])
+    table.open()
+    table.frames(Started(worker_id="w1", epoch=0, num_prompt_tokens=1))
+    for number in range(40):
+        table.frames(delta_of(number, ["x"], 0))
+        await table.clock.advance(0.5)
+    assert 5 <= len(looks) <= 15
 
 
 async def test_frames_of_nobody_are_nothing(table: Table) -> None:
