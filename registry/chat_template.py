@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +15,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from registry.tool_formats.call_ids import WITH_SHORT_IDS
 from registry.tool_formats.conversation import (
     in_plain_text,
     messages_as_dicts,
     one_call_a_turn,
     tool_as_dict,
 )
+from registry.tool_formats.manners import CallManners, manners_of
+from registry.tool_formats.shown import format_shown
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
@@ -85,7 +89,7 @@ class ChatTemplate:
         self._tool_template = self._template
         if tool_source is not None:
             self._tool_template, takes_tools = _compiled(environment, tool_source, origin)
-        shown = _format_shown(source if tool_source is None else tool_source)
+        shown = format_shown(source if tool_source is None else tool_source)
         self._takes_tools = takes_tools and (tool_format or shown) is not None
         self.tool_format = tool_format or (shown if takes_tools else None) or ToolFormat.HERMES
         self._special_tokens = dict(special_tokens)
@@ -164,12 +168,26 @@ class ChatTemplate:
         with_tools = self._takes_tools and (bool(tools) or any(_is_of_tools(m) for m in messages))
         template = self._tool_template if with_tools else self._template
         return template.render(
-            messages=messages_as_dicts(messages),
+            messages=messages_as_dicts(messages, self._manners),
             add_generation_prompt=add_generation_prompt,
             tools=[tool_as_dict(tool) for tool in tools] if tools and self._takes_tools else None,
             documents=None,
             **self._special_tokens,
         )
+
+    @cached_property
+    def _manners(self) -> CallManners:
+        """How earlier calls are told; of no consequence where they are told in plain text."""
+        manners = manners_of(self._rendered_or_nothing)
+        return manners._replace(short_ids=self.tool_format in WITH_SHORT_IDS)
+
+    def _rendered_or_nothing(self, turns: list[dict[str, Any]]) -> str:
+        try:
+            return self._tool_template.render(
+                messages=turns, tools=None, documents=None, **self._special_tokens
+            )
+        except _RENDER_ERRORS:
+            return ""
 
 
 def _is_of_tools(message: ChatMessage) -> bool:
@@ -190,15 +208,6 @@ def _compiled(
     # Copied for each rendering, which takes a chain of mappings longer than the rendering itself.
     template.globals = dict(template.globals)
     return template, takes_tools
-
-
-def _format_shown(source: str) -> ToolFormat | None:
-    """How a template that takes tools has them called."""
-    if "<tool_call>" in source:
-        return ToolFormat.HERMES
-    if "python_tag" in source or '"parameters"' in source:
-        return ToolFormat.LLAMA3
-    return None
 
 
 def _read(file: Path) -> str:

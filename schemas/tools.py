@@ -15,12 +15,18 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolFormat(StrEnum):
-    """How a model writes its calls. HERMES (also Qwen): ``<tool_call>`` around a JSON object with
-    ``name`` and ``arguments``; LLAMA3: the answer is a JSON object with ``name`` and
-    ``parameters``, or several with ``;`` between them, maybe behind ``<|python_tag|>``."""
+    """How a model writes its calls; docs/tools.md shows each. HERMES (also Qwen): ``<tool_call>``
+    around a JSON object with ``name`` and ``arguments``; LLAMA3: the answer is a JSON object with
+    ``name`` and ``parameters``, or several with ``;`` between them, maybe behind
+    ``<|python_tag|>``; PYTHONIC: the answer is ``[name(key=value, …), …]``; MISTRAL:
+    ``[TOOL_CALLS]`` and a list of such objects as HERMES has; MISTRAL_V11:
+    ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
+    PYTHONIC = "pythonic"
+    MISTRAL = "mistral"
+    MISTRAL_V11 = "mistral_v11"
 
 
 class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

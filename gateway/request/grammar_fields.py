@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.request.message_fields import refuse_unhonoured
-from registry.tool_formats.grammar import may_be_closed
+from registry.tool_formats.grammar_rules import may_be_closed
 from schemas.errors import ParameterError
 from schemas.openai import (
     NOT_GIVEN,

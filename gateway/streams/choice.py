@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from registry.tool_formats import (
     ContentPiece,
     Piece,
     ToolCallParser,
+    new_call_id,
 )
 from schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
 from schemas.jobs import ChatMessage
@@ -202,16 +202,16 @@ class Choice:
         self._is_primed = False
         if self._tool_format is not None:
             must_call = self._must_call and not self.round
-            self._parser = ToolCallParser(self._tool_format, self._id_maker(), must_call=must_call)
+            new_id = self._id_maker(self._tool_format)
+            self._parser = ToolCallParser(self._tool_format, new_id, must_call=must_call)
 
-    def _id_maker(self) -> Callable[[], str]:
+    def _id_maker(self, tool_format: ToolFormat) -> Callable[[], str]:
         """Ids that are the same wherever and however often the stream is read."""
         seed = self.stream.request_id
         numbers = itertools.count()
 
         def make() -> str:
-            digest = hashlib.sha256(f"{seed}/{next(numbers)}".encode()).hexdigest()
-            return f"call_{digest[:24]}"
+            return new_call_id(tool_format, f"{seed}/{next(numbers)}")
 
         return make
 

@@ -20,12 +20,13 @@ from registry.tokenizers.token_bytes import (
     UnsupportedDecoderError,
     token_bytes,
 )
+from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, CALLS_TAG, ID_TAG
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
 
 # Special in some checkpoints; without them in the text nobody could tell calls from content.
-_CALL_TAGS = frozenset({"<tool_call>", "</tool_call>"})
+_CALL_TAGS = frozenset({"<tool_call>", "</tool_call>", CALLS_TAG, ID_TAG, ARGUMENTS_TAG})
 
 # So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
 _PIECE_CHARACTERS = 16_384

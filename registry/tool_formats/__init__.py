@@ -1,5 +1,6 @@
 """Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
 
+from registry.tool_formats.call_ids import new_call_id
 from registry.tool_formats.grammar import call_grammar
 from registry.tool_formats.parser import ToolCallParser
 from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
@@ -11,4 +12,5 @@ __all__ = [
     "Piece",
     "ToolCallParser",
     "call_grammar",
+    "new_call_id",
 ]

@@ -8,26 +8,20 @@ from typing import Any
 
 import msgspec
 
+from registry.tool_formats.call_ids import short_id
+from registry.tool_formats.manners import CallManners
+from registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
+DEFAULT_MANNERS = CallManners()
+
 _INTRODUCTION = (
     "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
     "for, and the JSON Schema of its arguments.\n<tools>\n{tools}\n</tools>\n"
 )
-_INSTRUCTIONS = {
-    ToolFormat.HERMES: (
-        "To call a tool, write its name and arguments as JSON between tags, one pair of tags for "
-        'each call:\n<tool_call>\n{"name": <name>, "arguments": <object of arguments>}\n'
-        "</tool_call>\n"
-    ),
-    ToolFormat.LLAMA3: (
-        "To call a tool, answer with nothing but its name and arguments as JSON, with a semicolon "
-        'between several calls:\n{"name": <name>, "parameters": <object of arguments>}\n'
-    ),
-}
 _CONCLUSION = (
     "The results come between <tool_response> and </tool_response>. Answer without a call when no "
     "tool is needed."
@@ -41,19 +35,27 @@ def tool_as_dict(tool: ToolDefinition) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def messages_as_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def messages_as_dicts(
+    messages: Sequence[ChatMessage], manners: CallManners = DEFAULT_MANNERS
+) -> list[dict[str, Any]]:
     """A conversation in OpenAI's shape, but with the arguments of calls as objects if they are
-    JSON: templates write them as JSON themselves. Results have the name of the tool called."""
+    JSON and ``manners`` do not say otherwise: most templates write them as JSON themselves. Results
+    have the name of the tool called."""
     names: dict[str, str] = {}
     turns = []
     for message in messages:
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         name = message.name
         if message.tool_calls:
-            turn["tool_calls"] = [_call_as_dict(call) for call in message.tool_calls]
+            if manners.apart and message.content:
+                turns.append(turn)
+                turn = {"role": message.role, "content": ""}
+            if manners.without_content:
+                turn["content"] = turn["content"] or None
+            turn["tool_calls"] = [_call_as_dict(call, manners) for call in message.tool_calls]
             names |= {call.id: call.name for call in message.tool_calls}
         if message.tool_call_id is not None:
-            turn["tool_call_id"] = message.tool_call_id
+            turn["tool_call_id"] = _id_for(message.tool_call_id, manners)
             name = name or names.get(message.tool_call_id)
         if name is not None:
             turn["name"] = name
@@ -117,7 +119,7 @@ def in_plain_text(
 def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> str:
     lines = (json.dumps(tool_as_dict(tool)["function"], ensure_ascii=False) for tool in tools)
     described = _INTRODUCTION.replace("{tools}", "\n".join(lines))
-    return described + _INSTRUCTIONS[tool_format] + _CONCLUSION
+    return described + INSTRUCTIONS[tool_format] + _CONCLUSION
 
 
 def _turns_in_plain_text(
@@ -132,7 +134,7 @@ def _turns_in_plain_text(
         if message.role == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
         elif message.tool_calls:
-            calls = _calls_as_text(message.tool_calls, tool_format)
+            calls = calls_as_text(message.tool_calls, tool_format)
             text = f"{text}\n{calls}" if text else calls
         if were_results and message.role in ("tool", "user"):
             turns[-1] = _with_text(turns[-1], f"{turns[-1].content}\n{text}")
@@ -144,30 +146,15 @@ def _turns_in_plain_text(
     return turns
 
 
-def _calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> str:
-    if tool_format is ToolFormat.LLAMA3:
-        return "; ".join(
-            f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls
-        )
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
-        for call in calls
-    )
-
-
 def _with_text(message: ChatMessage, text: str) -> ChatMessage:
     return msgspec.structs.replace(message, content=text)
 
 
-def _call_as_dict(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _parsed(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+def _call_as_dict(call: ToolCall, manners: CallManners) -> dict[str, Any]:
+    arguments = call.arguments if manners.arguments_as_text else arguments_of(call)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": _id_for(call.id, manners), "type": "function", "function": function}
 
 
-def _parsed(arguments: str) -> Any:
-    """The object that arguments are the JSON of; the text itself if there is none."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+def _id_for(call_id: str, manners: CallManners) -> str:
+    return short_id(call_id) if manners.short_ids else call_id

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from registry.tool_formats.bracket_scanner import CALLS_TAG
+from registry.tool_formats.grammar_rules import STYLE, literal, rules_of_call
 from schemas.errors import ParameterError
 from schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 MAX_PARALLEL_CALLS = 16
 
-# As Python's json writes, which is what models have seen.
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where a schema says somewhere else what an object has, it is left open.
-_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
 
-# What a completion is: calls, and instead of them an answer of another form, if there may be one.
-_HERMES_FORCED = r"""
-start: call{others}{or_answer}
-call: "<tool_call>" rest
-rest: "\n" one "\n</tool_call>"
-"""
-_LLAMA3_FORCED = r"""
-start: calls{or_answer}
-calls: one{others}
-"""
-# Content and calls. The lexer takes `tag` as soon as it is there: no tag is ever a part of TEXT.
-_HERMES_FREE = r"""
-start: {start}
-tag[lazy]: TEXT "<tool_call>"
-TEXT: /(.|\n)*/
-rest: "\n" one "\n</tool_call>"
-"""
-_LLAMA3_FREE = r"""
-start: (calls | TEXT)?
-calls: one{others}
-TEXT: /[ \t\r\n]*[^{{ \t\r\n](.|\n)*/
-"""
+class _Layout(NamedTuple):
+    """What stands around calls, in the language of grammars: ``before`` the first, as ``joint``
+    between two, and ``after`` the last. All follow one ``tag``, or ``each`` has its own with what
+    is around it; without one the whole completion is calls, and ``first`` is what no other begins
+    with."""
+
+    before: str = ""
+    joint: str = ""
+    after: str = ""
+    tag: str = ""
+    each: bool = False
+    first: str = ""
+
+
+_LAYOUTS = {
+    ToolFormat.HERMES: _Layout(
+        r'"\n"', r'"\n"', r'"\n</tool_call>"', tag='"<tool_call>"', each=True
+    ),
+    ToolFormat.LLAMA3: _Layout(joint='"; "', first="{"),
+    ToolFormat.PYTHONIC: _Layout('"["', '", "', '"]"', first=r"\["),
+    ToolFormat.MISTRAL: _Layout('" "? "["', '", "', '"]"', tag=literal(CALLS_TAG)),
+    ToolFormat.MISTRAL_V11: _Layout(tag=literal(CALLS_TAG), each=True),
+}
 
 
 def call_grammar(
@@ -61,13 +60,14 @@ def call_grammar(
     """
     if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
         return answer
+    layout = _LAYOUTS[tool_format]
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
-            frame = _calls_only(tool_format, parallel, " | answer")
+            frame = _calls_only(layout, parallel, " | answer")
             return _grammar([frame, _answer(answer)], tool_format, tools)
         if parallel and not any(tool.strict for tool in tools):
             return None
-        return _grammar([_free(tool_format, parallel)], tool_format, tools)
+        return _grammar([_free(layout, parallel)], tool_format, tools)
     if choice.mode is ToolMode.NAMED:
         tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
@@ -77,27 +77,37 @@ def call_grammar(
             if choice.mode is ToolMode.NAMED
             else f"tool_choice {choice.mode} needs tools to choose from.",
         )
-    return _grammar([_calls_only(tool_format, parallel, "")], tool_format, tools)
+    return _grammar([_calls_only(layout, parallel, "")], tool_format, tools)
 
 
-def may_be_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema of an object leaves open if there are further properties, and speaks of none
-    anywhere but under ``properties``."""
-    return "additionalProperties" not in schema and _ELSEWHERE.isdisjoint(schema)
+def _calls_only(layout: _Layout, parallel: bool, or_answer: str) -> str:
+    """What a completion is: calls, and instead of them an answer of another form, if there may be
+    one."""
+    if layout.each:
+        others = _others(f"{layout.joint} call", parallel)
+        return (
+            f"start: call{others}{or_answer}\n"
+            f"call: {layout.tag} rest\n"
+            f"rest: {layout.before} one {layout.after}"
+        )
+    return f"start: calls{or_answer}\ncalls: {layout.tag} {_list(layout, parallel)}"
 
 
-def _calls_only(tool_format: ToolFormat, parallel: bool, or_answer: str) -> str:
-    if tool_format is ToolFormat.LLAMA3:
-        others = _others('"; " one', parallel)
-        return _LLAMA3_FORCED.format(others=others, or_answer=or_answer)
-    others = _others(r'"\n" call', parallel)
-    return _HERMES_FORCED.format(others=others, or_answer=or_answer)
+def _free(layout: _Layout, parallel: bool) -> str:
+    """Content and calls. The lexer takes ``tag`` as soon as it is there: no tag is ever a part of
+    TEXT."""
+    if not layout.tag:
+        return (
+            f"start: (calls | TEXT)?\ncalls: {_list(layout, parallel)}\n"
+            rf"TEXT: /[ \t\r\n]*[^{layout.first} \t\r\n](.|\n)*/"
+        )
+    start = "(tag rest)* TEXT" if layout.each and parallel else "TEXT | tag rest"
+    rest = f"{layout.before} one {layout.after}" if layout.each else _list(layout, parallel)
+    return f"start: {start}\ntag[lazy]: TEXT {layout.tag}\nTEXT: /(.|\\n)*/\nrest: {rest}"
 
 
-def _free(tool_format: ToolFormat, parallel: bool) -> str:
-    if tool_format is ToolFormat.LLAMA3:
-        return _LLAMA3_FREE.format(others=_others('"; " one', parallel))
-    return _HERMES_FREE.format(start="(tag rest)* TEXT" if parallel else "TEXT | tag rest")
+def _list(layout: _Layout, parallel: bool) -> str:
+    return f"{layout.before} one{_others(f'{layout.joint} one', parallel)} {layout.after}"
 
 
 def _others(another: str, parallel: bool) -> str:
@@ -124,20 +134,15 @@ def _answer(answer: Grammar) -> str:
             raise ParameterError(
                 "response_format", f"{SCHEMA_SETTINGS} of the schema must be an object."
             )
-        style = {} if "whitespace_pattern" in settings else _STYLE
+        style = {} if "whitespace_pattern" in settings else STYLE
         schema = schema | {SCHEMA_SETTINGS: style | settings}
     return f"answer: %json {json.dumps(schema)}"
 
 
 def _grammar(rules: list[str], tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
-    key = "arguments" if tool_format is ToolFormat.HERMES else "parameters"
     lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        # In the pieces of JSON, so that it may begin as another answer in JSON does.
-        pieces = ("{", '"name"', ": ", f'"{tool.name}"', ", ", f'"{key}"', ": ")
-        opening = " ".join(json.dumps(piece) for piece in pieces)
-        lines.append(f'one_{i}: {opening} arguments_{i} "}}"')
-        lines.append(f"arguments_{i}: %json {json.dumps(_schema(tool))}")
+        lines += rules_of_call(tool_format, tool, i)
     text = "\n".join(line.strip() for line in lines) + "\n"
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ParameterError(
@@ -146,18 +151,3 @@ def _grammar(rules: list[str], tool_format: ToolFormat, tools: Sequence[ToolDefi
             f"of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
         )
     return Grammar(kind=GrammarKind.EBNF, text=text)
-
-
-def _schema(tool: ToolDefinition) -> dict[str, Any]:
-    """The schema of a tool's arguments, with how they are to be written."""
-    schema = dict(tool.parameters or {})
-    kind = schema.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise ParameterError(
-            "tools", f"The parameters of the tool {tool.name} must be a schema of type object."
-        )
-    schema["type"] = "object"
-    if may_be_closed(schema):
-        schema["additionalProperties"] = False
-    schema[SCHEMA_SETTINGS] = _STYLE | {"coerce_one_of": True, "lenient": not tool.strict}
-    return schema

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from registry.tool_formats.call_scanner import BLANKS, CallScanner, Status, start_of_partial
 from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+from registry.tool_formats.scanner import BLANKS, Status, start_of_partial
+from registry.tool_formats.syntax import SYNTAXES
 from schemas.tools import ToolFormat
-
-_OPENING_TAG = "<tool_call>"
-_CLOSING_TAG = "</tool_call>"
-_CODE_TAG = "<|python_tag|>"
-_BLANK_GAP = re.compile(r"[ \t\n\r]*")
-_FIRST_GAP = re.compile(r"(?:[ \t\n\r]|<\|python_tag\|>)*")
-_LATER_GAP = re.compile(r"(?:[ \t\n\r;]|<\|python_tag\|>)*")
 
 
 class ToolCallParser:
@@ -34,21 +27,24 @@ class ToolCallParser:
     ) -> None:
         self._new_id = new_id
         self._must_call = must_call
-        self._is_hermes = tool_format is ToolFormat.HERMES
+        self._syntax = SYNTAXES[tool_format]
+        self._opening = self._syntax.opening
         self._step: Callable[[str, list[Piece]], str] = (
-            self._content if self._is_hermes else self._between
+            self._content if self._opening else self._between
         )
-        self._scanner = CallScanner("")
+        self._scanner = self._syntax.scanner(True)
         self._candidate: list[str] = []
         self._held = ""
         self._after_call = False
-        self._plain = self._is_hermes
+        self._plain = bool(self._opening)
         self.num_calls = 0
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now that ``text`` has come."""
-        if self._plain and (("<" not in text and text[-1:] > " ") if self._is_hermes else text):
-            return [ContentPiece(text)]
+        if self._plain and text:
+            opening = self._opening
+            if not opening or (opening[0] not in text and text[-1] > " "):
+                return [ContentPiece(text)]
         pieces: list[Piece] = []
         while text:
             text = self._step(text, pieces)
@@ -62,22 +58,27 @@ class ToolCallParser:
             self._take_arguments(pieces)
         elif not self._must_call:
             if self._step == self._in_call:
-                _say(pieces, "".join(self._candidate))
+                # Behind a call, or a marker, what is cut off is a call.
+                if not (self.num_calls or self._syntax.marker):
+                    _say(pieces, "".join(self._candidate))
             elif self._step == self._content or self.num_calls == 0:
                 _say(pieces, self._held)
         self._held = ""
         return pieces
 
     def _content(self, text: str, pieces: list[Piece]) -> str:
-        if not self._is_hermes:
+        if not self._opening:
+            if self._after_call:
+                text = text.lstrip(BLANKS)
+                self._after_call = not text
             _say(pieces, text)
             return ""
         return self._content_from(self._held + text, 0, pieces)
 
     def _content_from(self, data: str, unread: int, pieces: list[Piece]) -> str:
         """Say the content up to the next tag, which is not looked for before ``unread``."""
-        found = data.find(_OPENING_TAG, unread)
-        end = found if found >= 0 else unread + start_of_partial(data[unread:], _OPENING_TAG)
+        found = data.find(self._opening, unread)
+        end = found if found >= 0 else unread + start_of_partial(data[unread:], self._opening)
         content = data[:end].rstrip(BLANKS)
         blanks = data[len(content) : end]
         if self._after_call:
@@ -89,8 +90,8 @@ class ToolCallParser:
         _say(pieces, content)
         if found >= 0:
             self._plain = False
-            self._begin_call(blanks + _OPENING_TAG)
-            return data[found + len(_OPENING_TAG) :]
+            self._begin_call(blanks + self._opening)
+            return data[found + len(self._opening) :]
         self._held = blanks + data[end:]
         self._plain = not self._held and not self._after_call
         return ""
@@ -98,7 +99,7 @@ class ToolCallParser:
     def _begin_call(self, prelude: str) -> None:
         self._held = ""
         self._candidate = [prelude]
-        self._scanner = CallScanner(_CLOSING_TAG if self._is_hermes else "")
+        self._scanner = self._syntax.scanner(self.num_calls == 0)
         self._step = self._in_call
 
     def _in_call(self, text: str, pieces: list[Piece]) -> str:
@@ -129,23 +130,22 @@ class ToolCallParser:
 
     def _between(self, text: str, pieces: list[Piece]) -> str:
         """Before the first call of a text that may be all calls, or just after a call."""
+        syntax = self._syntax
         data = self._held + text
-        pattern = _BLANK_GAP if self._is_hermes else _LATER_GAP if self.num_calls else _FIRST_GAP
-        found = pattern.match(data)
+        found = (syntax.gap if self.num_calls else syntax.first_gap).match(data)
         assert found is not None
         gap, rest = found.group(), data[found.end() :]
-        tag = _CLOSING_TAG if self._is_hermes else _CODE_TAG
-        if rest != tag and tag.startswith(rest):
+        if not rest or any(rest != tag and tag.startswith(rest) for tag in syntax.tags):
             self._held = data
             return ""
         self._held = ""
-        if self._is_hermes and rest.startswith(tag):
-            self._step = self._content
-            self._after_call = True
-            return rest[len(tag) :]
         if self.num_calls:
-            gap = gap.lstrip(BLANKS)
-        if rest[0] == "{":
+            if syntax.closing and rest.startswith(syntax.closing):
+                self._step = self._content
+                self._after_call = True
+                return rest[len(syntax.closing) :]
+            gap = gap.lstrip(BLANKS) if syntax.shows_gap else ""
+        if syntax.begins.match(rest):
             self._begin_call(gap)
             return rest
         return self._refuse(gap, rest, pieces)
@@ -153,7 +153,7 @@ class ToolCallParser:
     def _refuse(self, text: str, rest: str, pieces: list[Piece]) -> str:
         """``text`` is no call after all, and ``rest`` follows it."""
         self._step = self._content
-        if self._is_hermes:
+        if self._opening:
             return self._content_from(text + rest, len(text), pieces)
         self._plain = True
         _say(pieces, text + rest)

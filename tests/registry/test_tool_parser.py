@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ToolCallParser
-from schemas.tools import ToolFormat
+from registry.tool_formats.written import calls_as_text
+from schemas.tools import ToolCall, ToolFormat
 
 HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3
 
@@ -42,8 +43,25 @@ BITS = (
     "你",
     '"id": "<tool_call>' + "x" * 300,
     "n" * 70,
+    "[TOOL_CALLS]",
+    "[TOOL_",
+    "[ARGS]",
+    "[CALL_ID]",
+    "abcDEF123",
+    "f",
+    "[",
+    "(",
+    ")",
+    "a=",
+    "'",
+    "\\u00e",
+    "-1.5",
+    "True",
+    "[f(a=1, b='x\\'\"', c=[None, {'d': (1,)}])]",
 )
 texts = st.one_of(st.lists(st.sampled_from(BITS), max_size=14).map("".join), st.text(max_size=30))
+# A text without these has no calls.
+SIGNS = ("name", "[TOOL_CALLS]", "a=", "()")
 formats = st.sampled_from(list(ToolFormat))
 
 
@@ -77,9 +95,9 @@ class Read:
         return repr(vars(self))
 
 
-def parser(tool_format: ToolFormat) -> ToolCallParser:
+def parser(tool_format: ToolFormat, *, must_call: bool = False) -> ToolCallParser:
     numbers = itertools.count()
-    return ToolCallParser(tool_format, lambda: f"call-{next(numbers)}")
+    return ToolCallParser(tool_format, lambda: f"call-{next(numbers)}", must_call=must_call)
 
 
 def read(tool_format: ToolFormat, *chunks: str, finish: bool = True) -> Read:
@@ -205,7 +223,7 @@ def test_what_has_come_out_is_never_taken_back(tool_format: ToolFormat, text: st
             assert late[1].startswith(early[1])
 
 
-@given(formats, texts.filter(lambda text: "name" not in text))
+@given(formats, texts.filter(lambda text: not any(sign in text for sign in SIGNS)))
 def test_a_text_without_calls_comes_out_as_it_is(tool_format: ToolFormat, text: str) -> None:
     assert read(tool_format, *text).content == text
 
@@ -217,35 +235,45 @@ json_values = st.recursive(
     ),
     max_leaves=6,
 )
-calls_made = st.lists(
-    st.tuples(
-        st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
-        st.dictionaries(st.text(max_size=8), json_values, max_size=3),
-    ),
-    min_size=1,
-    max_size=4,
-)
-contents = st.sampled_from(["", "Let me see.", "a <b> c", "<tool_cal"])
+keys = st.text(max_size=8)
+keywords = st.from_regex(r"\w[\w-]{0,7}", fullmatch=True)
+KEYS = {ToolFormat.PYTHONIC: keywords}
+contents = st.sampled_from(["", "Let me see.", "a <b> c", "<tool_cal", "[TOOL"])
 
 
-@given(formats, calls_made, contents, st.booleans())
+@given(formats, st.data(), contents, st.booleans())
 def test_calls_come_back_as_they_were_made(
-    tool_format: ToolFormat,
-    made: list[tuple[str, dict[str, object]]],
-    content: str,
-    ascii_only: bool,
+    tool_format: ToolFormat, data: st.DataObject, content: str, ascii_only: bool
 ) -> None:
+    names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+    objects = st.dictionaries(KEYS.get(tool_format, keys), json_values, max_size=3)
+    made = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=4))
     written = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value in made]
-    if tool_format is HERMES:
-        text = "\n".join([content, *(call(name, arguments) for name, arguments in written)])
-    else:
+    text = calls_as_text(
+        [ToolCall(id="", name=name, arguments=arguments) for name, arguments in written],
+        tool_format,
+    )
+    if tool_format in (ToolFormat.LLAMA3, ToolFormat.PYTHONIC):
         content = ""
-        text = "; ".join(
-            f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in written
-        )
+    else:
+        text = f"{content}\n{text}"
     told = read(tool_format, *text)
     assert told.content == content
-    assert told.calls == [list(one) for one in written]
+    assert [(name, json.loads(arguments)) for name, arguments in told.calls] == made
+    if tool_format not in KEYS:
+        assert told.calls == [list(one) for one in written]
+
+
+@given(formats, st.data())
+def test_calls_that_are_cut_off_leak_nothing(tool_format: ToolFormat, data: st.DataObject) -> None:
+    arguments = json.dumps({"a": data.draw(json_values), "b": "<x>[y](z)"})
+    calls = [ToolCall(id="", name="f-1", arguments=arguments)] * 2
+    text = calls_as_text(calls, tool_format)
+    end = data.draw(st.integers(0, len(text)))
+    reader = parser(tool_format, must_call=True)
+    told = Read([*reader.push(text[:end]), *reader.finish()])
+    assert told.content == ""
+    assert {name for name, _ in told.calls} <= {"f-1"}
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -301,8 +301,8 @@ def test_the_catalogue_says_the_format(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text("models:\n  m:\n    source: ./m\n    tool_format: llama3\n")
     assert load_catalogue(str(file)).get("m").tool_format is ToolFormat.LLAMA3
-    file.write_text("models:\n  m:\n    source: ./m\n    tool_format: pythonic\n")
-    with pytest.raises(ConfigError, match=r"model m: Invalid enum value 'pythonic'"):
+    file.write_text("models:\n  m:\n    source: ./m\n    tool_format: cobol\n")
+    with pytest.raises(ConfigError, match=r"model m: Invalid enum value 'cobol'"):
         load_catalogue(str(file))
 
 

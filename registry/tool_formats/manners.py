@@ -1,0 +1,52 @@
+"""How a chat template wants earlier calls told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_ID = "probe0001"
+_NAME, _KEY, _VALUE = "probe_call", "probe_key", "probe_value"
+_TEXT = "probe text"
+_TOLD_WRONG = (f"'{_KEY}'", f'\\"{_KEY}')
+
+
+class CallManners(NamedTuple):
+    """``arguments_as_text``: as JSON, and not as the object that templates make JSON of.
+    ``without_content``: None where there is no text beside calls. ``apart``: text and calls are
+    messages of their own. ``short_ids``: of nine letters and digits."""
+
+    arguments_as_text: bool = False
+    without_content: bool = False
+    apart: bool = False
+    short_ids: bool = False
+
+
+def manners_of(render: Callable[[list[dict[str, Any]]], str]) -> CallManners:
+    """Tried out on a template: ``render`` gives the prompt of a conversation, nothing if it is
+    refused. Of the ways that show a call, its argument as JSON or one by one, that which shows
+    least beside them."""
+    ways = itertools.starmap(CallManners, itertools.product((False, True), repeat=2))
+    shown = [(len(text), way) for way in ways if _shows_call(text := render(_probe(way, "")))]
+    if not shown:
+        return CallManners()
+    _, best = min(shown, key=lambda one: one[0])
+    return best._replace(apart=not _shows_call(render(_probe(best, _TEXT))))
+
+
+def _probe(way: CallManners, text: str) -> list[dict[str, Any]]:
+    arguments: Any = f'{{"{_KEY}": "{_VALUE}"}}' if way.arguments_as_text else {_KEY: _VALUE}
+    content = text or (None if way.without_content else "")
+    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return [
+        {"role": "user", "content": _TEXT},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": _TEXT, "tool_call_id": _ID, "name": _NAME},
+    ]
+
+
+def _shows_call(text: str) -> bool:
+    return all(part in text for part in (_NAME, _KEY, _VALUE)) and not any(
+        wrong in text for wrong in _TOLD_WRONG
+    )

@@ -1,0 +1,155 @@
+"""Python's literals as JSON, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_TOKEN = re.compile(
+    r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+    r"|(?P<word>[A-Za-z0-9_.+-]+)|(?P<mark>[\[\](){},:])|[ \t\n\r]+|(?P<strange>.)",
+    re.DOTALL,
+)
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_AS_LISTS = {"(": "[", ")": "]"}
+
+_PLAIN = re.compile(r"""[^"'\\\x00-\x1f\x7f]*""")
+_ESCAPED = {character: f"\\{character}" for character in '"\\/bfnrt'} | {
+    "'": "'",
+    "a": "\\u0007",
+    "v": "\\u000b",
+    "\n": "",
+}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class StringReader:
+    """The inside of a string that begins with ``quote``, as JSON writes it, as it comes.
+
+    ``ended`` is set by the quote that ends it. What an escape stands for comes when it is whole;
+    backslashes that escape nothing stand for themselves.
+    """
+
+    def __init__(self, quote: str) -> None:
+        self.ended = False
+        self._quote = quote
+        self._escape = ""
+
+    def feed(self, text: str, at: int, made: list[str]) -> int:
+        """Go on by ``text`` from ``at``; where the string ends in it, or its length."""
+        while at < len(text) and not self.ended:
+            if self._escape:
+                at += self._read_escape(text[at], made)
+                continue
+            found = _PLAIN.match(text, at)
+            assert found is not None
+            made.append(found.group())
+            at = found.end()
+            if at < len(text):
+                self._read_special(text[at], made)
+                at += 1
+        return at
+
+    def _read_special(self, character: str, made: list[str]) -> None:
+        if character == self._quote:
+            self.ended = True
+        elif character == "\\":
+            self._escape = character
+        else:
+            made.append(_within_string(character))
+
+    def _read_escape(self, character: str, made: list[str]) -> int:
+        """Go on with an escape; whether the character belongs to it."""
+        escape = self._escape
+        if len(escape) == 1:
+            if character in _HEX_DIGITS:
+                self._escape += character
+                return 1
+            self._escape = ""
+            made.append(_ESCAPED.get(character, "\\\\"))
+            return character in _ESCAPED
+        if character not in "0123456789abcdefABCDEF":
+            self._escape = ""
+            made.append("\\" + escape)
+            return 0
+        escape += character
+        is_whole = len(escape) == 2 + _HEX_DIGITS[escape[1]]
+        self._escape = "" if is_whole else escape
+        if is_whole:
+            made.append(_character_of(escape))
+        return 1
+
+
+def as_json(literal: str) -> str:
+    """A literal of Python or of JSON as JSON; as a string if it is neither."""
+    text = "".join(_tokens_as_json(literal))
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(literal, ensure_ascii=False)
+    return text
+
+
+def as_literal(value: Any) -> str:
+    """A value that JSON can hold as Python writes it, with strings as JSON writes them."""
+    if isinstance(value, dict):
+        items = (f"{as_literal(key)}: {as_literal(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_literal(inner) for inner in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def _tokens_as_json(literal: str) -> Iterator[str]:
+    """Pieces that make no JSON together where ``literal`` is none."""
+    comma = ""
+    for token in _TOKEN.finditer(literal):
+        text = token.group()
+        match token.lastgroup:
+            case None:
+                continue
+            case "mark" if text == ",":
+                yield comma
+                comma = ", "
+                continue
+            case "mark":
+                # A comma may stand before what closes a list.
+                yield ("" if text in ")]}" else comma) + _AS_LISTS.get(text, text)
+                if text == ":":
+                    yield " "
+            case "word":
+                known = _NUMBER.fullmatch(text) or text in ("true", "false", "null")
+                yield comma + (text if known else _CONSTANTS.get(text, "?"))
+            case "string":
+                yield comma + _string_as_json(text)
+            case _:
+                yield "?"
+        comma = ""
+
+
+def _string_as_json(literal: str) -> str:
+    made: list[str] = []
+    StringReader(literal[0]).feed(literal, 1, made)
+    return '"' + "".join(made) + '"'
+
+
+def _character_of(escape: str) -> str:
+    code = int(escape[len(r"\x") :], base=16)
+    if escape[1] == "U":
+        return _within_string(chr(code)) if code <= 0x10FFFF else "\\" + escape
+    return f"\\u{code:04x}"
+
+
+def _within_string(character: str) -> str:
+    if 0xD800 <= ord(character) <= 0xDFFF:
+        return f"\\u{ord(character):04x}"
+    return json.dumps(character, ensure_ascii=False)[1:-1]
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)

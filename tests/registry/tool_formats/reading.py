@@ -1,0 +1,32 @@
+"""What the parser makes of a text."""
+
+from __future__ import annotations
+
+import itertools
+
+from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, ToolCallParser
+from schemas.tools import ToolFormat
+
+
+def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Content, and names and arguments of calls; the same whether the text comes whole or in
+    single characters."""
+    whole, cut = _read(tool_format, [text]), _read(tool_format, list(text))
+    assert whole == cut
+    return whole
+
+
+def _read(tool_format: ToolFormat, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    numbers = itertools.count()
+    parser = ToolCallParser(tool_format, lambda: str(next(numbers)))
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+    content, calls = "", list[tuple[str, str]]()
+    for piece in [*pieces, *parser.finish()]:
+        match piece:
+            case ContentPiece(text):
+                content += text
+            case CallPiece(_, _, name):
+                calls.append((name, ""))
+            case ArgumentsPiece(_, text):
+                calls[-1] = calls[-1][0], calls[-1][1] + text
+    return content, calls
