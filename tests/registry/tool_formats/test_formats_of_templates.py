@@ -1,0 +1,125 @@
+"""The format that a template shows, and earlier calls told through it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from registry.chat_template import ChatTemplate
+from registry.tool_formats.call_ids import new_call_id, short_id
+from registry.tool_formats.manners import CallManners, manners_of
+from registry.tool_formats.written import calls_as_text
+from schemas.jobs import ChatMessage
+from schemas.tools import ToolFormat
+from tests.registry.tool_formats import templates
+from tests.registry.tool_formats.reading import read
+from tests.registry.tool_formats.templates import ASKED, CALLED, CHAT, NOW, WEATHER, template
+
+SOURCES = {
+    ToolFormat.MISTRAL: templates.MISTRAL,
+    ToolFormat.MISTRAL_V11: templates.MISTRAL_V11,
+    ToolFormat.PYTHONIC: templates.PYTHONIC,
+}
+each = pytest.mark.parametrize(("shown", "source"), SOURCES.items(), ids=list(SOURCES))
+
+
+@each
+def test_the_format_is_as_the_template_shows(shown: ToolFormat, source: str) -> None:
+    assert template(source).tool_format is shown
+    assert ChatTemplate(source, {}, tool_format=ToolFormat.HERMES).tool_format is ToolFormat.HERMES
+
+
+@each
+def test_the_template_is_given_tools(shown: ToolFormat, source: str) -> None:
+    text = template(source).render([ASKED], [WEATHER, NOW])
+    assert "You have tools." not in text
+    assert '"weather"' in text
+
+
+@each
+def test_what_the_template_tells_of_calls_reads_as_these(shown: ToolFormat, source: str) -> None:
+    without = template(source).render([ASKED], add_generation_prompt=False)
+    text = template(source).render([ASKED, CALLED], add_generation_prompt=False)
+    turn = text.removeprefix(without).removeprefix("<|assistant|>")
+    content, calls = read(shown, turn.removesuffix("</s>").removesuffix("<|eot|>"))
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("weather", {"city": "Łódź", "days": 2}),
+        ("now", {}),
+    ]
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_what_a_model_is_told_to_write_is_what_is_read(tool_format: ToolFormat) -> None:
+    source = "{{ (messages | selectattr('role', 'equalto', 'assistant') | first).content }}"
+    text = ChatTemplate(source, {}, tool_format=tool_format).render([ASKED, CALLED], [NOW])
+    assert text == calls_as_text(CALLED.tool_calls, tool_format)
+    content, calls = read(tool_format, text)
+    assert (content, [name for name, _ in calls]) == ("", ["weather", "now"])
+
+
+def test_mistral_s_ids_have_nine_characters() -> None:
+    text = template(templates.MISTRAL).render(CHAT, [WEATHER])
+    short = short_id("call_0123456789")
+    assert len(short) == 9
+    assert text == (
+        "<s>[AVAILABLE_TOOLS] "
+        + text.split("[AVAILABLE_TOOLS] ")[1].split("[/AVAILABLE_TOOLS]")[0]
+        + "[/AVAILABLE_TOOLS][INST] How is it?[/INST]"
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Łódź", "days": 2}, '
+        f'"id": "{short}"}}, {{"name": "now", "arguments": {{}}, "id": "abcDEF123"}}]</s>'
+        f'[TOOL_RESULTS] {{"content": rain, "call_id": "{short}"}}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS] {"content": noon, "call_id": "abcDEF123"}[/TOOL_RESULTS]'
+    )
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.MISTRAL, ToolFormat.MISTRAL_V11])
+def test_ids_that_are_made_for_mistral(tool_format: ToolFormat) -> None:
+    ids = [new_call_id(tool_format, f"request/{i}") for i in range(50)]
+    assert len(set(ids)) == 50
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    assert [short_id(one) for one in ids] == ids
+    assert new_call_id(ToolFormat.HERMES, "request/0").startswith("call_")
+
+
+def test_results_through_mistral_v11() -> None:
+    text = template(templates.MISTRAL_V11).render([*CHAT, ChatMessage("assistant", "Wet.")])
+    assert text == (
+        "<s>[INST]How is it?[/INST]"
+        '[TOOL_CALLS]weather[ARGS]{"city": "Łódź", "days": 2}[TOOL_CALLS]now[ARGS]{}</s>'
+        "[TOOL_RESULTS]rain[/TOOL_RESULTS][TOOL_RESULTS]noon[/TOOL_RESULTS]Wet.</s>"
+    )
+
+
+def test_results_through_a_pythonic_template() -> None:
+    text = template(templates.PYTHONIC).render(CHAT)
+    assert text == (
+        "<s><|user|>How is it?<|eot|>"
+        '<|assistant|>[weather(city="Łódź", days=2), now()]<|eot|>'
+        '<|ipython|>{"output": "rain"}<|eot|><|ipython|>{"output": "noon"}<|eot|><|assistant|>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "manners"),
+    [
+        ("{{ c.function | tojson }}", CallManners()),
+        ("{{ c.function.name + c.function.arguments }}", CallManners(arguments_as_text=True)),
+        ("{{ c.function.name }}{{ c.function.arguments }}", CallManners(arguments_as_text=True)),
+        (
+            "{% if m.content is none %}{{ c.function | tojson }}{% endif %}",
+            CallManners(without_content=True, apart=True),
+        ),
+        (
+            "{{ c.function | tojson }}{% if m.content is not none %}<|assistant|>{% endif %}",
+            CallManners(without_content=True),
+        ),
+        ("{{ c.nothing }}", CallManners()),
+        ("{{ raise_exception('no') }}", CallManners()),
+    ],
+)
+def test_how_a_template_wants_calls_told(source: str, manners: CallManners) -> None:
+    loops = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls %}"
+    made = ChatTemplate("{{ tools }}<tool_call>" + loops + source + "{% endfor %}{% endfor %}", {})
+    assert manners_of(made._rendered_or_nothing) == manners
