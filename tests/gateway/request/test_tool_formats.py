@@ -1,0 +1,132 @@
+"""Calls in each format that models write, as clients get them: whole, streamed and as items.
+
+The model says what it was told last, so that a test can have it say anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.models import Models
+from registry.tool_formats.call_ids import WITH_SHORT_IDS
+from registry.tool_formats.written import calls_as_text
+from schemas.openai import ModelCard
+from schemas.tools import ToolCall, ToolFormat
+from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "number": {"type": "integer"}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("first-1", "second")
+]
+MADE = [
+    ("first-1", {"text": 'Łódź, "<it>" [is](so)\n', "number": 7}),
+    ("second", {}),
+    ("first-1", {"number": -1}),
+]
+CALLS = [ToolCall(id="", name=name, arguments=json.dumps(value)) for name, value in MADE]
+# The whole answer is calls in these.
+WITHOUT_CONTENT = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC)
+
+
+@pytest.fixture(params=list(ToolFormat))
+def tool_format(request: pytest.FixtureRequest) -> ToolFormat:
+    chosen: ToolFormat = request.param
+    return chosen
+
+
+@pytest.fixture
+async def front(tool_format: ToolFormat) -> AsyncIterator[RunningGateway]:
+    model = ByteModel()
+    model.tool_format = tool_format
+    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
+    async with running_gateway(models=Models({MODEL: card}, lambda _name: model)) as running:
+        yield running
+
+
+@pytest.fixture
+def content(tool_format: ToolFormat) -> str:
+    return "" if tool_format in WITHOUT_CONTENT else "I look."
+
+
+@pytest.fixture
+def asked(tool_format: ToolFormat, content: str) -> dict[str, Any]:
+    text = calls_as_text(CALLS, tool_format)
+    messages = [{"role": "user", "content": f"{content}\n{text}" if content else text}]
+    return {"model": MODEL, "messages": messages, "tools": TOOLS}
+
+
+async def test_a_whole_answer(
+    client: openai.AsyncOpenAI, tool_format: ToolFormat, content: str, asked: dict[str, Any]
+) -> None:
+    answer = await client.chat.completions.create(**asked)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", content)
+    calls: list[Any] = choice.message.tool_calls or []
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == MADE
+    ids = {call.id for call in calls}
+    assert len(ids) == len(MADE)
+    if tool_format in WITH_SHORT_IDS:
+        assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+async def test_a_streamed_answer(
+    client: openai.AsyncOpenAI, content: str, asked: dict[str, Any]
+) -> None:
+    told, reason = "", None
+    calls: list[list[str]] = []
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        told += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for delta in choice.delta.tool_calls or ():
+            assert delta.function is not None
+            if delta.id is not None:
+                calls.append([delta.function.name or "", ""])
+            calls[delta.index][1] += delta.function.arguments or ""
+    assert (told, reason) == (content, "tool_calls")
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == MADE
+
+
+async def test_items_of_a_response(
+    client: openai.AsyncOpenAI, content: str, asked: dict[str, Any]
+) -> None:
+    tools: Any = [{"type": "function", "strict": False} | tool["function"] for tool in TOOLS]
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "input": asked["messages"][0]["content"],
+        "tools": tools,
+    }
+    whole = await client.responses.create(**options)
+    async with client.responses.stream(**options) as stream:
+        streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        assert response.output_text == content
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == MADE
+
+
+@pytest.mark.parametrize("max_tokens", [5, 13, 21, 34])
+async def test_a_forced_call_that_was_cut_off_is_no_content(
+    client: openai.AsyncOpenAI, tool_format: ToolFormat, max_tokens: int
+) -> None:
+    text = calls_as_text(CALLS, tool_format)
+    cut = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": text}],
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=max_tokens,
+    )
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) in (
+        ("", "length"),
+        (None, "length"),
+    )
