@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,17 @@ def write_catalogue(folder: Path, name: str, *tiers: str) -> Path:
 
 
 def write_checkpoint(
-    path: Path, *, chat_template: str | None = CHAT_TEMPLATE, **changes: Any
+    path: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    special_tokens: Sequence[str] = (),
+    **changes: Any,
 ) -> Path:
-    """A two-layer Llama in ``path`` with a byte-level tokenizer; ``changes`` go to config.json."""
+    """A two-layer Llama in ``path`` with a byte-level tokenizer that has further
+    ``special_tokens``; ``changes`` go to config.json."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level()
+    tokenizer.add_special_tokens(list(special_tokens))
     template = {} if chat_template is None else {"chat_template": chat_template}
     write_tokenizer(path, tokenizer, **template)
     config = {
