@@ -108,9 +108,10 @@ async def test_items_of_a_response(
     whole = await client.responses.create(**options)
     async with client.responses.stream(**options) as stream:
         streamed = await stream.get_final_response()
-    for response in (whole, streamed):
+    responses: list[Any] = [whole, streamed]
+    for response in responses:
         assert response.output_text == content
-        calls = [item for item in response.output if item.type == "function_call"]
+        calls: list[Any] = [item for item in response.output if item.type == "function_call"]
         assert [(call.name, json.loads(call.arguments)) for call in calls] == MADE
 
 
