@@ -20,13 +20,19 @@ class ToolFormat(StrEnum):
     ``name`` and ``parameters``, or several with ``;`` between them, maybe behind
     ``<|python_tag|>``; PYTHONIC: the answer is ``[name(key=value, …), …]``; MISTRAL:
     ``[TOOL_CALLS]`` and a list of such objects as HERMES has; MISTRAL_V11:
-    ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
+    ``[TOOL_CALLS]name[ARGS]{…}`` for each call; QWEN3_CODER and GLM45: ``<tool_call>`` around a name
+    and arguments between tags; DEEPSEEK_V3 (also R1) and DEEPSEEK_V31: a name and a JSON object
+    between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``, in a fence in the former."""
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
     PYTHONIC = "pythonic"
     MISTRAL = "mistral"
     MISTRAL_V11 = "mistral_v11"
+    QWEN3_CODER = "qwen3_coder"
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    GLM45 = "glm45"
 
 
 class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

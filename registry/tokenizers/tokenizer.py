@@ -20,13 +20,11 @@ from registry.tokenizers.token_bytes import (
     UnsupportedDecoderError,
     token_bytes,
 )
-from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, CALLS_TAG, ID_TAG
+from registry.tool_formats.syntax import TAGS
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
 
-# Special in some checkpoints; without them in the text nobody could tell calls from content.
-_CALL_TAGS = frozenset({"<tool_call>", "</tool_call>", CALLS_TAG, ID_TAG, ARGUMENTS_TAG})
 
 # So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
 _PIECE_CHARACTERS = 16_384
@@ -67,8 +65,9 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
         added = backend.get_added_tokens_decoder()
+        # Without the tags of calls in the text nobody could tell these from content.
         self.special_token_ids = frozenset(
-            i for i, token in added.items() if token.special and token.content not in _CALL_TAGS
+            i for i, token in added.items() if token.special and token.content not in TAGS
         )
 
     @classmethod

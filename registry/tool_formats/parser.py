@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from registry.tool_formats.argument_types import ArgumentTypes
 from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
 from registry.tool_formats.scanner import BLANKS, Status, start_of_partial
 from registry.tool_formats.syntax import SYNTAXES
-from schemas.tools import ToolFormat
+from schemas.tools import ToolDefinition, ToolFormat
 
 
 class ToolCallParser:
-    """Reads one completion. ``new_id`` is called once for each call, in their order.
+    """Reads one completion. ``new_id`` is called once for each call, in their order. ``tools`` say
+    what arguments are in formats that write them as plain text.
 
     Arguments are streamed as the model writes them. Blanks around calls are no content, so those
     at the end of a text are kept back until it is known what follows. What looks like a call but
@@ -23,7 +25,12 @@ class ToolCallParser:
     """
 
     def __init__(
-        self, tool_format: ToolFormat, new_id: Callable[[], str], *, must_call: bool = False
+        self,
+        tool_format: ToolFormat,
+        new_id: Callable[[], str],
+        tools: Sequence[ToolDefinition] = (),
+        *,
+        must_call: bool = False,
     ) -> None:
         self._new_id = new_id
         self._must_call = must_call
@@ -32,7 +39,8 @@ class ToolCallParser:
         self._step: Callable[[str, list[Piece]], str] = (
             self._content if self._opening else self._between
         )
-        self._scanner = self._syntax.scanner(True)
+        self._types = ArgumentTypes(tools)
+        self._scanner = self._syntax.scanner(True, self._types)
         self._candidate: list[str] = []
         self._held = ""
         self._after_call = False
@@ -99,7 +107,7 @@ class ToolCallParser:
     def _begin_call(self, prelude: str) -> None:
         self._held = ""
         self._candidate = [prelude]
-        self._scanner = self._syntax.scanner(self.num_calls == 0)
+        self._scanner = self._syntax.scanner(self.num_calls == 0, self._types)
         self._step = self._in_call
 
     def _in_call(self, text: str, pieces: list[Piece]) -> str:

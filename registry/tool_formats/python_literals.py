@@ -14,7 +14,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_AS_LISTS = {"(": "[", ")": "]"}
+_MARKS = {"(": "[", ")": "]", ":": ": "}
+_NO_JSON = "?"
 
 _PLAIN = re.compile(r"""[^"'\\\x00-\x1f\x7f]*""")
 _ESCAPED = {character: f"\\{character}" for character in '"\\/bfnrt'} | {
@@ -85,11 +86,17 @@ class StringReader:
 
 def as_json(literal: str) -> str:
     """A literal of Python or of JSON as JSON; as a string if it is neither."""
+    told = json_of(literal)
+    return json.dumps(literal, ensure_ascii=False) if told is None else told
+
+
+def json_of(literal: str) -> str | None:
+    """A literal of Python or of JSON as JSON; None if it is neither."""
     text = "".join(_tokens_as_json(literal))
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text)
     except (ValueError, RecursionError):
-        return json.dumps(literal, ensure_ascii=False)
+        return None
     return text
 
 
@@ -107,29 +114,31 @@ def as_literal(value: Any) -> str:
 
 def _tokens_as_json(literal: str) -> Iterator[str]:
     """Pieces that make no JSON together where ``literal`` is none."""
-    comma = ""
+    comma, follows_value = "", False
     for token in _TOKEN.finditer(literal):
-        text = token.group()
-        match token.lastgroup:
-            case None:
-                continue
-            case "mark" if text == ",":
-                yield comma
-                comma = ", "
-                continue
-            case "mark":
-                # A comma may stand before what closes a list.
-                yield ("" if text in ")]}" else comma) + _AS_LISTS.get(text, text)
-                if text == ":":
-                    yield " "
-            case "word":
-                known = _NUMBER.fullmatch(text) or text in ("true", "false", "null")
-                yield comma + (text if known else _CONSTANTS.get(text, "?"))
-            case "string":
-                yield comma + _string_as_json(text)
-            case _:
-                yield "?"
-        comma = ""
+        text, kind = token.group(), token.lastgroup
+        if kind is None:
+            continue
+        if text == ",":
+            yield comma
+            comma, follows_value = ", ", False
+            continue
+        if kind == "mark":
+            # A comma may stand before what closes a list.
+            yield ("" if text in ")]}" else comma) + _MARKS.get(text, text)
+        elif follows_value:
+            yield _NO_JSON
+        elif kind == "string":
+            yield comma + _string_as_json(text)
+        else:
+            yield comma + _word_as_json(text)
+        comma, follows_value = "", kind != "mark"
+
+
+def _word_as_json(word: str) -> str:
+    if _NUMBER.fullmatch(word) or word in _CONSTANTS.values():
+        return word
+    return _CONSTANTS.get(word, _NO_JSON)
 
 
 def _string_as_json(literal: str) -> str:
@@ -149,7 +158,3 @@ def _within_string(character: str) -> str:
     if 0xD800 <= ord(character) <= 0xDFFF:
         return f"\\u{ord(character):04x}"
     return json.dumps(character, ensure_ascii=False)[1:-1]
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, CALLS_TAG
+from registry.tool_formats.deepseek_scanner import JSON_FENCE, SEPARATOR
+from registry.tool_formats.xml_scanner import KEY_TAG, OPENING_TAG, PARAMETER_TAG
 from schemas.tools import ToolFormat
 
 # As templates tell a model what to write: [name(parameter=value, …)].
@@ -15,7 +17,13 @@ def format_shown(source: str) -> ToolFormat | None:
     """How a template that takes tools has them called; None: in no way that is known here."""
     if CALLS_TAG in source:
         return ToolFormat.MISTRAL_V11 if ARGUMENTS_TAG in source else ToolFormat.MISTRAL
-    if "<tool_call>" in source:
+    if SEPARATOR in source:
+        return ToolFormat.DEEPSEEK_V3 if JSON_FENCE in source else ToolFormat.DEEPSEEK_V31
+    if KEY_TAG in source:
+        return ToolFormat.GLM45
+    if PARAMETER_TAG in source:
+        return ToolFormat.QWEN3_CODER
+    if OPENING_TAG in source:
         return ToolFormat.HERMES
     if _CALL_IN_PYTHON.search(source):
         return ToolFormat.PYTHONIC

@@ -6,24 +6,61 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from registry.tool_formats.bracket_scanner import CALLS_TAG, BracketScanner
+from registry.tool_formats.argument_types import ArgumentTypes
+from registry.tool_formats.bracket_scanner import (
+    ARGUMENTS_TAG,
+    CALLS_TAG,
+    ID_TAG,
+    BracketScanner,
+)
 from registry.tool_formats.call_scanner import CallScanner
+from registry.tool_formats.deepseek_scanner import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    FENCE,
+    SEPARATOR,
+    DeepseekScanner,
+)
 from registry.tool_formats.python_scanner import PythonScanner
 from registry.tool_formats.scanner import Scanner
+from registry.tool_formats.xml_scanner import (
+    CLOSING_TAG,
+    FUNCTION_TAG,
+    KEY_END,
+    KEY_TAG,
+    OPENING_TAG,
+    VALUE_END,
+    VALUE_TAG,
+    GlmScanner,
+    QwenScanner,
+)
 from schemas.tools import ToolFormat
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _JSON_BEGINS = re.compile(r"\{")
 
 
+# What may be one token that is special in a checkpoint.
+TAGS = frozenset(
+    {
+        *(OPENING_TAG, CLOSING_TAG, KEY_TAG, KEY_END, VALUE_TAG, VALUE_END),
+        *(CALLS_TAG, ID_TAG, ARGUMENTS_TAG),
+        *(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
+    }
+)
+
+
 class Syntax(NamedTuple):
-    """``scanner`` makes one for the first call of a text or for another. Calls follow ``opening``,
+    """``scanner`` makes one for the first call of a text or for another, whose arguments are of
+    these types. Calls follow ``opening``,
     or are the whole text, behind ``first_gap``, if that is empty. Behind a call and ``gap`` comes
     ``closing``, and then content, or what ``begins`` another call. ``tags`` are those of a gap that
     may have come in part; a gap before what is no call is content if ``shows_gap``. What begins by
     ``opening`` and is cut off is content, unless that is a ``marker``, which no prose has."""
 
-    scanner: Callable[[bool], Scanner]
+    scanner: Callable[[bool, ArgumentTypes], Scanner]
     opening: str = ""
     closing: str = ""
     begins: re.Pattern[str] = _JSON_BEGINS
@@ -36,20 +73,20 @@ class Syntax(NamedTuple):
 
 SYNTAXES = {
     ToolFormat.HERMES: Syntax(
-        lambda _: CallScanner("</tool_call>"),
-        opening="<tool_call>",
-        closing="</tool_call>",
-        tags=("</tool_call>",),
+        lambda _first, _types: CallScanner(CLOSING_TAG),
+        opening=OPENING_TAG,
+        closing=CLOSING_TAG,
+        tags=(CLOSING_TAG,),
     ),
     ToolFormat.LLAMA3: Syntax(
-        lambda _: CallScanner(""),
+        lambda _first, _types: CallScanner(""),
         first_gap=re.compile(r"(?:[ \t\n\r]|<\|python_tag\|>)*"),
         gap=re.compile(r"(?:[ \t\n\r;]|<\|python_tag\|>)*"),
         tags=("<|python_tag|>",),
         shows_gap=True,
     ),
     ToolFormat.PYTHONIC: Syntax(
-        lambda first: PythonScanner(first=first),
+        lambda first, _types: PythonScanner(first=first),
         closing="]",
         begins=re.compile(""),
         first_gap=re.compile(r"(?:[ \t\n\r]|<\|python_start\|>)*"),
@@ -57,11 +94,34 @@ SYNTAXES = {
         tags=("<|python_start|>",),
     ),
     ToolFormat.MISTRAL: Syntax(
-        lambda _: BracketScanner(),
+        lambda _first, _types: BracketScanner(),
         opening=CALLS_TAG,
         closing="]",
         gap=re.compile(r"[ \t\n\r,]*"),
         marker=True,
     ),
+    ToolFormat.QWEN3_CODER: Syntax(
+        lambda _first, types: QwenScanner(types),
+        opening=OPENING_TAG,
+        closing=CLOSING_TAG,
+        begins=re.compile(FUNCTION_TAG),
+        tags=(CLOSING_TAG, FUNCTION_TAG),
+        marker=True,
+    ),
+    ToolFormat.DEEPSEEK_V3: Syntax(
+        lambda _first, _types: DeepseekScanner(),
+        opening=CALLS_BEGIN,
+        closing=CALLS_END,
+        begins=re.compile(re.escape(CALL_BEGIN)),
+        gap=re.compile(rf"(?:[ \t\n\r]|{FENCE}|{re.escape(CALL_END)})*"),
+        tags=(FENCE, CALL_END, CALL_BEGIN, CALLS_END),
+        marker=True,
+    ),
+    ToolFormat.GLM45: Syntax(
+        lambda _first, types: GlmScanner(types),
+        opening=OPENING_TAG,
+        marker=True,
+    ),
 }
+SYNTAXES[ToolFormat.DEEPSEEK_V31] = SYNTAXES[ToolFormat.DEEPSEEK_V3]
 SYNTAXES[ToolFormat.MISTRAL_V11] = SYNTAXES[ToolFormat.MISTRAL]

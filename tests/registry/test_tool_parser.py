@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ToolCallParser
 from registry.tool_formats.written import calls_as_text
-from schemas.tools import ToolCall, ToolFormat
+from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3
 
@@ -57,11 +57,25 @@ BITS = (
     "\\u00e",
     "-1.5",
     "True",
+    "<function=f>",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>a</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "```",
+    "json",
     "[f(a=1, b='x\\'\"', c=[None, {'d': (1,)}])]",
 )
 texts = st.one_of(st.lists(st.sampled_from(BITS), max_size=14).map("".join), st.text(max_size=30))
 # A text without these has no calls.
-SIGNS = ("name", "[TOOL_CALLS]", "a=", "()")
+SIGNS = ("name", "[TOOL_CALLS]", "<tool_call>", "begin", "a=", "()")
 formats = st.sampled_from(list(ToolFormat))
 
 
@@ -237,7 +251,16 @@ json_values = st.recursive(
 )
 keys = st.text(max_size=8)
 keywords = st.from_regex(r"\w[\w-]{0,7}", fullmatch=True)
-KEYS = {ToolFormat.PYTHONIC: keywords}
+# Formats that do not write arguments in JSON, and the names that these may have there.
+KEYS = dict.fromkeys((ToolFormat.PYTHONIC, ToolFormat.QWEN3_CODER, ToolFormat.GLM45), keywords)
+KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 contents = st.sampled_from(["", "Let me see.", "a <b> c", "<tool_cal", "[TOOL"])
 
 
@@ -247,7 +270,17 @@ def test_calls_come_back_as_they_were_made(
 ) -> None:
     names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
     objects = st.dictionaries(KEYS.get(tool_format, keys), json_values, max_size=3)
-    made = data.draw(st.lists(st.tuples(names, objects), min_size=1, max_size=4))
+    calls = st.lists(
+        st.tuples(names, objects), min_size=1, max_size=4, unique_by=lambda one: one[0]
+    )
+    made = data.draw(calls)
+    tools = [
+        ToolDefinition(
+            name=name,
+            parameters={"properties": {key: {"type": KINDS[type(x)]} for key, x in value.items()}},
+        )
+        for name, value in made
+    ]
     written = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value in made]
     text = calls_as_text(
         [ToolCall(id="", name=name, arguments=arguments) for name, arguments in written],
@@ -257,7 +290,9 @@ def test_calls_come_back_as_they_were_made(
         content = ""
     else:
         text = f"{content}\n{text}"
-    told = read(tool_format, *text)
+    numbers = itertools.count()
+    reader = ToolCallParser(tool_format, lambda: f"call-{next(numbers)}", tools)
+    told = Read([*(piece for one in text for piece in reader.push(one)), *reader.finish()])
     assert told.content == content
     assert [(name, json.loads(arguments)) for name, arguments in told.calls] == made
     if tool_format not in KEYS:
