@@ -20,9 +20,10 @@ class ToolFormat(StrEnum):
     ``name`` and ``parameters``, or several with ``;`` between them, maybe behind
     ``<|python_tag|>``; PYTHONIC: the answer is ``[name(key=value, …), …]``; MISTRAL:
     ``[TOOL_CALLS]`` and a list of such objects as HERMES has; MISTRAL_V11:
-    ``[TOOL_CALLS]name[ARGS]{…}`` for each call; QWEN3_CODER and GLM45: ``<tool_call>`` around a name
-    and arguments between tags; DEEPSEEK_V3 (also R1) and DEEPSEEK_V31: a name and a JSON object
-    between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``, in a fence in the former."""
+    ``[TOOL_CALLS]name[ARGS]{…}`` for each call; QWEN3_CODER and GLM45: ``<tool_call>`` around a
+    name and arguments that have tags of their own; DEEPSEEK_V3 (also R1) and DEEPSEEK_V31: a name
+    and a JSON object between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``, in the former
+    in a fence."""
 
     HERMES = "hermes"
     LLAMA3 = "llama3"

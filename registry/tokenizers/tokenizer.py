@@ -25,7 +25,6 @@ from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
 
-
 # So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
 _PIECE_CHARACTERS = 16_384
 

@@ -6,8 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from registry.tool_formats.bracket_scanner import CALLS_TAG
-from registry.tool_formats.grammar_rules import STYLE, literal, rules_of_call
+from registry.tool_formats.argument_rules import literal
+from registry.tool_formats.grammar_rules import STYLE, rules_of_call
+from registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
+from registry.tool_formats.scanners.mistral_calls import CALLS_TAG
+from registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
 from schemas.errors import ParameterError
 from schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
 from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
@@ -29,14 +32,24 @@ class _Layout(NamedTuple):
     first: str = ""
 
 
+_IN_TAGS = _Layout(
+    literal("\n"),
+    literal("\n"),
+    literal("\n" + CLOSING_TAG),
+    tag=literal(OPENING_TAG),
+    each=True,
+)
+_SECTION = _Layout(after=literal(CALLS_END), tag=literal(CALLS_BEGIN))
 _LAYOUTS = {
-    ToolFormat.HERMES: _Layout(
-        r'"\n"', r'"\n"', r'"\n</tool_call>"', tag='"<tool_call>"', each=True
-    ),
+    ToolFormat.HERMES: _IN_TAGS,
     ToolFormat.LLAMA3: _Layout(joint='"; "', first="{"),
     ToolFormat.PYTHONIC: _Layout('"["', '", "', '"]"', first=r"\["),
     ToolFormat.MISTRAL: _Layout('" "? "["', '", "', '"]"', tag=literal(CALLS_TAG)),
     ToolFormat.MISTRAL_V11: _Layout(tag=literal(CALLS_TAG), each=True),
+    ToolFormat.QWEN3_CODER: _IN_TAGS,
+    ToolFormat.DEEPSEEK_V3: _SECTION._replace(joint=literal("\n")),
+    ToolFormat.DEEPSEEK_V31: _SECTION,
+    ToolFormat.GLM45: _IN_TAGS._replace(before="", after=literal(CLOSING_TAG)),
 }
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, ID_TAG
-from registry.tool_formats.flat_schema import FlatSchema, flat_schemas, resolved
+from registry.tool_formats.argument_rules import (
+    GLM_TAGS,
+    QWEN_TAGS,
+    literal,
+    rules_in_python,
+    rules_in_tags,
+)
+from registry.tool_formats.scanners.deepseek_calls import (
+    CALL_BEGIN,
+    CALL_END,
+    FENCE,
+    JSON_FENCE,
+    SEPARATOR,
+)
+from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, ID_TAG
 from schemas.errors import ParameterError
 from schemas.sampling import SCHEMA_SETTINGS
 from schemas.tools import ToolDefinition, ToolFormat
@@ -17,7 +29,6 @@ from schemas.tools import ToolDefinition, ToolFormat
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Where a schema says somewhere else what an object has, it is left open.
 _ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
-_KEYWORD = re.compile(r"\w[\w-]*")
 _ID = "/[a-zA-Z0-9]{9}/"
 
 
@@ -25,11 +36,6 @@ def may_be_closed(schema: Mapping[str, Any]) -> bool:
     """Whether a schema of an object leaves open if there are further properties, and speaks of none
     anywhere but under ``properties``."""
     return "additionalProperties" not in schema and _ELSEWHERE.isdisjoint(schema)
-
-
-def literal(text: str) -> str:
-    """A text in the language of grammars."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def rules_of_call(tool_format: ToolFormat, tool: ToolDefinition, number: int) -> Iterator[str]:
@@ -50,8 +56,21 @@ def rules_of_call(tool_format: ToolFormat, tool: ToolDefinition, number: int) ->
             identity = f"({literal(ID_TAG)} {_ID})?"
             tag = literal(ARGUMENTS_TAG)
             yield f"one_{number}: {literal(tool.name)} {identity} {tag} {arguments}"
+        case ToolFormat.DEEPSEEK_V3:
+            opening = literal(f"{CALL_BEGIN}function{SEPARATOR}{tool.name}\n{JSON_FENCE}\n")
+            closing = literal(f"\n{FENCE}{CALL_END}")
+            yield f"one_{number}: {opening} {arguments} {closing}"
+        case ToolFormat.DEEPSEEK_V31:
+            opening = literal(f"{CALL_BEGIN}{tool.name}{SEPARATOR}")
+            yield f"one_{number}: {opening} {arguments} {literal(CALL_END)}"
         case ToolFormat.PYTHONIC:
-            yield from _rules_in_python(tool, number, schema)
+            yield from rules_in_python(tool, number, schema, _settings(tool))
+            return
+        case ToolFormat.QWEN3_CODER:
+            yield from rules_in_tags(QWEN_TAGS, tool, number, schema, _settings(tool))
+            return
+        case ToolFormat.GLM45:
+            yield from rules_in_tags(GLM_TAGS, tool, number, schema, _settings(tool))
             return
     yield f"{arguments}: %json {json.dumps(schema | _settings(tool))}"
 
@@ -86,76 +105,3 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
 def _settings(tool: ToolDefinition) -> dict[str, Any]:
     """How the values are to be written."""
     return {SCHEMA_SETTINGS: STYLE | {"coerce_one_of": True, "lenient": not tool.strict}}
-
-
-def _rules_in_python(tool: ToolDefinition, number: int, schema: Mapping[str, Any]) -> Iterator[str]:
-    forms = [_possible(tool, form) for form in flat_schemas(schema)]
-    calls = []
-    for i, form in enumerate(forms):
-        prefix = f"{number}_{i}"
-        calls.append(
-            f"{literal(tool.name)} {literal('(')} {_keywords(prefix, form)} {literal(')')}"
-        )
-        for j, (name, one) in enumerate(form.properties.items()):
-            if not _KEYWORD.fullmatch(name):
-                raise ParameterError(
-                    "tools",
-                    f"The tool {tool.name} has a parameter {name!r:.80}: this model writes names "
-                    "of letters, digits, _ and - only.",
-                )
-            constants = "".join(f" | {word}" for word in _python_constants(one, schema))
-            yield f"value_{prefix}_{j}: {literal(f'{name}=')} (json_{prefix}_{j}{constants})"
-            yield f"json_{prefix}_{j}: %json {json.dumps(one | _settings(tool))}"
-        yield from _keyword_rules(prefix, form)
-    yield f"one_{number}: " + " | ".join(calls)
-
-
-def _possible(tool: ToolDefinition, form: FlatSchema) -> FlatSchema:
-    """Without properties that nothing fits."""
-    properties = {}
-    for name, schema in form.properties.items():
-        if schema is False and name in form.required:
-            raise ParameterError("tools", f"Nothing fits the parameter {name:.80} of {tool.name}.")
-        if schema is not False:
-            properties[name] = schema if isinstance(schema, dict) else {}
-    return form._replace(properties=properties)
-
-
-def _keywords(prefix: str, form: FlatSchema) -> str:
-    """All arguments of a call."""
-    if not form.properties:
-        return ""
-    return f"first_{prefix}_0" if form.required else f"(first_{prefix}_0)?"
-
-
-def _keyword_rules(prefix: str, form: FlatSchema) -> Iterator[str]:
-    """``first_<prefix>_<i>``: the arguments from the i-th on, of which one must be there;
-    ``more_<prefix>_<i>``: those that come behind another one."""
-    names = list(form.properties)
-    for i, name in enumerate(names):
-        value = f"value_{prefix}_{i}"
-        another = f"{literal(', ')} {value}"
-        is_last = i + 1 == len(names)
-        following = "" if is_last else f" more_{prefix}_{i + 1}"
-        if name in form.required:
-            yield f"first_{prefix}_{i}: {value}{following}"
-            yield f"more_{prefix}_{i}: {another}{following}"
-        else:
-            later = "" if is_last else f" | first_{prefix}_{i + 1}"
-            yield f"first_{prefix}_{i}: {value}{following}{later}"
-            yield f"more_{prefix}_{i}: ({another})?{following}"
-
-
-def _python_constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Sequence[str]:
-    """Those that a value may be and that JSON writes in another way."""
-    whole = resolved(schema, root)
-    if not isinstance(whole, dict) or not {"enum", "const"}.isdisjoint(whole):
-        return ()
-    kind = whole.get("type")
-    kinds = kind if isinstance(kind, list) else [kind]
-    words = []
-    if "boolean" in kinds:
-        words += [literal("True"), literal("False")]
-    if "null" in kinds or {"type": "null"} in whole.get("anyOf", ()):
-        words.append(literal("None"))
-    return words

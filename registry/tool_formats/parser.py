@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from registry.tool_formats.argument_types import ArgumentTypes
 from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
-from registry.tool_formats.scanner import BLANKS, Status, start_of_partial
+from registry.tool_formats.scanners.base import BLANKS, Status, start_of_partial
 from registry.tool_formats.syntax import SYNTAXES
 from schemas.tools import ToolDefinition, ToolFormat
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, CALLS_TAG
-from registry.tool_formats.deepseek_scanner import JSON_FENCE, SEPARATOR
-from registry.tool_formats.xml_scanner import KEY_TAG, OPENING_TAG, PARAMETER_TAG
+from registry.tool_formats.scanners.deepseek_calls import JSON_FENCE, SEPARATOR
+from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
+from registry.tool_formats.scanners.xml_calls import KEY_TAG, OPENING_TAG, PARAMETER_TAG
 from schemas.tools import ToolFormat
 
 # As templates tell a model what to write: [name(parameter=value, …)].

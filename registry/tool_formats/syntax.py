@@ -7,14 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from registry.tool_formats.argument_types import ArgumentTypes
-from registry.tool_formats.bracket_scanner import (
-    ARGUMENTS_TAG,
-    CALLS_TAG,
-    ID_TAG,
-    BracketScanner,
-)
-from registry.tool_formats.call_scanner import CallScanner
-from registry.tool_formats.deepseek_scanner import (
+from registry.tool_formats.scanners.base import Scanner
+from registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
@@ -23,9 +17,15 @@ from registry.tool_formats.deepseek_scanner import (
     SEPARATOR,
     DeepseekScanner,
 )
-from registry.tool_formats.python_scanner import PythonScanner
-from registry.tool_formats.scanner import Scanner
-from registry.tool_formats.xml_scanner import (
+from registry.tool_formats.scanners.json_calls import CallScanner
+from registry.tool_formats.scanners.mistral_calls import (
+    ARGUMENTS_TAG,
+    CALLS_TAG,
+    ID_TAG,
+    BracketScanner,
+)
+from registry.tool_formats.scanners.python_calls import PythonScanner
+from registry.tool_formats.scanners.xml_calls import (
     CLOSING_TAG,
     FUNCTION_TAG,
     KEY_END,

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from registry.tool_formats.bracket_scanner import ARGUMENTS_TAG, CALLS_TAG
-from registry.tool_formats.deepseek_scanner import (
+from registry.tool_formats.python_literals import as_literal
+from registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
@@ -16,8 +16,8 @@ from registry.tool_formats.deepseek_scanner import (
     JSON_FENCE,
     SEPARATOR,
 )
-from registry.tool_formats.python_literals import as_literal
-from registry.tool_formats.xml_scanner import (
+from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
+from registry.tool_formats.scanners.xml_calls import (
     CLOSING_TAG,
     FUNCTION_END,
     FUNCTION_TAG,

@@ -120,7 +120,7 @@ def accepts(made: Grammar, text: str) -> bool:
 
 def read(tool_format: ToolFormat, text: str) -> tuple[str, Calls]:
     numbers = itertools.count()
-    parser = ToolCallParser(tool_format, lambda: str(next(numbers)))
+    parser = ToolCallParser(tool_format, lambda: str(next(numbers)), list(TOOLS.values()))
     content, calls = "", []
     for piece in [*parser.push(text), *parser.finish()]:
         match piece:

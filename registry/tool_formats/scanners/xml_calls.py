@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 from registry.tool_formats.argument_types import ArgumentTypes
-from registry.tool_formats.scanner import (
+from registry.tool_formats.scanners.base import (
     NO_ARGUMENTS,
     Scanner,
     Status,
@@ -194,8 +194,8 @@ class QwenScanner(XmlScanner):
 
 
 class GlmScanner(XmlScanner):
-    """The name and pairs of ``<arg_key>`` and ``<arg_value>``, behind ``<tool_call>``. It is certain
-    by its first pair, or by its end."""
+    """The name and pairs of ``<arg_key>`` and ``<arg_value>``, behind ``<tool_call>``. It is
+    certain by its first pair, or by its end."""
 
     def __init__(self, types: ArgumentTypes) -> None:
         super().__init__(types, VALUE_END, lines=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from registry.tool_formats.json_arguments import JsonScanner
-from registry.tool_formats.scanner import Status, skip_blanks
+from registry.tool_formats.scanners.base import Status, skip_blanks
+from registry.tool_formats.scanners.json_arguments import JsonScanner
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -73,6 +73,6 @@ class DeepseekScanner(JsonScanner):
         self._step = self._in_arguments
         return at
 
-    def _after_arguments(self, text: str, at: int) -> int:
+    def _after_arguments(self, _text: str, at: int) -> int:
         self.status = Status.ENDED
         return at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from registry.tool_formats.scanner import Scanner, Status, start_of_partial
+from registry.tool_formats.scanners.base import Scanner, Status, start_of_partial
 
 _IN_STRING = re.compile(r'["\\]')
 # "<" is nowhere in JSON but in strings: it begins the tag that should have come later.
@@ -29,7 +29,7 @@ class JsonScanner(Scanner):
         self._tail = ""
 
     @abstractmethod
-    def _after_arguments(self, text: str, at: int) -> int:
+    def _after_arguments(self, text: str, at: int, /) -> int:
         """The step behind an object of arguments."""
 
     def _in_arguments(self, text: str, at: int) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 
 from registry.tool_formats.python_literals import StringReader, as_json
-from registry.tool_formats.scanner import (
+from registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
     Scanner,

@@ -1,0 +1,135 @@
+"""Arguments that are plain text up to a tag, as patterns of a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from registry.tool_formats.argument_types import TEXT, kinds_of
+from registry.tool_formats.flat_schema import resolved
+from schemas.errors import ParameterError
+
+_ANY = r"(.|\n)"
+_YEAR, _MONTH, _DAY = "[0-9]{4}", "(0[1-9]|1[0-2])", "(0[1-9]|[12][0-9]|3[01])"
+_DATE = f"{_YEAR}-{_MONTH}-{_DAY}"
+_ZONE = "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?{_ZONE}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL})*"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "hostname": _HOST,
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_HOST}",
+}
+# What says nothing of which texts fit, and what does and is followed.
+_KNOWN = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "$comment", "$defs"),
+        *("definitions", "type", "enum", "const", "minLength", "maxLength", "pattern", "format"),
+        *("anyOf", "oneOf", "allOf", "$ref"),
+    }
+)
+# Anchors and looks that a pattern has within it; those at its ends are understood.
+_LOOKS = re.compile(r"\\[bBAZ]|\(\?[=!<]|(?<!\\)(?<!\[)[\^$]")
+
+
+def text_pattern(
+    schema: Mapping[str, Any], root: Mapping[str, Any], closing_tag: str, *, strict: bool
+) -> str:
+    """The texts that fit a schema, as a pattern that ends before ``closing_tag``. What a schema
+    admits besides texts is left out.
+
+    Keywords that cannot be followed are passed over, unless the tool is ``strict``: then they raise
+    ParameterError.
+    """
+    patterns = [*_patterns(schema, root, strict, 0), _without(closing_tag)]
+    return " & ".join(patterns)
+
+
+def without_json(pattern: str) -> str:
+    """Of the texts of a pattern those that are not read as null or as a string in quotes."""
+    blanks = r"[ \t\n\r]*"
+    return rf'{pattern} & ~/{blanks}((null|None){blanks}|"{_ANY}*)/'
+
+
+def _patterns(schema: Any, root: Mapping[str, Any], strict: bool, depth: int) -> Iterator[str]:
+    """All of which a text must match."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, dict) or depth > len(_KNOWN):
+        yield f"/{_ANY}*/"
+        return
+    if strict and (unknown := sorted(schema.keys() - _KNOWN)):
+        raise ParameterError("tools", f"{unknown[0]!r:.80} of a text cannot be followed strictly.")
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        texts = [value for value in values if isinstance(value, str)]
+        yield "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
+    yield _of_length(schema)
+    if isinstance(schema.get("format"), str) and (form := _format(schema["format"], strict)):
+        yield f"/{form}/"
+    if isinstance(schema.get("pattern"), str) and (found := _searched(schema["pattern"], strict)):
+        yield f"/{found}/"
+    for part in schema.get("allOf", ()):
+        yield from _patterns(part, root, strict, depth + 1)
+    for key in ("anyOf", "oneOf"):
+        if branches := _texts_of(schema.get(key), root):
+            told = (" & ".join(_patterns(one, root, strict, depth + 1)) for one in branches)
+            yield "(" + " | ".join(f"({one})" for one in told) + ")"
+
+
+def _texts_of(branches: Any, root: Mapping[str, Any]) -> list[Any]:
+    """Those of some alternatives that admit texts."""
+    if not isinstance(branches, list):
+        return []
+    kinds = [(one, kinds_of(one, root)) for one in branches]
+    return [one for one, told in kinds if told is None or told >= TEXT]
+
+
+def _of_length(schema: Mapping[str, Any]) -> str:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/{_ANY}{{{least},{most}}}/" if least or most != "" else f"/{_ANY}*/"
+
+
+def _format(name: str, strict: bool) -> str:
+    if strict and name not in _FORMATS:
+        known = ", ".join(_FORMATS)
+        raise ParameterError(
+            "tools", f"The format {name!r:.80} cannot be followed strictly; {known} can."
+        )
+    return _FORMATS.get(name, "")
+
+
+def _searched(pattern: str, strict: bool) -> str:
+    """The pattern of the texts in which a schema's pattern is found."""
+    inner = pattern.removeprefix("^")
+    begins = inner != pattern
+    ends = inner.endswith("$") and not inner.endswith("\\$")
+    inner = inner[:-1] if ends else inner
+    if _LOOKS.search(inner) or ((begins or ends) and _has_open_choice(inner)):
+        if strict:
+            raise ParameterError("tools", f"The pattern {pattern!r:.80} cannot be followed.")
+        return ""
+    inner = re.sub(r"(?<!\\)/", r"\\/", inner).replace("\n", r"\n")
+    return f"{'' if begins else _ANY + '*'}({inner}){'' if ends else _ANY + '*'}"
+
+
+def _has_open_choice(pattern: str) -> bool:
+    """Whether an anchor beside the pattern would belong to one of its alternatives only."""
+    depth = 0
+    for mark in re.findall(r"\\.|\[\^?\]?[^\]]*\]|[()|]", pattern):
+        depth += (mark == "(") - (mark == ")")
+        if mark == "|" and not depth:
+            return True
+    return False
+
+
+def _without(tag: str) -> str:
+    inner = re.escape(tag).replace("/", r"\/")
+    return f"~/{_ANY}*{inner}{_ANY}*/"
