@@ -172,6 +172,7 @@ class Gateway:
             self.metrics.gaps,
             clock,
             tool_loop.run,
+            self.tools.catalogue,
         )
         self.submitter = RequestSubmitter(
             settings,

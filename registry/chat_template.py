@@ -21,6 +21,7 @@ from registry.tool_formats.conversation import (
     messages_as_dicts,
     one_call_a_turn,
     tool_as_dict,
+    with_tools_described,
 )
 from registry.tool_formats.manners import CallManners, manners_of
 from registry.tool_formats.shown import format_shown
@@ -65,8 +66,9 @@ class ChatTemplate:
     texts and the time, and cannot reach or change anything else.
 
     ``tool_format`` is how the model writes tool calls: as the caller says, else as the template
-    shows. A template that does not take tools, or shows no format that is known here, never sees
-    any: they are told in plain text then. ``tool_source`` is the template to use where there are
+    shows. A template that shows how calls are told but does not take tools has them described in a
+    message; one that does neither, or in no format that is known here, never sees any of it: all is
+    told in plain text then. ``tool_source`` is the template to use where there are
     tools, if that is another one.
     """
 
@@ -89,9 +91,13 @@ class ChatTemplate:
         self._tool_template = self._template
         if tool_source is not None:
             self._tool_template, takes_tools = _compiled(environment, tool_source, origin)
-        shown = format_shown(source if tool_source is None else tool_source)
+        told_by = source if tool_source is None else tool_source
+        shown = format_shown(told_by)
         self._takes_tools = takes_tools and (tool_format or shown) is not None
-        self.tool_format = tool_format or (shown if takes_tools else None) or ToolFormat.HERMES
+        self._tells_calls = shown is not None and "tool_calls" in told_by
+        if not (takes_tools or self._tells_calls):
+            shown = None
+        self.tool_format = tool_format or shown or ToolFormat.HERMES
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -153,6 +159,8 @@ class ChatTemplate:
     ) -> Iterator[Sequence[ChatMessage]]:
         """The conversation as it is to be tried on the template, the best way first."""
         if not self._takes_tools and (tools or any(_is_of_tools(m) for m in messages)):
+            if self._tells_calls:
+                yield from with_tools_described(messages, tools, self.tool_format)
             yield from in_plain_text(messages, tools, self.tool_format)
             return
         yield messages
@@ -165,7 +173,9 @@ class ChatTemplate:
         tools: Sequence[ToolDefinition],
         add_generation_prompt: bool,
     ) -> str:
-        with_tools = self._takes_tools and (bool(tools) or any(_is_of_tools(m) for m in messages))
+        with_tools = (self._takes_tools or self._tells_calls) and (
+            bool(tools) or any(_is_of_tools(m) for m in messages)
+        )
         template = self._tool_template if with_tools else self._template
         return template.render(
             messages=messages_as_dicts(messages, self._manners),

@@ -93,8 +93,8 @@ def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
         "finish_reason": choice.finish_reason,
         "completion_tokens": len(choice.token_ids),
     }
-    tool_format = generated.request.tool_format
-    calls = [] if tool_format is None else tool_calls(text, tool_format)
+    request = generated.request
+    calls = tool_calls(text, request.tool_format, request.tools) if request.tool_format else []
     if calls:
         shown["tool_calls"] = calls
     if generated.request.job.sampling.logprobs is not None:
@@ -155,6 +155,7 @@ def _request(
         cache_salt=row.cache_salt,
         cancel_after_tokens=row.cancel_after_tokens,
         tool_format=served.tool_format if chat.tools else None,
+        tools=chat.tools,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,10 +56,12 @@ def read_chat(row: ChatRow) -> ChatFields:
     )
 
 
-def tool_calls(text: str, tool_format: ToolFormat) -> list[dict[str, Any]]:
+def tool_calls(
+    text: str, tool_format: ToolFormat, tools: Sequence[ToolDefinition]
+) -> list[dict[str, Any]]:
     """The calls in a completion, as OpenAI's API writes them; ids are numbers from 0."""
     numbers = itertools.count()
-    parser = ToolCallParser(tool_format, lambda: f"call_{next(numbers)}")
+    parser = ToolCallParser(tool_format, lambda: f"call_{next(numbers)}", tools)
     calls: list[dict[str, Any]] = []
     for piece in [*parser.push(text), *parser.finish()]:
         if isinstance(piece, CallPiece):

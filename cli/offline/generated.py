@@ -11,7 +11,7 @@ from registry.tokenizers.tokenizer import Tokenizer
 from schemas.frames import FinishReason, TokenLogprob
 from schemas.jobs import Job
 from schemas.sampling import SamplingParams
-from schemas.tools import ToolFormat
+from schemas.tools import ToolDefinition, ToolFormat
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.output_text import TextStream
 
@@ -21,7 +21,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
     after the first step that could have run it) it is cancelled. ``tool_format`` is how it writes
-    the calls of its tools; None: it has none.
+    the calls of its ``tools``; None: it has none.
     """
 
     id: str | int
@@ -30,6 +30,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     cancel_after_tokens: int | None = None
     tool_format: ToolFormat | None = None
+    tools: tuple[ToolDefinition, ...] = ()
 
     def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
         job = self.job

@@ -19,7 +19,7 @@ from gateway.tenancy.caller import Caller
 from schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
 from schemas.sampling import SamplingOptions
 from schemas.sessions import SessionInfo
-from schemas.tools import ToolMode
+from schemas.tools import ToolDefinition, ToolMode
 
 _NS_PER_S = 1_000_000_000
 
@@ -87,6 +87,7 @@ class ResponseReader:
                 self.own_tools,
                 from_index,
                 ends,
+                tools=self.tools,
                 must_call=mode in (ToolMode.REQUIRED, ToolMode.NAMED),
             )
         )
@@ -103,6 +104,11 @@ class ResponseReader:
             if choice.end is not None and type(choice.end) is not Done:
                 self._on_failure(choice.end)
         return parts
+
+    @property
+    def tools(self) -> tuple[ToolDefinition, ...]:
+        """Those that the model was told of."""
+        return self.request.tools
 
     @property
     def ended(self) -> bool:

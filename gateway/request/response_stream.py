@@ -21,9 +21,11 @@ from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import TAKEN_OVER, StreamTable
 from gateway.streams.token_gaps import TokenGaps
 from gateway.streams.usage import usage_so_far
+from gateway.tools.catalogue import ToolCatalogue
 from runtime.clock import Clock
 from schemas.control import CancelReason
 from schemas.frames import Cancelled, Failed, TerminalFrame, Usage
+from schemas.tools import ToolDefinition
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class ResponseContext:
     gaps: TokenGaps
     clock: Clock
     run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
+    server_tools: ToolCatalogue
 
 
 class Phase(Enum):
@@ -94,6 +97,12 @@ class ResponseStream(ResponseReader):
         self._settled: list[Usage | None] = []
         self._phase = Phase.ATTACHED
         self._detached_until_s: float | None = None
+
+    @property
+    def tools(self) -> tuple[ToolDefinition, ...]:
+        """Those that the model was told of, the gateway's own after the client's."""
+        named = map(self.context.server_tools.get, self.request.server_tools)
+        return (*self.request.tools, *(tool.definition for tool in named if tool is not None))
 
     @property
     def was_resumed(self) -> bool:

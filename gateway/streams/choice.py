@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ from registry.tool_formats import (
 )
 from schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
 from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolFormat
+from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 TOOL_CALLS = "tool_calls"
 
@@ -54,7 +54,8 @@ class Choice:
     the last round has ended. ``had`` are the parts that the client was given by another connection,
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
-    of the answer's content. ``must_call``: the first round is held to calls of tools.
+    of the answer's content. ``tools`` are all that the model was told of; ``must_call``: the first
+    round is held to calls of tools.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Choice:
         from_index: int = 0,
         end_token_ids: frozenset[int] = frozenset(),
         *,
+        tools: Sequence[ToolDefinition] = (),
         must_call: bool = False,
     ) -> None:
         self.index = index
@@ -82,6 +84,7 @@ class Choice:
         self.turns: list[ChatMessage] = []
         self._tool_format = tool_format
         self._own_tools = own_tools
+        self._tools = tools
         self._end_token_ids = end_token_ids
         self._must_call = must_call
         self._earlier = Usage()
@@ -203,7 +206,9 @@ class Choice:
         if self._tool_format is not None:
             must_call = self._must_call and not self.round
             new_id = self._id_maker(self._tool_format)
-            self._parser = ToolCallParser(self._tool_format, new_id, must_call=must_call)
+            self._parser = ToolCallParser(
+                self._tool_format, new_id, self._tools, must_call=must_call
+            )
 
     def _id_maker(self, tool_format: ToolFormat) -> Callable[[], str]:
         """Ids that are the same wherever and however often the stream is read."""

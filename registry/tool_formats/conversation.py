@@ -22,10 +22,8 @@ _INTRODUCTION = (
     "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
     "for, and the JSON Schema of its arguments.\n<tools>\n{tools}\n</tools>\n"
 )
-_CONCLUSION = (
-    "The results come between <tool_response> and </tool_response>. Answer without a call when no "
-    "tool is needed."
-)
+_OTHERWISE = "Answer without a call when no tool is needed."
+_CONCLUSION = f"The results come between <tool_response> and </tool_response>. {_OTHERWISE}"
 
 
 def tool_as_dict(tool: ToolDefinition) -> dict[str, Any]:
@@ -100,10 +98,27 @@ def in_plain_text(
     as an assistant's text, results as a user's. First with the tools described in the system
     message, then, for templates that take none, in the first turn of the user."""
     turns = _turns_in_plain_text(messages, tool_format)
+    yield from _with_description(turns, tools, tool_format, _CONCLUSION)
+
+
+def with_tools_described(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], tool_format: ToolFormat
+) -> Iterator[list[ChatMessage]]:
+    """The conversation for a template that tells calls and results but takes no tools, with these
+    described where ``in_plain_text`` does it."""
+    yield from _with_description(list(messages), tools, tool_format, _OTHERWISE)
+
+
+def _with_description(
+    turns: list[ChatMessage],
+    tools: Sequence[ToolDefinition],
+    tool_format: ToolFormat,
+    conclusion: str,
+) -> Iterator[list[ChatMessage]]:
     if not tools:
         yield turns
         return
-    told = _description(tools, tool_format)
+    told = _description(tools, tool_format) + conclusion
     if turns and turns[0].role in ("system", "developer"):
         yield [_with_text(turns[0], f"{turns[0].content}\n\n{told}"), *turns[1:]]
         told = f"{turns[0].content}\n\n{told}"
@@ -119,7 +134,7 @@ def in_plain_text(
 def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> str:
     lines = (json.dumps(tool_as_dict(tool)["function"], ensure_ascii=False) for tool in tools)
     described = _INTRODUCTION.replace("{tools}", "\n".join(lines))
-    return described + INSTRUCTIONS[tool_format] + _CONCLUSION
+    return described + INSTRUCTIONS[tool_format]
 
 
 def _turns_in_plain_text(

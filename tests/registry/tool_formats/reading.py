@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, ToolCallParser
-from schemas.tools import ToolFormat
+from schemas.tools import ToolDefinition, ToolFormat
 
 
-def read(tool_format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
+def read(
+    tool_format: ToolFormat, text: str, tools: Sequence[ToolDefinition] = ()
+) -> tuple[str, list[tuple[str, str]]]:
     """Content, and names and arguments of calls; the same whether the text comes whole or in
     single characters."""
-    whole, cut = _read(tool_format, [text]), _read(tool_format, list(text))
+    whole, cut = _read(tool_format, [text], tools), _read(tool_format, list(text), tools)
     assert whole == cut
     return whole
 
 
-def _read(tool_format: ToolFormat, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def _read(
+    tool_format: ToolFormat, chunks: list[str], tools: Sequence[ToolDefinition]
+) -> tuple[str, list[tuple[str, str]]]:
     numbers = itertools.count()
-    parser = ToolCallParser(tool_format, lambda: str(next(numbers)))
+    parser = ToolCallParser(tool_format, lambda: str(next(numbers)), tools)
     pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
     content, calls = "", list[tuple[str, str]]()
     for piece in [*pieces, *parser.finish()]:

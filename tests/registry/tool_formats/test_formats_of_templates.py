@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -20,7 +21,16 @@ SOURCES = {
     ToolFormat.MISTRAL: templates.MISTRAL,
     ToolFormat.MISTRAL_V11: templates.MISTRAL_V11,
     ToolFormat.PYTHONIC: templates.PYTHONIC,
+    ToolFormat.QWEN3_CODER: templates.QWEN3_CODER,
+    ToolFormat.DEEPSEEK_V3: templates.DEEPSEEK_V3,
+    ToolFormat.DEEPSEEK_V31: templates.DEEPSEEK_V31,
+    ToolFormat.GLM45: templates.GLM45,
 }
+# What stands around a turn of the assistant.
+BEGINS = re.compile(r"<\|assistant\|>|<\|im_start\|>assistant|<｜Assistant｜>")
+ENDS = re.compile(r"</s>|<\|eot\|>|<\|im_end\|>\n|<｜end▁of▁sentence｜>")
+# Their templates take no tools.
+DESCRIBED = (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31)
 each = pytest.mark.parametrize(("shown", "source"), SOURCES.items(), ids=list(SOURCES))
 
 
@@ -33,16 +43,18 @@ def test_the_format_is_as_the_template_shows(shown: ToolFormat, source: str) -> 
 @each
 def test_the_template_is_given_tools(shown: ToolFormat, source: str) -> None:
     text = template(source).render([ASKED], [WEATHER, NOW])
-    assert "You have tools." not in text
-    assert '"weather"' in text
+    assert ("You have tools." in text) is (shown in DESCRIBED)
+    assert "<tool_response>" not in text
+    assert "weather" in text
+    assert "city" in text
 
 
 @each
 def test_what_the_template_tells_of_calls_reads_as_these(shown: ToolFormat, source: str) -> None:
     without = template(source).render([ASKED], add_generation_prompt=False)
     text = template(source).render([ASKED, CALLED], add_generation_prompt=False)
-    turn = text.removeprefix(without).removeprefix("<|assistant|>")
-    content, calls = read(shown, turn.removesuffix("</s>").removesuffix("<|eot|>"))
+    turn = BEGINS.sub("", text.removeprefix(without))
+    content, calls = read(shown, ENDS.sub("", turn), [WEATHER, NOW])
     assert content == ""
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
         ("weather", {"city": "Łódź", "days": 2}),
