@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from schemas.jobs import ChatMessage, Tier
@@ -16,7 +18,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
     None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
     those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
-    asked for and ``route_reason`` why it is this one.
+    asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
+    the model's chat template. Thoughts are given out if ``include_reasoning``.
     """
 
     model: str
@@ -36,10 +39,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
     session_keep: int | None = None
     echo: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    include_reasoning: bool = True
 
     @property
     def num_prompt_characters(self) -> int:
         """How much text there is to tokenise."""
         if self.messages is not None:
-            return sum(len(message.content) for message in self.messages)
+            return sum(len(one.content) + len(one.reasoning) for one in self.messages)
         return len(self.prompt or "")

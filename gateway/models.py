@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ class TokenizerLike(Protocol):
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = ...,
     ) -> list[int]: ...
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str: ...

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import yaml
@@ -15,6 +15,7 @@ import yaml
 from registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
 from registry.pricing import UNPRICED, PriceBook
 from registry.routing.router import Route, Router
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.config import EngineConfig, TierPolicies
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, ModelNotFoundError
@@ -55,6 +56,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pooling: Pooling | None = None
     tiers: tuple[Tier, ...] = tuple(Tier)
     tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | Literal["off"] | None = None
     generation_config: GenerationConfig = GenerationConfig.AUTO
     prices: PriceBook = UNPRICED
     engine: CatalogueEngine | None = None
@@ -72,8 +74,9 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``source`` is the absolute path of a folder or of a GGUF file, or a hub id
     (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
-    ``generation_config``: whether requests that do not say how they are sampled go by the
-    checkpoint's generation_config.json.
+    ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
+    ``off``: they are content. ``generation_config``: whether requests that do not say how they are
+    sampled go by the checkpoint's generation_config.json.
     """
 
     name: str

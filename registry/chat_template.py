@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,6 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from registry.reasoning import format_shown as reasoning_shown
 from registry.tool_formats.call_ids import WITH_SHORT_IDS
 from registry.tool_formats.conversation import (
     in_plain_text,
@@ -25,6 +27,7 @@ from registry.tool_formats.conversation import (
 )
 from registry.tool_formats.manners import CallManners, manners_of
 from registry.tool_formats.shown import format_shown
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
@@ -34,6 +37,14 @@ TEMPLATE_FILE = "chat_template.jinja"
 # What a template for conversations with tools is called, where there is one beside the default.
 _TOOL_TEMPLATE = "tool_use"
 _TOOL_TEMPLATE_FILE = f"additional_chat_templates/{_TOOL_TEMPLATE}.jinja"
+
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+# The field of requests whose values are variables of the template, and those that it may not set.
+ARGUMENTS_FIELD = "chat_template_kwargs"
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "loop", "self"})
+# Whether the model is to think, as templates call it, and efforts that are none.
+_THINKS = ("enable_thinking", "thinking")
+_NO_EFFORT = ("none", "minimal")
 
 # What an expression in a template can raise, besides jinja's own errors, given odd messages.
 _RENDER_ERRORS = (
@@ -68,8 +79,9 @@ class ChatTemplate:
     ``tool_format`` is how the model writes tool calls: as the caller says, else as the template
     shows. A template that shows how calls are told but does not take tools has them described in a
     message; one that does neither, or in no format that is known here, never sees any of it: all is
-    told in plain text then. ``tool_source`` is the template to use where there are
-    tools, if that is another one.
+    told in plain text then. ``tool_source`` is the template to use where there are tools, if that
+    is another one. ``reasoning_format`` is how the model marks its thoughts, as the template shows;
+    None: it has none.
     """
 
     def __init__(
@@ -87,10 +99,13 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
-        self._template, takes_tools = _compiled(environment, source, origin)
+        self._template, names = _compiled(environment, source, origin)
         self._tool_template = self._template
+        takes_tools = "tools" in names
         if tool_source is not None:
-            self._tool_template, takes_tools = _compiled(environment, tool_source, origin)
+            self._tool_template, tool_names = _compiled(environment, tool_source, origin)
+            takes_tools = "tools" in tool_names
+            names |= tool_names
         told_by = source if tool_source is None else tool_source
         shown = format_shown(told_by)
         self._takes_tools = takes_tools and (tool_format or shown) is not None
@@ -98,6 +113,8 @@ class ChatTemplate:
         if not (takes_tools or self._tells_calls):
             shown = None
         self.tool_format = tool_format or shown or ToolFormat.HERMES
+        self.reasoning_format: ReasoningFormat | None = reasoning_shown(source)
+        self._names = names
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -130,12 +147,15 @@ class ChatTemplate:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
         """The prompt, up to where the assistant's answer begins; without what begins it unless
-        ``add_generation_prompt``.
+        ``add_generation_prompt``. ``arguments`` are further variables of the template; whether a
+        model is to think has several names, and the template gets it by the one that it knows.
 
         Raises ParameterError("messages") for no messages, an unknown role, or what the template
-        itself refuses.
+        itself refuses, and ParameterError naming the argument that stands for what is given
+        otherwise.
         """
         if not messages:
             raise ParameterError("messages", "messages must hold at least one message")
@@ -144,10 +164,11 @@ class ChatTemplate:
                 raise ParameterError(
                     "messages", f"role {message.role!r:.40} is not one of {', '.join(ROLES)}"
                 )
+        variables = self._variables(arguments)
         refusal: Exception | None = None
         for conversation in self._ways_to_tell(messages, tools):
             try:
-                return self._render(conversation, tools, add_generation_prompt)
+                return self._render(conversation, tools, add_generation_prompt, variables)
             except _RENDER_ERRORS as error:
                 refusal = refusal or error
         raise ParameterError(
@@ -172,6 +193,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[ToolDefinition],
         add_generation_prompt: bool,
+        variables: Mapping[str, Any],
     ) -> str:
         with_tools = (self._takes_tools or self._tells_calls) and (
             bool(tools) or any(_is_of_tools(m) for m in messages)
@@ -181,8 +203,7 @@ class ChatTemplate:
             messages=messages_as_dicts(messages, self._manners),
             add_generation_prompt=add_generation_prompt,
             tools=[tool_as_dict(tool) for tool in tools] if tools and self._takes_tools else None,
-            documents=None,
-            **self._special_tokens,
+            **variables,
         )
 
     @cached_property
@@ -199,6 +220,30 @@ class ChatTemplate:
         except _RENDER_ERRORS:
             return ""
 
+    def _variables(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What templates see beside the conversation."""
+        variables: dict[str, Any] = {"documents": None, **self._special_tokens}
+        for name in arguments:
+            if name in _RESERVED or name in self._special_tokens:
+                field = f"{ARGUMENTS_FIELD}.{name}"
+                raise ParameterError(field, f"{field:.100} is not for requests to say.")
+        variables |= arguments
+        thinks = _thinks(arguments)
+        if thinks is not None:
+            asked = [name for name in _THINKS if name in self._names and name not in arguments]
+            variables |= dict.fromkeys(asked, thinks)
+        return variables
+
+
+def _thinks(arguments: Mapping[str, Any]) -> bool | None:
+    """Whether the model is to think before it answers, as far as that is asked."""
+    for name in _THINKS:
+        value = arguments.get(name)
+        if isinstance(value, bool):
+            return value
+    effort = arguments.get("reasoning_effort")
+    return None if effort is None else effort not in _NO_EFFORT
+
 
 def _is_of_tools(message: ChatMessage) -> bool:
     return message.role == "tool" or bool(message.tool_calls)
@@ -206,18 +251,17 @@ def _is_of_tools(message: ChatMessage) -> bool:
 
 def _compiled(
     environment: ImmutableSandboxedEnvironment, source: str, origin: str
-) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it takes tools."""
+) -> tuple[jinja2.Template, set[str]]:
+    """The template, and the names of the variables that it reads."""
     try:
         parsed = environment.parse(source)
-        names = parsed.find_all(nodes.Name)
-        takes_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        names = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "load"}
         template = environment.from_string(parsed)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
     # Copied for each rendering, which takes a chain of mappings longer than the rendering itself.
     template.globals = dict(template.globals)
-    return template, takes_tools
+    return template, names
 
 
 def _read(file: Path) -> str:

@@ -14,6 +14,7 @@ from registry.catalogue import Catalogue, GenerationConfig, ModelEntry
 from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
 from registry.checkpoints.generation_defaults import read_sampling_defaults
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
+from registry.reasoning import closing_of, format_after
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
 from schemas.engines import PROMISES, EngineKind, check_supported
@@ -23,6 +24,8 @@ from schemas.pooling import Pooling
 from schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
 from schemas.tools import ToolFormat
 
+# Enough of a prompt to hold what its template begins an answer with.
+_TAIL_TOKENS = 32
 # What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
 _FILLED_IN = frozenset({"max_tokens", "seed"})
 
@@ -57,7 +60,8 @@ class ServedModel:
         weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
         entry = catalogue.get(name)
         path = resolve(entry)
-        return cls(entry, path, outline_of(entry, path), Tokenizer.load(path, entry.tool_format))
+        tokenizer = Tokenizer.load(path, entry.tool_format, entry.reasoning_format)
+        return cls(entry, path, outline_of(entry, path), tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -79,16 +83,20 @@ class ServedModel:
         """
         self._check_tier(job.tier)
         check_supported(job.sampling, job.pooling, self.engine_kind)
-        if job.tools and job.messages is None:
-            raise ParameterError("tools", "tools go with messages only")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(job, name) and job.messages is None:
+                raise ParameterError(name, f"{name} go with messages only")
         if job.pooling is not None:
             return self._prepare_embedding(job, seed_source)
         if not self.config.has_head:
             raise ParameterError(
                 "model", f"The model {self.entry.name} makes embeddings only, no completions."
             )
-        token_ids = self._prompt_token_ids(job)
-        sampling = job.sampling
+        token_ids, sampling = self._prompt_token_ids(job), job.sampling
+        if job.messages is not None:
+            token_ids, sampling = self._with_reasoning(token_ids, sampling)
+        elif sampling.max_reasoning_tokens is not None and sampling.reasoning is None:
+            raise _no_reasoning(self.entry.name)
         for token_id in sampling.stop_token_ids:
             self._check_token_id("stop_token_ids", token_id)
         for token_id in sampling.logit_bias:
@@ -96,7 +104,29 @@ class ServedModel:
         if in_frames and sampling.n != 1:
             raise ParameterError("n", "n must be 1: one request makes one completion.")
         max_tokens = self._max_tokens(len(token_ids), sampling)
+        job = msgspec.structs.replace(job, sampling=sampling)
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
+
+    def _with_reasoning(
+        self, token_ids: tuple[int, ...], sampling: SamplingOptions
+    ) -> tuple[tuple[int, ...], SamplingOptions]:
+        """A prompt made of messages, and how its completion may begin with thoughts. They are ended
+        in the prompt where the engine would hold them to the grammar of what follows them."""
+        reasoning, budget = self.tokenizer.reasoning_format, sampling.max_reasoning_tokens
+        if reasoning is None:
+            if budget is not None:
+                raise _no_reasoning(self.entry.name)
+            return token_ids, sampling
+        tail = self.tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        begun = format_after(tail, reasoning)
+        is_held = sampling.grammar is not None
+        if begun is not None and is_held and not PROMISES[self.engine_kind].reasons_before_grammars:
+            closing = self.tokenizer.encode(closing_of(begun), add_special_tokens=False)
+            token_ids, begun = (*token_ids, *closing), None
+        budget = None if begun is None else budget
+        return token_ids, msgspec.structs.replace(
+            sampling, reasoning=begun, max_reasoning_tokens=budget
+        )
 
     def _prepare_embedding(self, job: Job, seed_source: random.Random) -> Job:
         if job.messages is not None:
@@ -141,7 +171,12 @@ class ServedModel:
         try:
             if job.messages is not None:
                 field, chat = "messages", self.tokenizer.encode_chat
-                token_ids = chat(job.messages, job.tools, max_tokens=window_tokens)
+                token_ids = chat(
+                    job.messages,
+                    job.tools,
+                    max_tokens=window_tokens,
+                    arguments=job.chat_template_kwargs,
+                )
             elif job.prompt_token_ids is None:
                 field, prompt = "prompt", job.prompt or ""
                 if prompt:
@@ -213,8 +248,17 @@ def _prepared(
         prompt=None,
         messages=None,
         tools=(),
+        chat_template_kwargs={},
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
+    )
+
+
+def _no_reasoning(model: str) -> ParameterError:
+    return ParameterError(
+        "max_reasoning_tokens",
+        f"A completion of {model} has no thoughts that could be limited here; leave "
+        "max_reasoning_tokens out.",
     )
 
 

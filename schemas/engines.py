@@ -10,6 +10,7 @@ from schemas.errors import ParameterError
 from schemas.pooling import Pooling
 from schemas.sampling import GrammarKind, SamplingOptions
 
+_BUDGET = "max_reasoning_tokens"
 _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
@@ -49,7 +50,8 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     with those of prompts and of what was made before; otherwise it gets their text.
     ``continues_sampling``: after the engine died, a sampled stream goes on with the tokens that it
     would have had; otherwise with others, at the same index. ``continues_grammars``: and one with a
-    grammar goes on within it.
+    grammar goes on within it. ``reasons_before_grammars``: a model's thoughts come before what its
+    grammar holds for; otherwise it has none with a grammar.
     ``unsupported`` are the fields of the sampling parameters, and ``pooling``, that it refuses;
     ``grammars`` those kinds that it takes.
     """
@@ -58,6 +60,7 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     takes_token_ids: bool = True
     continues_sampling: bool = False
     continues_grammars: bool = False
+    reasons_before_grammars: bool = False
     cost_method: CostMethod = CostMethod.TOKENS
     unsupported: frozenset[str] = frozenset()
     grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
@@ -65,29 +68,35 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
 
 PROMISES: dict[EngineKind, EnginePromises] = {
     EngineKind.REAL: EnginePromises(
-        continues_sampling=True, continues_grammars=True, cost_method=CostMethod.STEPS
+        continues_sampling=True,
+        continues_grammars=True,
+        reasons_before_grammars=True,
+        cost_method=CostMethod.STEPS,
     ),
     EngineKind.SIMULATED: EnginePromises(
         continues_sampling=True,
         cost_method=CostMethod.STEPS,
         unsupported=frozenset(
-            {"pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias", "bad_words"}
+            {
+                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
+                *("bad_words", _BUDGET),
+            }
         ),
         grammars=frozenset(),
     ),
     EngineKind.VLLM: EnginePromises(
-        continues_grammars=True, unsupported=frozenset({"pooling", "n", "typical_p"})
+        continues_grammars=True, unsupported=frozenset({"pooling", "n", "typical_p", _BUDGET})
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words"}),
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _BUDGET}),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
         unsupported=frozenset(
             {
                 *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty"),
+                *("presence_penalty", "frequency_penalty", _BUDGET),
             }
         ),
         continues_grammars=True,
@@ -100,7 +109,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty"),
+                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET),
             }
         ),
         grammars=frozenset(),
@@ -111,7 +120,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
-                *("presence_penalty", "frequency_penalty"),
+                *("presence_penalty", "frequency_penalty", _BUDGET),
             }
         ),
         grammars=frozenset(),
@@ -121,7 +130,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("min_tokens", "typical_p"),
-                *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+                *("repetition_penalty", "presence_penalty", "frequency_penalty", _BUDGET),
             }
         ),
         grammars=frozenset(),

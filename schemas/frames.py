@@ -80,11 +80,13 @@ class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embe
 
 
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
-    """Tokens as the worker counted them; no other part counts."""
+    """Tokens as the worker counted them; no other part counts. ``reasoning_tokens`` are those of
+    the completion that its thoughts took, with what marks them."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):

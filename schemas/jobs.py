@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -42,14 +43,16 @@ class Source(StrEnum):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a conversation. ``tool_calls`` are an assistant's; a turn of the role ``tool``
-    is the result of the call ``tool_call_id``."""
+    """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
+    thoughts before its content; a turn of the role ``tool`` is the result of the call
+    ``tool_call_id``."""
 
     role: str
     content: str
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str = ""
 
 
 class Job(
@@ -64,7 +67,8 @@ class Job(
     means that there is no listener. ``batch_frames``: the listener also reads envelopes (see
     ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
     came in as JSON gets. ``store_result`` keeps the final result for 24 h. ``tools`` are described
-    to the model with ``messages``. ``pooling`` asks for the prompt's embedding instead of a
+    to the model with ``messages``; ``chat_template_kwargs`` are further variables of its chat
+    template, such as ``enable_thinking``. ``pooling`` asks for the prompt's embedding instead of a
     completion; nothing of ``sampling`` has a meaning then. ``model`` "auto" lets the scheduler
     choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
@@ -81,6 +85,7 @@ class Job(
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     tools: tuple[ToolDefinition, ...] = ()
+    chat_template_kwargs: dict[str, Any] = {}
     sampling: SamplingOptions = SamplingOptions()
     pooling: Pooling | None = None
     reply: str = ""

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.chat.messages import Message, MessageToolCall
+from schemas.chat.messages import Message
 from schemas.engines import PROMISES, EngineKind
 from schemas.sampling import SamplingDefaults
-from schemas.sessions import SessionInfo
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,8 +142,12 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``server_tools`` are names of the gateway's own tools, which it runs itself; ``tool_choice`` is
     ``auto``, ``none``, ``required`` or an object that names a function. ``prompt_cache_key``,
-    ``prompt_cache_retention``, ``reasoning_effort``, ``store`` and ``verbosity`` are hints that
-    change nothing here; ``safety_identifier`` is the newer name of ``user``.
+    ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints that change nothing here;
+    ``safety_identifier`` is the newer name of ``user``.
+
+    ``chat_template_kwargs`` are variables of the model's chat template; ``enable_thinking`` and
+    ``reasoning_effort`` are two of them. After ``thinking_token_budget`` tokens of thoughts the
+    model is made to answer. Thoughts are told unless ``include_reasoning`` is false.
     """
 
     max_completion_tokens: int | None = None
@@ -164,6 +167,10 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     verbosity: str | None = None
@@ -202,6 +209,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     tools: tuple[FunctionTool, ...] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -232,13 +240,19 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int = 0
+
+
 class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one generation, as the worker counted them."""
+    """Tokens of one generation, as the worker counted them; ``completion_tokens_details`` only if
+    there are thoughts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,47 +287,6 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: tuple[float | None, ...]
     top_logprobs: tuple[dict[str, float] | None, ...]
     text_offset: tuple[int, ...]
-
-
-class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    content: str | None
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-    tool_calls: tuple[MessageToolCall, ...] | msgspec.UnsetType = msgspec.UNSET
-
-
-class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway ran one of its own tools. ``output`` is what the model got."""
-
-    call_id: str
-    name: str
-    arguments: str
-    ok: bool
-    output: str
-    duration_ms: float
-
-
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    message: AssistantMessage
-    finish_reason: str
-    index: int = 0
-    logprobs: ChoiceLogprobs | None = None
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
-    ours: how the kept conversation was fitted, and which of its own tools the gateway ran."""
-
-    id: str
-    created: int
-    model: str
-    choices: tuple[ChatChoice, ...]
-    usage: UsageInfo
-    object: Literal["chat.completion"] = "chat.completion"
-    service_tier: str | msgspec.UnsetType = msgspec.UNSET
-    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
-    tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

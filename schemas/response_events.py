@@ -1,7 +1,7 @@
 """The events of a streamed answer of the Responses API.
 
-``sequence_number`` grows along a stream, by one for most events, by the number of tokens for text
-and by the number of characters for arguments: so it depends on what was said before, and not on
+``sequence_number`` grows along a stream, by one for most events and by the number of characters for
+text, thoughts and arguments: so it depends on what was said before, and not on
 how that was cut into events. A client that continues a stream after its last token gets the
 end again, with the same numbers.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from schemas.openai import LogprobInfo
-from schemas.responses import Item, OutputText, Response
+from schemas.responses import Item, OutputText, ReasoningText, Response
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -56,12 +56,12 @@ class _OfItem(_Event, frozen=True, kw_only=True):
 
 
 class ContentPartAdded(_OfItem, frozen=True, kw_only=True, tag="response.content_part.added"):
-    part: OutputText
+    part: OutputText | ReasoningText
     content_index: int = 0
 
 
 class ContentPartDone(_OfItem, frozen=True, kw_only=True, tag="response.content_part.done"):
-    part: OutputText
+    part: OutputText | ReasoningText
     content_index: int = 0
 
 
@@ -74,6 +74,16 @@ class TextDelta(_OfItem, frozen=True, kw_only=True, tag="response.output_text.de
 class TextDone(_OfItem, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
     logprobs: tuple[LogprobInfo, ...] = ()
+    content_index: int = 0
+
+
+class ReasoningDelta(_OfItem, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningDone(_OfItem, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
     content_index: int = 0
 
 
@@ -110,6 +120,8 @@ ResponseEvent = (
     | ContentPartDone
     | TextDelta
     | TextDone
+    | ReasoningDelta
+    | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
     | StreamError

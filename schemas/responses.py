@@ -75,7 +75,23 @@ class FunctionCallOutputItem(
     status: ItemStatus = "completed"
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem
+class ReasoningText(_Typed, frozen=True, tag="reasoning_text"):
+    """Thoughts as the model wrote them."""
+
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """What a model thought before it went on; ``summary`` is always empty."""
+
+    id: str
+    content: tuple[ReasoningText, ...]
+    summary: tuple[()] = ()
+    encrypted_content: None = None
+    status: ItemStatus = "completed"
+
+
+Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -153,7 +169,21 @@ class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
     output: str | tuple[InputText, ...]
 
 
-GivenItem = GivenMessage | GivenCall | GivenCallOutput
+class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):
+    """Thoughts of an earlier answer."""
+
+    text: str
+    type: Literal["reasoning_text"] = "reasoning_text"
+
+
+class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
+    """What a model thought before the item that follows. A summary says nothing to a model."""
+
+    type: Literal["reasoning"]
+    content: tuple[GivenReasoningText, ...] | None = None
+
+
+GivenItem = GivenMessage | GivenReasoning | GivenCall | GivenCallOutput
 
 
 class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
@@ -173,7 +203,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hints about how to think, which change nothing."""
+    """How to think: ``effort`` as the model's chat template knows it. The others are hints, which
+    change nothing: thoughts are told as they are."""
 
     effort: str | None = None
     summary: str | None = None
@@ -207,8 +238,9 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
     ``input`` is text or a list of items. With ``previous_response_id`` it continues that answer's
     conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
-    the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``,
-    ``prompt_cache_retention`` and ``reasoning`` are hints that change nothing here.
+    the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``
+    and ``prompt_cache_retention`` are hints that change nothing here. ``enable_thinking``,
+    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions.
     """
 
     input: str | tuple[msgspec.Raw, ...]
@@ -238,6 +270,9 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     reasoning: Reasoning | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 # --- answers ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import ParameterError
 
 # The keyword of a JSON Schema under which the grammar library takes its own settings.
@@ -91,6 +92,10 @@ class SamplingOptions(
     completion and prompt (0: the token itself only; None: nothing). ``n`` completions are drawn,
     each from a random stream of its own. ``grammar`` is what each of them has to match.
 
+    ``reasoning`` says that a completion may begin with thoughts, and how they are marked; whoever
+    accepts a request with messages fills it in. The grammar is that of the text behind them. After
+    ``max_reasoning_tokens`` of thoughts the model is made to end them.
+
     Raises ParameterError, naming the field, for a value out of range.
     """
 
@@ -114,6 +119,8 @@ class SamplingOptions(
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    reasoning: ReasoningFormat | None = None
+    max_reasoning_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -150,9 +157,19 @@ class SamplingOptions(
                 )
         if not 1 <= self.n <= MAX_CHOICES:
             raise ParameterError("n", f"n must be between 1 and {MAX_CHOICES}, got {self.n}")
+        if self.max_reasoning_tokens is not None and self.max_reasoning_tokens < 0:
+            raise ParameterError(
+                "max_reasoning_tokens",
+                f"max_reasoning_tokens must not be negative, got {self.max_reasoning_tokens}",
+            )
         self._check_min_tokens()
         self._check_logit_bias()
         self._check_bad_words()
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether what was made so far says which tokens may follow."""
+        return self.grammar is not None or self.max_reasoning_tokens is not None
 
     def asks_for(self, name: str) -> bool:
         """Whether the field ``name`` is given and says something else than nothing at all."""

@@ -133,6 +133,18 @@ class Delta(_ServerMessage, frozen=True, kw_only=True, tag="delta"):
     logprobs: tuple[LogprobInfo, ...] = ()
 
 
+class Reasoning(_ServerMessage, frozen=True, kw_only=True, tag="reasoning"):
+    """As a delta, of the thoughts that come before the answer."""
+
+    id: str
+    request_id: str
+    index: int
+    num_tokens: int
+    text: str
+    choice: int = 0
+    logprobs: tuple[LogprobInfo, ...] = ()
+
+
 class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"):
     """The model calls a tool, the ``call``-th of this choice; its arguments follow."""
 
@@ -214,6 +226,7 @@ ServerMessage = (
     | Queued
     | Started
     | Delta
+    | Reasoning
     | ToolCallStarted
     | ToolArguments
     | ToolStep

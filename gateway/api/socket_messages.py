@@ -10,7 +10,15 @@ from gateway.rendering.chunks import encode, usage_info
 from gateway.rendering.logprobs import logprob_infos
 from gateway.request.response_stream import ResponseStream
 from gateway.request.tracing import RequestTrace
-from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    StepPart,
+    TextPart,
+)
 from gateway.streams.stream import OpenStream
 from schemas.websocket import (
     Accepted,
@@ -18,6 +26,7 @@ from schemas.websocket import (
     Done,
     Error,
     Queued,
+    Reasoning,
     ServerMessage,
     Started,
     ToolArguments,
@@ -89,6 +98,8 @@ class SocketRequest:
         if type(part) is TextPart:
             return self._delta(part)
         match part:
+            case ReasoningPart():
+                return self._reasoning(part)
             case CallStart():
                 return encode(ToolCallStarted(**self._names, **part._asdict()))
             case CallArguments():
@@ -129,6 +140,23 @@ class SocketRequest:
     def _names(self) -> dict[str, Any]:
         """What all its messages begin with."""
         return {"id": self.id, "request_id": self.request_id}
+
+    def _reasoning(self, part: ReasoningPart) -> bytes:
+        """Thoughts that are not wanted are tokens without text."""
+        assert self.response is not None
+        if not self.response.request.include_reasoning:
+            return self._delta(TextPart(*part)._replace(text="")) if part.num_tokens else b""
+        tokenizer = self.response.model.tokenizer
+        return encode(
+            Reasoning(
+                **self._names,
+                index=part.first_index,
+                num_tokens=part.num_tokens,
+                text=part.text,
+                choice=part.choice,
+                logprobs=logprob_infos(tokenizer, part.logprobs),
+            )
+        )
 
     def _delta(self, part: TextPart) -> bytes:
         payload = b'%b%d,"num_tokens":%d,"text":%b' % (

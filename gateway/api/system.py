@@ -186,9 +186,11 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
             chat_messages(asked.messages),
             tools_of(asked.tools),
             add_generation_prompt=asked.add_generation_prompt,
+            arguments=asked.chat_template_kwargs or {},
         )
-    elif asked.tools:
-        raise ParameterError("tools", "tools goes with messages, not with prompt.")
+    elif asked.tools or asked.chat_template_kwargs:
+        name = "tools" if asked.tools else "chat_template_kwargs"
+        raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     else:
         tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
     spellings = map(model.tokenizer.spelling, tokens)

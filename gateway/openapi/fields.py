@@ -96,6 +96,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
     "safety_identifier": _LABEL,
+    "thinking_token_budget": {"minimum": 0},
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
     "tools": {"maxItems": MAX_TOOLS},
@@ -117,6 +118,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "max_output_tokens": {"minimum": 1},
         "top_logprobs": _LOGPROBS,
         "safety_identifier": _LABEL,
+        "thinking_token_budget": {"minimum": 0},
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
         "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),

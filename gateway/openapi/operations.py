@@ -21,11 +21,11 @@ from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
 from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
 from schemas.batches import Batch, BatchList, BatchRequest
+from schemas.chat.completions import ChatCompletion
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
 from schemas.files import FileDeleted, FileList, FileObject
 from schemas.json_schema import Schema
 from schemas.openai import (
-    ChatCompletion,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,

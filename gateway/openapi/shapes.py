@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from schemas.chat.completions import ToolStepInfo
 from schemas.openai import (
     ChoiceLogprobs,
     CompletionLogprobs,
-    ToolStepInfo,
     UsageInfo,
 )
 from schemas.sessions import SessionInfo

@@ -10,19 +10,25 @@ from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
 from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    StepPart,
+    TextPart,
+)
+from schemas.chat.completions import AssistantMessage, ChatChoice, ChatCompletion, ToolStepInfo
 from schemas.chat.messages import CalledFunction, MessageToolCall
 from schemas.openai import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
     ChatCompletionRequest,
     ChoiceLogprobs,
     LogprobInfo,
-    ToolStepInfo,
 )
 
-_NO_LOGPROBS = b',"logprobs":null,"finish_reason":null'
+_NOT_FINISHED = b',"finish_reason":null'
+_NO_LOGPROBS = b',"logprobs":null' + _NOT_FINISHED
 _AFTER_TEXT = b"}" + _NO_LOGPROBS
 
 
@@ -59,6 +65,8 @@ class ChatRenderer:
                 return b""
             text = self._text_befores[part.choice] + encode(part.text)
             return text + _AFTER_TEXT + self._head.after(part.choice)
+        if isinstance(part, ReasoningPart):
+            return self._reasoning(part)
         if isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
             call = {
@@ -84,7 +92,7 @@ class ChatRenderer:
         return sse_failure(refusal)
 
     def add(self, part: Part) -> None:
-        if isinstance(part, TextPart) and part.logprobs:
+        if isinstance(part, TextPart | ReasoningPart) and part.logprobs:
             self._logprobs[part.choice] += self._infos(part)
         elif isinstance(part, StepPart):
             self._steps.append(ToolStepInfo(**part._asdict()))
@@ -116,6 +124,7 @@ class ChatRenderer:
         response = self._response
         choice = response.choices[index]
         text, calls = choice.text, choice.client_calls
+        reasoning = choice.reasoning if response.request.include_reasoning else ""
         tool_calls = tuple(
             MessageToolCall(
                 id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
@@ -125,7 +134,10 @@ class ChatRenderer:
         return ChatChoice(
             index=index,
             message=AssistantMessage(
-                content=None if calls and not text else text, tool_calls=tool_calls or msgspec.UNSET
+                content=None if calls and not text else text,
+                reasoning_content=reasoning or msgspec.UNSET,
+                reasoning=reasoning or msgspec.UNSET,
+                tool_calls=tool_calls or msgspec.UNSET,
             ),
             finish_reason=choice.reason,
             logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
@@ -133,22 +145,28 @@ class ChatRenderer:
             else None,
         )
 
-    def _infos(self, part: TextPart) -> tuple[LogprobInfo, ...]:
+    def _reasoning(self, part: ReasoningPart) -> bytes:
+        """Servers of thinking models call it by two names, and clients read one or the other."""
+        text = part.text if self._response.request.include_reasoning else ""
+        delta: dict[str, object] = {"reasoning_content": text, "reasoning": text} if text else {}
+        if part.logprobs:
+            return self._delta(part.choice, delta, self._infos(part))
+        return self._delta(part.choice, delta) if delta else b""
+
+    def _infos(self, part: TextPart | ReasoningPart) -> tuple[LogprobInfo, ...]:
         return logprob_infos(self._response.model.tokenizer, part.logprobs)
 
     def _text_with_logprobs(self, part: TextPart) -> bytes:
-        logprobs = encode(ChoiceLogprobs(content=self._infos(part)))
-        return (
-            self._text_befores[part.choice]
-            + encode(part.text)
-            + b'},"logprobs":'
-            + logprobs
-            + b',"finish_reason":null'
-            + self._head.after(part.choice)
-        )
+        return self._delta(part.choice, {"content": part.text}, self._infos(part))
 
-    def _delta(self, choice: int, delta: dict[str, object]) -> bytes:
-        body = b',"delta":' + encode(delta) + _NO_LOGPROBS
+    def _delta(
+        self, choice: int, delta: dict[str, object], infos: tuple[LogprobInfo, ...] | None = None
+    ) -> bytes:
+        body = b',"delta":' + encode(delta)
+        if infos is None:
+            body += _NO_LOGPROBS
+        else:
+            body += b',"logprobs":' + encode(ChoiceLogprobs(content=infos)) + _NOT_FINISHED
         return self._befores[choice] + body + self._head.after(choice)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET
 
 from gateway.errors import Refusal
 from gateway.request.response_reader import ResponseReader
 from schemas.frames import Usage
-from schemas.openai import PromptTokensDetails, StreamOptions, UsageInfo
+from schemas.openai import CompletionTokensDetails, PromptTokensDetails, StreamOptions, UsageInfo
 
 encode = msgspec.json.encode
 
@@ -25,6 +26,9 @@ def usage_info(usage: Usage) -> UsageInfo:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens)
+        if usage.reasoning_tokens
+        else UNSET,
     )
 
 

@@ -10,6 +10,7 @@ from bus import redis_keys
 from gateway.generation_request import GenerationRequest
 from gateway.tools.runner import ToolResult
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import MillraceError
 from schemas.jobs import Source, Tier
 from schemas.sessions import SessionInfo
@@ -41,6 +42,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
     ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
+    ``reasoning`` is how its completions begin with thoughts.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     session: SessionInfo | None = None
     idempotency_key: str = ""
     traceparent: str = ""
+    reasoning: ReasoningFormat | None = None
 
 
 class IdempotencyConflictError(MillraceError, code="idempotency_conflict", http_status=409):

@@ -33,7 +33,7 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         request_id=request_id,
         model=request.model,
         prompt_token_ids=(),
-        sampling=_of_one_choice(request.sampling),
+        sampling=replace(_of_one_choice(request.sampling), reasoning=state.reasoning),
         reply=state.origin,
         batch_frames=True,
         store_result=state.keep_result,
@@ -142,6 +142,7 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         prompt=request.prompt,
         messages=request.messages,
         prompt_token_ids=request.prompt_token_ids,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
 
 

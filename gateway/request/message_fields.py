@@ -123,7 +123,13 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
         for call in message.tool_calls or ()
     )
     role = "system" if isinstance(message, DeveloperMessage) else message.role
-    return ChatMessage(role, content, message.name, calls, message.tool_call_id)
+    reasoning = _reasoning_of(message) if isinstance(message, EchoedMessage) else ""
+    return ChatMessage(role, content, message.name, calls, message.tool_call_id, reasoning)
+
+
+def _reasoning_of(message: EchoedMessage) -> str:
+    thoughts = (message.reasoning_content, message.reasoning)
+    return next((text for text in thoughts if isinstance(text, str) and text), "")
 
 
 def refuse_unhonoured(

@@ -57,6 +57,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (None, False),
 }
 
+# Fields that only messages can have.
+_OF_MESSAGES = ("chat_template_kwargs", "enable_thinking", "thinking_token_budget")
+
 # Entries of an object have no name of their own there.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
@@ -117,7 +120,7 @@ def parse_generate(message: Generate) -> GenerationRequest:
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
         return _parse_chat(message, message.messages)
-    for name in ("tools", "server_tools", "session_id", "session_keep"):
+    for name in ("tools", "server_tools", "session_id", "session_keep", *_OF_MESSAGES):
         if getattr(message, name):
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(message.prompt)
@@ -150,7 +153,19 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         tool_choice=tool_choice_of(request.tool_choice, names),
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
+        chat_template_kwargs=_template_arguments(request),
+        include_reasoning=request.include_reasoning is not False,
     )
+
+
+def _template_arguments(request: ChatFields) -> dict[str, Any]:
+    """Variables of the chat template, also those that have fields of their own."""
+    named: dict[str, bool | str | None] = {
+        "enable_thinking": request.enable_thinking,
+        "reasoning_effort": request.reasoning_effort,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    return given | (request.chat_template_kwargs or {})
 
 
 def _num_logprobs(request: ChatFields) -> int | None:
@@ -201,7 +216,19 @@ def _sampling(
         "logprobs": logprobs,
         "n": request.n,
     }
+    if isinstance(request, ChatFields):
+        given["max_reasoning_tokens"] = _budget(request)
     return SamplingOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _budget(request: ChatFields) -> int | None:
+    """Of thoughts, in tokens."""
+    budget = request.thinking_token_budget
+    if budget is not None and budget < 0:
+        raise ParameterError(
+            "thinking_token_budget", f"thinking_token_budget must not be negative, got {budget}"
+        )
+    return budget
 
 
 def _max_tokens(request: GenerationFields, default: int | None) -> int | None:

@@ -133,7 +133,12 @@ class ResponseReader:
         """Of all choices and rounds; the prompt that they share counts once."""
         usages = [choice.usage for choice in self.choices]
         of_prompts = total_usage(usages[:: self.request.sampling.n])
-        return replace(of_prompts, completion_tokens=total_usage(usages).completion_tokens)
+        of_all = total_usage(usages)
+        return replace(
+            of_prompts,
+            completion_tokens=of_all.completion_tokens,
+            reasoning_tokens=of_all.reasoning_tokens,
+        )
 
     @property
     def next_indices(self) -> tuple[int, ...]:

@@ -87,6 +87,7 @@ class RequestSubmitter:
             keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
             base = job_of(state, request_id, keep_transcript=keep_transcript)
             jobs = await self._maker.jobs(base, request, model, caller)
+            state = replace(state, reasoning=jobs[0].sampling.reasoning)
             if trace is not None:
                 jobs = [trace.add_context(job) for job in jobs]
             context.admission.check_queue(request.model)

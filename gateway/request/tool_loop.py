@@ -95,7 +95,9 @@ class ToolCallLoop:
         if len(own) < len(said.calls):
             choice.end_with(TOOL_CALLS)
             return
-        choice.turns.append(ChatMessage("assistant", said.text, tool_calls=said.calls))
+        choice.turns.append(
+            ChatMessage("assistant", said.text, tool_calls=said.calls, reasoning=said.reasoning)
+        )
         choice.turns += [
             ChatMessage("tool", result.output, name=call.name, tool_call_id=call.id)
             for call, result in zip(own, results, strict=True)

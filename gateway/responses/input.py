@@ -38,11 +38,14 @@ from schemas.responses import (
     GivenCallOutput,
     GivenItem,
     GivenMessage,
+    GivenReasoning,
     InputText,
     Item,
     MessageItem,
     NamedServerTool,
     OutputText,
+    ReasoningItem,
+    ReasoningText,
     ResponsesRequest,
     SchemaFormat,
 )
@@ -78,7 +81,12 @@ _RESPELLED = {
 }
 
 
-_ID_PREFIXES = {MessageItem: "msg", FunctionCallItem: "fc", FunctionCallOutputItem: "fco"}
+_ID_PREFIXES: Mapping[type[Item], str] = {
+    MessageItem: "msg",
+    ReasoningItem: "rs",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+}
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -91,6 +99,7 @@ _PARAMETERS: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(
 _HEAD = msgspec.json.Decoder(_Head)
 _DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
     "message": msgspec.json.Decoder(GivenMessage),
+    "reasoning": msgspec.json.Decoder(GivenReasoning),
     "function_call": msgspec.json.Decoder(GivenCall),
     "function_call_output": msgspec.json.Decoder(GivenCallOutput),
 }
@@ -141,7 +150,8 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
 
 def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Message, ...]:
     """The conversation as chat completions take it: an assistant's calls belong to the message
-    before them. Calls that were cut off are left out.
+    before them, and what was thought to the message or call behind it. Calls that were cut off are
+    left out.
 
     Raises ParameterError for a result without a call and for a call without a result.
     """
@@ -149,14 +159,22 @@ def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Messag
     if instructions is not None:
         messages.append(SystemMessage(content=instructions))
     unanswered: set[str] = set()
+    thoughts: str | None = None
     for item in items:
-        if isinstance(item, MessageItem):
+        if isinstance(item, ReasoningItem):
+            thoughts = "".join(part.text for part in item.content)
+        elif isinstance(item, MessageItem):
             text = "".join(part.text for part in item.content)
-            messages.append(MESSAGE_OF_ROLE[item.role](content=text))
+            message = MESSAGE_OF_ROLE[item.role](content=text)
+            if isinstance(message, EchoedMessage):
+                message = msgspec.structs.replace(message, reasoning_content=thoughts)
+            messages.append(message)
+            thoughts = None
         elif isinstance(item, FunctionCallItem):
             if item.status != "incomplete":
-                _add_call(messages, item)
+                _add_call(messages, item, thoughts)
                 unanswered.add(item.call_id)
+                thoughts = None
         elif item.call_id in unanswered:
             unanswered.discard(item.call_id)
             messages.append(ToolMessage(content=item.output, tool_call_id=item.call_id))
@@ -218,6 +236,9 @@ def _normalised(given: GivenItem) -> Item:
     if getattr(given, "phase", None) is not None:
         raise ParameterError("phase", "phase is not supported; leave it out.")
     status = given.status or "completed"
+    if isinstance(given, GivenReasoning):
+        content = tuple(ReasoningText(part.text) for part in given.content or ())
+        return ReasoningItem(id=given.id or "", content=content, status=status)
     if isinstance(given, GivenCall):
         return FunctionCallItem(
             id=given.id or "",
@@ -251,15 +272,15 @@ def _one_of(names: Iterable[str]) -> str:
     return "one of " + ", ".join(names)
 
 
-def _add_call(messages: list[Message], item: FunctionCallItem) -> None:
+def _add_call(messages: list[Message], item: FunctionCallItem, thoughts: str | None) -> None:
     call = MessageToolCall(
         id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
     )
-    if messages and isinstance(messages[-1], EchoedMessage):
+    if messages and isinstance(messages[-1], EchoedMessage) and thoughts is None:
         calls = (*(messages[-1].tool_calls or ()), call)
         messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
     else:
-        messages.append(EchoedMessage(content="", tool_calls=(call,)))
+        messages.append(EchoedMessage(content="", tool_calls=(call,), reasoning_content=thoughts))
 
 
 def _chat_request(
@@ -273,6 +294,10 @@ def _chat_request(
         **shared,
         messages=messages,
         safety_identifier=request.safety_identifier,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        enable_thinking=request.enable_thinking,
+        thinking_token_budget=request.thinking_token_budget,
+        chat_template_kwargs=request.chat_template_kwargs,
         max_completion_tokens=request.max_output_tokens,
         logprobs=True if with_logprobs else None,
         top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    StepPart,
+    TextPart,
+)
 from schemas.frames import TokenLogprob
 from schemas.openai import LogprobInfo
 from schemas.response_events import (
@@ -14,6 +22,8 @@ from schemas.response_events import (
     ContentPartDone,
     OutputItemAdded,
     OutputItemDone,
+    ReasoningDelta,
+    ReasoningDone,
     ResponseEvent,
     TextDelta,
     TextDone,
@@ -25,6 +35,8 @@ from schemas.responses import (
     ItemStatus,
     MessageItem,
     OutputText,
+    ReasoningItem,
+    ReasoningText,
 )
 
 Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
@@ -46,6 +58,20 @@ class _Message:
         return MessageItem(
             id=self.item_id, role="assistant", content=(self.content(),), status=status
         )
+
+
+class _Thoughts:
+    """Reasoning that grows."""
+
+    def __init__(self, item_id: str) -> None:
+        self.item_id = item_id
+        self.texts: list[str] = []
+
+    def content(self) -> ReasoningText:
+        return ReasoningText("".join(self.texts))
+
+    def item(self, status: ItemStatus) -> ReasoningItem:
+        return ReasoningItem(id=self.item_id, content=(self.content(),), status=status)
 
 
 class _Call:
@@ -81,7 +107,7 @@ class OutputItems:
         self._next_number = first_number
         self._describe = describe
         self._done: list[Item] = []
-        self._open: _Message | _Call | None = None
+        self._open: _Message | _Thoughts | _Call | None = None
         # Of tokens that showed no text yet: a part of a character, or of a call's markup.
         self._hidden: list[TokenLogprob] = []
 
@@ -101,6 +127,8 @@ class OutputItems:
         events: list[ResponseEvent] = []
         if isinstance(part, TextPart):
             self._take_text(part, events)
+        elif isinstance(part, ReasoningPart):
+            self._take_thoughts(part.text, events)
         elif isinstance(part, CallStart):
             self._start_call(part.call_id, part.name, events)
         elif isinstance(part, CallArguments):
@@ -114,8 +142,6 @@ class OutputItems:
     def _take_text(self, part: TextPart, events: list[ResponseEvent]) -> None:
         self._hidden += part.logprobs
         if not part.text:
-            # Tokens that show no text count all the same.
-            self.number(part.num_tokens)
             return
         message = self._message(events)
         logprobs = self._describe(self._hidden) if self._hidden else ()
@@ -125,7 +151,7 @@ class OutputItems:
         message.logprobs += logprobs
         events.append(
             TextDelta(
-                sequence_number=self.number(part.num_tokens or 1),
+                sequence_number=self.number(len(part.text)),
                 item_id=message.item_id,
                 output_index=len(self._done),
                 delta=part.text,
@@ -140,22 +166,49 @@ class OutputItems:
         self._close("completed", events)
         message = _Message(self._item_id("msg"))
         self._open = message
-        index = len(self._done)
         in_progress = MessageItem(
             id=message.item_id, role="assistant", content=(), status="in_progress"
         )
+        self._tell_of(in_progress, OutputText("", logprobs=()), events)
+        return message
+
+    def _take_thoughts(self, text: str, events: list[ResponseEvent]) -> None:
+        if not text:
+            return
+        thoughts = self._open_thoughts(events)
+        thoughts.texts.append(text)
         events.append(
-            OutputItemAdded(sequence_number=self.number(), output_index=index, item=in_progress)
-        )
-        events.append(
-            ContentPartAdded(
-                sequence_number=self.number(),
-                item_id=message.item_id,
-                output_index=index,
-                part=OutputText("", logprobs=()),
+            ReasoningDelta(
+                sequence_number=self.number(len(text)),
+                item_id=thoughts.item_id,
+                output_index=len(self._done),
+                delta=text,
             )
         )
-        return message
+
+    def _open_thoughts(self, events: list[ResponseEvent]) -> _Thoughts:
+        if isinstance(self._open, _Thoughts):
+            return self._open
+        self._close("completed", events)
+        thoughts = self._open = _Thoughts(self._item_id("rs"))
+        in_progress = ReasoningItem(id=thoughts.item_id, content=(), status="in_progress")
+        self._tell_of(in_progress, ReasoningText(""), events)
+        return thoughts
+
+    def _tell_of(
+        self,
+        item: MessageItem | ReasoningItem,
+        part: OutputText | ReasoningText,
+        events: list[ResponseEvent],
+    ) -> None:
+        """An item that begins, and the one part of its content."""
+        index = len(self._done)
+        events.append(OutputItemAdded(sequence_number=self.number(), output_index=index, item=item))
+        events.append(
+            ContentPartAdded(
+                sequence_number=self.number(), item_id=item.id, output_index=index, part=part
+            )
+        )
 
     def _start_call(self, call_id: str, name: str, events: list[ResponseEvent]) -> None:
         self._close("completed", events)
@@ -203,6 +256,8 @@ class OutputItems:
     def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
         if isinstance(self._open, _Message):
             self._close_message(self._open, self._open.item(status), events)
+        elif isinstance(self._open, _Thoughts):
+            self._close_thoughts(self._open, self._open.item(status), events)
         elif self._open is not None:
             self._close_call(self._open.item(status), events)
         self._open = None
@@ -219,6 +274,25 @@ class OutputItems:
                 output_index=index,
                 text=content.text,
                 logprobs=content.logprobs or (),
+            )
+        )
+        events.append(
+            ContentPartDone(
+                sequence_number=self.number(), item_id=item.id, output_index=index, part=content
+            )
+        )
+        self._finish(item, events)
+
+    def _close_thoughts(
+        self, thoughts: _Thoughts, item: ReasoningItem, events: list[ResponseEvent]
+    ) -> None:
+        content, index = thoughts.content(), len(self._done)
+        events.append(
+            ReasoningDone(
+                sequence_number=self.number(),
+                item_id=item.id,
+                output_index=index,
+                text=content.text,
             )
         )
         events.append(

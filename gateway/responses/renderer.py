@@ -32,6 +32,7 @@ from schemas.responses import (
     InputTokensDetails,
     Item,
     NamedServerTool,
+    OutputTokensDetails,
     Response,
     ResponsesRequest,
     ResponseStatus,
@@ -218,6 +219,7 @@ def _usage(usage: Usage) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 

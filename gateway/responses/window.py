@@ -44,6 +44,8 @@ def _fit(
         counted[-1:],
         "",
         window_of(request, model, caller, config.session_reserve_tokens),
-        lambda messages: model.tokenizer.encode_chat(messages, tools),
+        lambda messages: model.tokenizer.encode_chat(
+            messages, tools, arguments=request.chat_template_kwargs
+        ),
     )
     return msgspec.structs.replace(request, messages=fitted.messages)

@@ -8,10 +8,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from bus.frame_reader import Progress
-from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, TextPart
+from gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    TextPart,
+)
 from gateway.streams.stream import OpenStream
 from gateway.streams.token_gaps import TokenGaps
 from gateway.streams.usage import total_usage, usage_so_far
+from registry.reasoning import ReasoningParser
 from registry.tool_formats import (
     ArgumentsPiece,
     CallPiece,
@@ -28,8 +36,9 @@ TOOL_CALLS = "tool_calls"
 
 
 class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said in a round: text, then calls."""
+    """What the model said in a round: thoughts, text, then calls."""
 
+    reasoning: str
     text: str
     calls: tuple[ToolCall, ...]
 
@@ -89,23 +98,30 @@ class Choice:
         self._must_call = must_call
         self._earlier = Usage()
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._num_shown_calls = 0
         self._base = 0
         self._enter_round()
 
     @property
     def text(self) -> str:
-        """Without the markup of tool calls."""
+        """Without thoughts and the markup of tool calls."""
         return "".join(self._texts)
 
     @property
+    def reasoning(self) -> str:
+        """The thoughts of all rounds."""
+        return "".join(self._thoughts)
+
+    @property
     def conversation(self) -> list[ChatMessage]:
-        """What was said so far: rounds of tools, then the last text and calls."""
+        """What was said so far, without thoughts: rounds of tools, then the last text and calls."""
         earlier = sum(len(turn.content) for turn in self.turns if turn.role == "assistant")
         text, calls = self.text[earlier:], tuple(self.client_calls)
+        turns = [msgspec.structs.replace(turn, reasoning="") for turn in self.turns]
         if not (text or calls):
-            return list(self.turns)
-        return [*self.turns, ChatMessage("assistant", text, tool_calls=calls)]
+            return turns
+        return [*turns, ChatMessage("assistant", text, tool_calls=calls)]
 
     @property
     def usage(self) -> Usage:
@@ -170,11 +186,7 @@ class Choice:
             self._before(index)
             index += self._base
             self.next_index = index + num_tokens
-            if self._parser is None:
-                self._texts.append(text)
-                parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
-            else:
-                self._parse(self._parser.push(text), index, num_tokens, logprobs, parts)
+            self._take(text, index, num_tokens, logprobs, parts)
         if stream.reader.terminal is not None:
             self._end_round(stream.reader.terminal, parts)
 
@@ -184,6 +196,7 @@ class Choice:
         stream = self.stream
         if (
             self._parser is not None
+            or self._reasoning is not None
             or stream.reader.terminal is not None
             or self.end is not None
             or self.pending
@@ -201,6 +214,9 @@ class Choice:
     def _enter_round(self) -> None:
         self._calls: list[_Call] = []
         self._round_texts: list[str] = []
+        self._round_thoughts: list[str] = []
+        reasoning = self.stream.job.sampling.reasoning
+        self._reasoning = None if reasoning is None else ReasoningParser(reasoning)
         self._parser: ToolCallParser | None = None
         self._is_primed = False
         if self._tool_format is not None:
@@ -228,11 +244,42 @@ class Choice:
         before = self.stream.reader.text_before
         if not (before or num_tokens):
             return
+        self._take(before, self._base, num_tokens, (), self.had)
+
+    def _take(
+        self,
+        text: str,
+        index: int,
+        num_tokens: int,
+        logprobs: tuple[TokenLogprob, ...],
+        parts: list[Part],
+    ) -> None:
+        """Append what ``num_tokens`` more tokens say."""
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.push(text)
+            if not self._reasoning.ended:
+                self._think(thoughts, index, num_tokens, logprobs, parts)
+                return
+            self._reasoning = None
+            self._think(thoughts, index, 0, (), parts)
         if self._parser is None:
-            self._texts.append(before)
-            self.had.append(TextPart(self.index, self._base, num_tokens, before))
+            self._texts.append(text)
+            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
         else:
-            self._parse(self._parser.push(before), self._base, num_tokens, (), self.had)
+            self._parse(self._parser.push(text), index, num_tokens, logprobs, parts)
+
+    def _think(
+        self,
+        thoughts: str,
+        index: int,
+        num_tokens: int,
+        logprobs: tuple[TokenLogprob, ...],
+        parts: list[Part],
+    ) -> None:
+        if num_tokens or thoughts:
+            self._thoughts.append(thoughts)
+            self._round_thoughts.append(thoughts)
+            parts.append(ReasoningPart(self.index, index, num_tokens, thoughts, logprobs))
 
     def _parse(
         self,
@@ -268,6 +315,12 @@ class Choice:
 
     def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
         self._before(self.stream.reader.next_index)
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.finish()
+            self._reasoning = None
+            self._think(thoughts, self.next_index, 0, (), parts)
+            if text:
+                self._take(text, self.next_index, 0, (), parts)
         if self._parser is not None:
             self._parse(self._parser.finish(), self.next_index, 0, (), parts)
         if not isinstance(terminal, Done):
@@ -277,7 +330,11 @@ class Choice:
         self.client_calls += [call for call in calls if call.name not in self._own_tools]
         has_stopped = terminal.finish_reason is FinishReason.STOP
         if has_stopped and any(call.name in self._own_tools for call in calls):
-            self.round_end = RoundEnd(text="".join(self._round_texts), calls=calls)
+            self.round_end = RoundEnd(
+                reasoning="".join(self._round_thoughts),
+                text="".join(self._round_texts),
+                calls=calls,
+            )
             return
         self.end = terminal
         self.reason = TOOL_CALLS if calls and has_stopped else terminal.finish_reason.value

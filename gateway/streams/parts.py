@@ -19,6 +19,17 @@ class TextPart(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class ReasoningPart(NamedTuple):
+    """As ``TextPart``, of the thoughts that come before the answer. The tokens with which they end
+    and the answer begins are counted there, if they come together."""
+
+    choice: int
+    first_index: int
+    num_tokens: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
 class CallStart(NamedTuple):
     """The model calls a tool: the ``call``-th call of its choice."""
 
@@ -55,4 +66,4 @@ class ChoiceEnd(NamedTuple):
     reason: str
 
 
-Part = TextPart | CallStart | CallArguments | StepPart | ChoiceEnd
+Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd

@@ -23,11 +23,15 @@ def usage_so_far(reader: StreamReader) -> Usage | None:
 
 def total_usage(usages: Iterable[Usage | None]) -> Usage:
     """The sum of each count; None counts nothing."""
-    num_prompt = num_cached = num_completion = 0
+    num_prompt = num_cached = num_completion = num_reasoning = 0
     for usage in filter(None, usages):
         num_prompt += usage.prompt_tokens
         num_cached += usage.cached_tokens
         num_completion += usage.completion_tokens
+        num_reasoning += usage.reasoning_tokens
     return Usage(
-        prompt_tokens=num_prompt, cached_tokens=num_cached, completion_tokens=num_completion
+        prompt_tokens=num_prompt,
+        cached_tokens=num_cached,
+        completion_tokens=num_completion,
+        reasoning_tokens=num_reasoning,
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tokenizers
 
-from registry.chat_template import ChatTemplate
+from registry.chat_template import NO_ARGUMENTS, ChatTemplate
 from registry.checkpoints.json_fields import JsonFields, read_json_object
 from registry.tokenizers.text_rules import TextRules, text_rules
 from registry.tokenizers.token_bytes import (
@@ -21,6 +21,7 @@ from registry.tokenizers.token_bytes import (
     token_bytes,
 )
 from registry.tool_formats.syntax import TAGS
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import CheckpointError, ParameterError
 from schemas.jobs import ChatMessage
 from schemas.tools import ToolDefinition, ToolFormat
@@ -46,6 +47,7 @@ class Tokenizer:
 
     ``vocab_size`` is one more than the highest token id. ``eos_token_ids`` end a generation: those
     of generation_config.json (config.json if there is none) and the tokenizer's own eos token.
+    ``reasoning_format`` is how the model marks its thoughts, None if it has none.
     Safe to share between threads.
     """
 
@@ -56,8 +58,10 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...] = (),
         chat_template: ChatTemplate | None = None,
         rules: TextRules = TextRules(),  # noqa: B008  (immutable)
+        reasoning_format: ReasoningFormat | None = None,
     ) -> None:
         self.rules = rules
+        self.reasoning_format = reasoning_format
         self._backend = backend
         self._chat_template = chat_template
         self.table = table
@@ -67,12 +71,23 @@ class Tokenizer:
         # Without the tags of calls in the text nobody could tell these from content.
         self.special_token_ids = frozenset(
             i for i, token in added.items() if token.special and token.content not in TAGS
+        shown = set(_CALL_TAGS)
+        if reasoning_format is not None:
+            shown |= {reasoning_format.start, reasoning_format.end}
+        self.special_token_ids = frozenset(
+            i for i, token in added.items() if token.special and token.content not in shown
         )
 
     @classmethod
-    def load(cls, path: Path, tool_format: ToolFormat | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: Path,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | Literal["off"] | None = None,
+    ) -> Tokenizer:
         """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
-        how the model writes tool calls; None: as its chat template shows.
+        how the model writes tool calls, ``reasoning_format`` how it marks its thoughts; None: as
+        its chat template shows.
 
         Raises CheckpointError naming the file at fault.
         """
@@ -85,12 +100,16 @@ class Tokenizer:
         spec: dict[str, Any] = msgspec.json.decode(backend.to_str())
         tokens = _tokens(backend)
         table = _table(file, spec, tokens)
+        template = ChatTemplate.load(path, settings, _special_texts(settings), tool_format)
+        if reasoning_format is None and template is not None:
+            reasoning_format = template.reasoning_format
         return cls(
             backend,
             table,
             _eos_token_ids(path, None if eos is None else backend.token_to_id(eos)),
-            ChatTemplate.load(path, settings, _special_texts(settings), tool_format),
+            template,
             text_rules(spec, tokens, [table.bytes_of(i) for i in range(len(tokens))]),
+            None if reasoning_format == "off" else reasoning_format,
         )
 
     @property
@@ -166,14 +185,18 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[int]:
         """Token ids of a conversation in the model's template, up to where the answer begins, or
-        without what begins it; ``tools`` are described to the model.
+        without what begins it; ``tools`` are described to the model, and ``arguments`` are further
+        variables of the template.
 
         Raises ParameterError("messages") if there is no template or it refuses the conversation,
         and TextTooLongError as ``encode`` does.
         """
-        text = self.render_chat(messages, tools, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(
+            messages, tools, add_generation_prompt=add_generation_prompt, arguments=arguments
+        )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def render_chat(
@@ -182,6 +205,7 @@ class Tokenizer:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
         """The text that ``encode_chat`` encodes."""
         if self._chat_template is None:
@@ -191,7 +215,7 @@ class Tokenizer:
                 "of messages",
             )
         return self._chat_template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt
+            messages, tools, add_generation_prompt=add_generation_prompt, arguments=arguments
         )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:

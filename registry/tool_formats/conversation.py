@@ -44,6 +44,8 @@ def messages_as_dicts(
     for message in messages:
         turn: dict[str, Any] = {"role": message.role, "content": message.content}
         name = message.name
+        if message.reasoning:
+            turn["reasoning_content"] = turn["reasoning"] = message.reasoning
         if message.tool_calls:
             if manners.apart and message.content:
                 turns.append(turn)

@@ -71,9 +71,13 @@ class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
 
 
 class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
-    """An earlier answer, sent back."""
+    """An earlier answer, sent back. ``reasoning_content`` and ``reasoning`` are its thoughts, by
+    either name; what is no text in them is ignored as unknown fields are."""
 
     role: ClassVar[str] = "assistant"
+
+    reasoning_content: Any = None
+    reasoning: Any = None
 
 
 class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):

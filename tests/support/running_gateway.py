@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ class ByteTokenizer:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = {},
     ) -> list[int]:
         return list(messages[-1].content.encode())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gateway.models import Models
 from schemas.jobs import ChatMessage, Job
@@ -25,6 +26,7 @@ class Transcriber(ByteTokenizer):
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = {},
     ) -> list[int]:
         lines = [
             f"{one.role}:{one.content}" + "".join(c.name for c in one.tool_calls)

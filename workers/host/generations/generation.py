@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from registry.reasoning import num_reasoning_tokens
 from schemas.control import Dispatch, Served
 from schemas.frames import (
     Cancelled,
@@ -336,10 +337,12 @@ class Generation:
         return [msgspec.structs.replace(self.usage(), epoch=self.epoch), self._terminal_frame()]
 
     def usage(self) -> Usage:
+        reasoning = self.job.sampling.reasoning
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
             completion_tokens=len(self.token_ids),
+            reasoning_tokens=num_reasoning_tokens(reasoning, self.pieces) if reasoning else 0,
         )
 
     def pop_served(self) -> Served | None:

@@ -1,0 +1,129 @@
+"""A completion's text as it comes, told apart into thoughts and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from msgspec.structs import replace
+
+from registry.tool_formats.call_scanner import BLANKS, start_of_partial
+from schemas.chat.reasoning import ReasoningFormat
+
+# Templates with one of these in them are of models that think.
+_KNOWN = (ReasoningFormat(), ReasoningFormat(start="[THINK]", end="[/THINK]"))
+
+
+class _At(Enum):
+    BEFORE = auto()  # nothing but blanks has come, and perhaps a part of the start
+    WITHIN = auto()
+    BEHIND = auto()  # nothing but blanks has come since the end
+    ANSWER = auto()
+
+
+class ReasoningParser:
+    """Reads one completion. Thoughts have no blanks around them, and neither has the answer before
+    it. What has come out after a text depends on that text alone, not on how it was cut."""
+
+    def __init__(self, reasoning: ReasoningFormat) -> None:
+        self._format = reasoning
+        self._at = _At.BEFORE
+        self._held = ""
+        self._has_begun = reasoning.is_open
+        self._has_thought = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that comes now is the answer."""
+        return self._at is _At.ANSWER
+
+    @property
+    def is_within(self) -> bool:
+        """Whether thoughts have begun, if only in the prompt, and not ended."""
+        return self._at is _At.WITHIN or (self._at is _At.BEFORE and self._format.is_open)
+
+    @property
+    def is_past(self) -> bool:
+        """Whether thoughts have begun and ended."""
+        return self._at is not _At.BEFORE and self._has_begun and not self.is_within
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The thoughts and the answer that are certain now that ``text`` has come."""
+        thoughts, data = "", self._held + text
+        self._held = ""
+        if self._at is _At.BEFORE:
+            data = self._begin(data)
+        if self._at is _At.WITHIN:
+            thoughts, data = self._think(data)
+        if self._at is _At.BEHIND:
+            data = data.lstrip(BLANKS)
+            if data:
+                self._at = _At.ANSWER
+        return thoughts, data
+
+    def finish(self) -> tuple[str, str]:
+        """What is left once the whole text has come; nothing may be pushed after it."""
+        held, self._held = self._held, ""
+        if self._at is _At.WITHIN:
+            return held.rstrip(BLANKS), ""
+        if self._at is _At.BEFORE and self._format.is_open:
+            return held.strip(BLANKS), ""
+        return "", held
+
+    def _begin(self, data: str) -> str:
+        text, start = data.lstrip(BLANKS), self._format.start
+        if text.startswith(start):
+            self._at = _At.WITHIN
+            self._has_begun = True
+            return text[len(start) :]
+        if start.startswith(text):
+            self._held = data
+            return ""
+        self._at = _At.WITHIN if self._format.is_open else _At.ANSWER
+        return data
+
+    def _think(self, data: str) -> tuple[str, str]:
+        """Up to the end of the thoughts, and what is behind it."""
+        if not self._has_thought:
+            data = data.lstrip(BLANKS)
+        end = self._format.end
+        found = data.find(end)
+        thoughts = data[: found if found >= 0 else start_of_partial(data, end)].rstrip(BLANKS)
+        self._has_thought = self._has_thought or bool(thoughts)
+        if found >= 0:
+            self._at = _At.BEHIND
+            return thoughts, data[found + len(end) :]
+        self._held = data[len(thoughts) :]
+        return thoughts, ""
+
+
+def format_shown(template: str) -> ReasoningFormat | None:
+    """How a model thinks whose chat template this is, as far as that shows."""
+    return next((one for one in _KNOWN if one.end in template), None)
+
+
+def format_after(prompt: str, reasoning: ReasoningFormat) -> ReasoningFormat | None:
+    """``reasoning`` of a completion behind a prompt that ends so; None behind one that has ended
+    the thoughts already."""
+    text = prompt.rstrip(BLANKS)
+    if text.endswith(reasoning.end):
+        return None
+    return replace(reasoning, is_open=text.endswith(reasoning.start))
+
+
+def closing_of(reasoning: ReasoningFormat) -> str:
+    """What makes of a prompt one behind which no thoughts come."""
+    opening = "" if reasoning.is_open else reasoning.start
+    return f"{opening}\n\n{reasoning.end}\n\n"
+
+
+def num_reasoning_tokens(reasoning: ReasoningFormat, pieces: Sequence[str]) -> int:
+    """How many of a completion's tokens, each with the text that it added, its thoughts took."""
+    parser = ReasoningParser(reasoning)
+    for number, piece in enumerate(pieces, start=1):
+        parser.push(piece)
+        if parser.is_past:
+            return number
+        if parser.ended:
+            return 0
+    return len(pieces) if parser.is_within else 0

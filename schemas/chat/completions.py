@@ -1,0 +1,56 @@
+"""The answer to a chat completion, as OpenAI's clients read it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from schemas.chat.messages import MessageToolCall
+from schemas.openai import ChoiceLogprobs, UsageInfo
+from schemas.sessions import SessionInfo
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """``reasoning_content`` and ``reasoning`` are both the thoughts before the answer."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: tuple[MessageToolCall, ...] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway ran one of its own tools. ``output`` is what the model got."""
+
+    call_id: str
+    name: str
+    arguments: str
+    ok: bool
+    output: str
+    duration_ms: float
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    message: AssistantMessage
+    finish_reason: str
+    index: int = 0
+    logprobs: ChoiceLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
+    ours: how the kept conversation was fitted, and which of its own tools the gateway ran."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: UsageInfo
+    object: Literal["chat.completion"] = "chat.completion"
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
+    metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
+    tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
