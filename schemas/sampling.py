@@ -169,7 +169,8 @@ class SamplingOptions(
     @property
     def is_guided(self) -> bool:
         """Whether what was made so far says which tokens may follow."""
-        return self.grammar is not None or self.max_reasoning_tokens is not None
+        is_limited = self.reasoning is not None and self.max_reasoning_tokens is not None
+        return self.grammar is not None or is_limited
 
     def asks_for(self, name: str) -> bool:
         """Whether the field ``name`` is given and says something else than nothing at all."""

@@ -199,7 +199,7 @@ class Engine:
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
         self._num_arrived += len(group)
-        if request.sampling.grammar is not None:
+        if request.sampling.is_guided:
             self._grammars.submit(group)
         self._live.add(group)
 

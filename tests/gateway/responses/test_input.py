@@ -132,7 +132,7 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
     ("item", "param"),
     [
         ({"type": "item_reference", "id": "x"}, "input[1].type"),
-        ({"type": "reasoning", "id": "x", "summary": []}, "input[1].type"),
+        ({"type": "computer_call", "id": "x", "summary": []}, "input[1].type"),
         ({"type": 7}, "input[1].type"),
         ({"role": "user"}, "input[1].content"),
         ({"role": "tool", "content": "x"}, "input[1].role"),

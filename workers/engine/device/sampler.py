@@ -79,7 +79,7 @@ class DeviceSampler:
     def suits(sampling: SamplingParams) -> bool:
         """Whether the device can choose the tokens of a sequence with these parameters."""
         return (
-            sampling.grammar is None
+            not sampling.is_guided
             and not sampling.bad_words
             and not sampling.logit_bias
             and not sampling.min_tokens

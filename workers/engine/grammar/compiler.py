@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from schemas.errors import GrammarError
-from schemas.sampling import Grammar
+from schemas.sampling import Grammar, SamplingParams
 from workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
+from workers.engine.grammar.reasoning import ReasoningMatcher
 from workers.engine.grammar.threads import TaskThreads
 from workers.engine.sequence import Sequence, SequenceState
 
@@ -27,6 +28,12 @@ class Compile(Protocol):
     """Makes a matcher at the start of a grammar. Raises GrammarError."""
 
     def __call__(self, grammar: Grammar) -> Matcher: ...
+
+
+class WithReasoning(Protocol):
+    """Puts thoughts before what a matcher follows, None: anything. Raises GrammarError."""
+
+    def __call__(self, inner: Matcher | None, sampling: SamplingParams) -> ReasoningMatcher: ...
 
 
 class Settled(NamedTuple):
@@ -46,8 +53,14 @@ class GrammarCompiler:
     ready or over.
     """
 
-    def __init__(self, compile_grammar: Compile, on_settled: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        compile_grammar: Compile,
+        with_reasoning: WithReasoning,
+        on_settled: Callable[[], None],
+    ) -> None:
         self._compile = compile_grammar
+        self._with_reasoning = with_reasoning
         self._on_settled = on_settled
         self._threads = TaskThreads("grammar-compile", NUM_COMPILE_THREADS, COMPILE_STACK_BYTES)
         self._lock = threading.Lock()
@@ -60,8 +73,7 @@ class GrammarCompiler:
         For a grammar that is there already this is done on return.
         """
         request = choices[0].request
-        assert request.sampling.grammar is not None
-        start = self._known(request.sampling.grammar)
+        start = self._known(request.sampling)
         if start is not None and not request.output_token_ids and not start.complete:
             _give_matchers(choices, start)
             return
@@ -83,11 +95,10 @@ class GrammarCompiler:
     def _prepare(self, choices: Rows[Sequence]) -> None:
         first = choices[0]
         request = first.request
-        assert request.sampling.grammar is not None
         if first.state is SequenceState.FINISHED:
             return
         try:
-            start = self._start_of(request.sampling.grammar).copy()
+            start = self._begin(request.sampling)
             start.accept(request.output_token_ids)
         except GrammarError as error:
             self._settled.append(Settled(first, error))
@@ -102,8 +113,19 @@ class GrammarCompiler:
                 _give_matchers(choices, start)
         self._on_settled()
 
-    def _known(self, grammar: Grammar) -> Matcher | None:
-        """The compiled grammar, if it is there and good."""
+    def _begin(self, sampling: SamplingParams) -> Matcher | ReasoningMatcher:
+        """A matcher at the start of what the sampling parameters ask for."""
+        grammar = sampling.grammar
+        inner = None if grammar is None else self._start_of(grammar).copy()
+        if inner is not None and sampling.reasoning is None:
+            return inner
+        return self._with_reasoning(inner, sampling)
+
+    def _known(self, sampling: SamplingParams) -> Matcher | None:
+        """The compiled grammar, if it is there and good, and all that is asked for."""
+        grammar = sampling.grammar
+        if grammar is None or sampling.reasoning is not None:
+            return None
         with self._lock:
             known = self._cache.get(grammar)
             if known is None or not known.done() or known.exception() is not None:
@@ -136,7 +158,7 @@ class GrammarCompiler:
         return _result(future)
 
 
-def _give_matchers(choices: Rows[Sequence], start: Matcher) -> None:
+def _give_matchers(choices: Rows[Sequence], start: Matcher | ReasoningMatcher) -> None:
     for sequence in choices:
         sequence.matcher = start.copy()
     # The first is what the planner waits for; the others start from it.

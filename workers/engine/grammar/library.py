@@ -118,14 +118,15 @@ class GrammarLibrary:
             raise GrammarError(
                 "This model's tokenizer names no end-of-sequence token, which grammars need."
             )
+        self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos)
         self.num_words = -(-vocab_size // _WORD_BITS)
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos[0])
-        self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
+        self._native = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher at the grammar's start. Raises GrammarError."""
-        matcher = start(self._tokenizer, grammar)
+        matcher = start(self._native, grammar)
         # Finds what only shows in use, and is a start for all copies.
         matcher.compute_bitmask()
         raise_error_of(matcher)

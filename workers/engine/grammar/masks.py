@@ -11,6 +11,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from workers.engine.grammar.library import Matcher
+from workers.engine.grammar.reasoning import ReasoningMatcher
 from workers.engine.grammar.threads import TaskThreads
 from workers.engine.sequence import Sequence
 
@@ -68,7 +69,7 @@ class MaskFiller:
         try:
             address, row_bytes = masks.data_ptr(), 4 * self._num_words
             for row, sequence in enumerate(sequences):
-                matcher: Matcher = sequence.matcher
+                matcher: Matcher | ReasoningMatcher = sequence.matcher
                 matcher.fill_mask(address + row * row_bytes, self._num_words)
             self._withhold(sequences, masks)
         except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)

@@ -226,7 +226,7 @@ class Sampler:
             logprob_rows=reported,
             logprob_counts=[states[i].sampling.logprobs or 0 for i in reported],
             processed_rows=[i for i, s in enumerate(states) if s.logits_processor is not None],
-            masked_rows=[i for i, s in enumerate(states) if s.sampling.grammar is not None],
+            masked_rows=[i for i, s in enumerate(states) if s.sampling.is_guided],
         )
         self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
         return layout
