@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from schemas.errors import GrammarError
 from schemas.sampling import Grammar, SamplingParams
 from workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
-from workers.engine.grammar.reasoning import ReasoningMatcher
+from workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
 from workers.engine.grammar.threads import TaskThreads
 from workers.engine.sequence import Sequence, SequenceState
 
@@ -28,12 +28,6 @@ class Compile(Protocol):
     """Makes a matcher at the start of a grammar. Raises GrammarError."""
 
     def __call__(self, grammar: Grammar) -> Matcher: ...
-
-
-class WithReasoning(Protocol):
-    """Puts thoughts before what a matcher follows, None: anything. Raises GrammarError."""
-
-    def __call__(self, inner: Matcher | None, sampling: SamplingParams) -> ReasoningMatcher: ...
 
 
 class Settled(NamedTuple):
@@ -56,7 +50,7 @@ class GrammarCompiler:
     def __init__(
         self,
         compile_grammar: Compile,
-        with_reasoning: WithReasoning,
+        with_reasoning: ReasoningMatchers,
         on_settled: Callable[[], None],
     ) -> None:
         self._compile = compile_grammar

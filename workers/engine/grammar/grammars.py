@@ -11,14 +11,13 @@ from functools import cache
 import torch
 
 from registry.tokenizers.tokenizer import Tokenizer
-from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import GrammarError, MillraceError
-from schemas.sampling import Grammar, SamplingParams
+from schemas.sampling import Grammar
 from workers.engine.grammar.compiler import GrammarCompiler, Settled
 from workers.engine.grammar.library import GrammarLibrary, Matcher
 from workers.engine.grammar.masks import MaskFiller
 from workers.engine.grammar.probe import GrammarProbe
-from workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningTokens
+from workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
 from workers.engine.sequence import Sequence, SequenceState
 
 # A library of so many tokens is built in some 0.1 s; one of 150,000 takes 0.7 s.
@@ -42,10 +41,10 @@ class Grammars:
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._compiler = GrammarCompiler(self._compile, self._with_reasoning, on_settled)
+        reasoning = ReasoningMatchers(self._library_now)
+        self._compiler = GrammarCompiler(self._compile, reasoning, on_settled)
         self._library_lock = threading.Lock()
         self._library: GrammarLibrary | None = None
-        self._reasoning_tokens: dict[ReasoningFormat, ReasoningTokens] = {}
         self._refusal = ""
         self._masks: MaskFiller | None = None
         self._begun = False
@@ -104,17 +103,6 @@ class Grammars:
         library = self._library_now()
         _probe().check(grammar)
         return library.compile(grammar)
-
-    def _with_reasoning(self, inner: Matcher | None, sampling: SamplingParams) -> ReasoningMatcher:
-        library, reasoning = self._library_now(), sampling.reasoning
-        assert reasoning is not None
-        with self._library_lock:
-            tokens = self._reasoning_tokens.get(reasoning)
-            if tokens is None:
-                tokens = self._reasoning_tokens[reasoning] = ReasoningTokens(
-                    library.tokenizer, reasoning, library.num_words, library.eos_token_ids
-                )
-        return ReasoningMatcher(tokens, inner, sampling.max_reasoning_tokens)
 
     def _library_now(self) -> GrammarLibrary:
         with self._library_lock:

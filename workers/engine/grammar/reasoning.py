@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from enum import Enum, auto
 
@@ -12,7 +13,8 @@ import numpy.typing as npt
 from registry.tokenizers.tokenizer import Tokenizer
 from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import GrammarError
-from workers.engine.grammar.library import Matcher
+from schemas.sampling import SamplingParams
+from workers.engine.grammar.library import GrammarLibrary, Matcher
 
 _BLANKS = b" \t\n\r"
 _GAPS = ("\n\n", "\n")
@@ -186,6 +188,26 @@ class ReasoningMatcher:
     def _answer(self, token_ids: Rows[int]) -> None:
         if self._inner is not None:
             self._inner.accept(token_ids)
+
+
+class ReasoningMatchers:
+    """Puts thoughts before what matchers follow; ``library`` raises GrammarError if there can be no
+    grammars."""
+
+    def __init__(self, library: Callable[[], GrammarLibrary]) -> None:
+        self._library = library
+        self._tokens: dict[ReasoningFormat, ReasoningTokens] = {}
+
+    def __call__(self, inner: Matcher | None, sampling: SamplingParams) -> ReasoningMatcher:
+        """``inner`` None: what is thought may be followed by anything. Raises GrammarError."""
+        reasoning, library = sampling.reasoning, self._library()
+        assert reasoning is not None
+        tokens = self._tokens.get(reasoning)
+        if tokens is None:
+            tokens = self._tokens[reasoning] = ReasoningTokens(
+                library.tokenizer, reasoning, library.num_words, library.eos_token_ids
+            )
+        return ReasoningMatcher(tokens, inner, sampling.max_reasoning_tokens)
 
 
 def _allow(mask: npt.NDArray[np.int32], token_id: int) -> None:

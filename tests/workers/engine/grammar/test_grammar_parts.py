@@ -36,6 +36,7 @@ from workers.engine.grammar.library import (
 )
 from workers.engine.grammar.masks import MaskFiller
 from workers.engine.grammar.probe import GrammarProbe
+from workers.engine.grammar.reasoning import ReasoningMatchers
 from workers.engine.grammar.threads import TaskThreads
 from workers.engine.sequence import Sequence
 
@@ -246,7 +247,7 @@ def test_compiled_grammars_are_kept_and_so_are_refusals(
         return library.compile(grammar)
 
     settled = threading.Semaphore(0)
-    compiler = GrammarCompiler(compile_grammar, settled.release)
+    compiler = GrammarCompiler(compile_grammar, ReasoningMatchers(lambda: library), settled.release)
     for text in ["a", "(", "a", "(", "b", "a", "("]:
         one = sequence(text, regex(text))
         compiler.submit([one])
@@ -264,7 +265,7 @@ def test_compiled_grammars_are_kept_and_so_are_refusals(
 def test_a_grammar_that_is_there_makes_sequences_ready_at_once(bytes_tokenizer: Tokenizer) -> None:
     library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
     settled = threading.Semaphore(0)
-    compiler = GrammarCompiler(library.compile, settled.release)
+    compiler = GrammarCompiler(library.compile, ReasoningMatchers(lambda: library), settled.release)
     compiler.submit([sequence("first", regex("ab"))])
     assert settled.acquire(timeout=30)
     choices = [sequence(name, regex("ab")) for name in "xyz"]
@@ -277,13 +278,14 @@ def test_a_grammar_that_is_there_makes_sequences_ready_at_once(bytes_tokenizer: 
     assert resumed.ready
 
 
-def test_whatever_goes_wrong_settles_the_request() -> None:
+def test_whatever_goes_wrong_settles_the_request(bytes_tokenizer: Tokenizer) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
     settled = threading.Semaphore(0)
 
     def compile_grammar(grammar: Grammar) -> Matcher:
         raise SystemError("no Exception of ours")
 
-    compiler = GrammarCompiler(compile_grammar, settled.release)
+    compiler = GrammarCompiler(compile_grammar, ReasoningMatchers(lambda: library), settled.release)
     for _ in range(2):
         compiler.submit([sequence("a", regex("a"))])
         assert settled.acquire(timeout=30)
@@ -385,7 +387,7 @@ def test_deep_grammars_that_passed_are_compiled_with_a_deep_stack(
 ) -> None:
     library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
     settled = threading.Semaphore(0)
-    compiler = GrammarCompiler(library.compile, settled.release)
+    compiler = GrammarCompiler(library.compile, ReasoningMatchers(lambda: library), settled.release)
     one = sequence("deep", _chain(5_000))
     compiler.submit([one])
     assert settled.acquire(timeout=30)
