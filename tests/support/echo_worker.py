@@ -16,6 +16,7 @@ import msgspec
 from bus.api import Bus
 from bus.job_queue import LeasedJob
 from bus.transport import Subscription
+from registry.reasoning import num_reasoning_tokens
 from runtime.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError
@@ -190,9 +191,14 @@ class EchoWorker:
             piece = texts[index : index + self.tokens_per_frame]
             await self._send(job, _with_logprobs(job, delta_of(index, piece, epoch)))
             await asyncio.sleep(0)
-        await self._send(
-            job, Usage(prompt_tokens=num_prompt, completion_tokens=len(texts), epoch=epoch)
+        reasoning = job.sampling.reasoning
+        usage = Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=len(texts),
+            reasoning_tokens=num_reasoning_tokens(reasoning, texts) if reasoning else 0,
+            epoch=epoch,
         )
+        await self._send(job, usage)
         reason = FinishReason.LENGTH if len(whole) > len(texts) else FinishReason.STOP
         await self._send(job, Done(finish_reason=reason, num_tokens=len(texts), epoch=epoch))
 

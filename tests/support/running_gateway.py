@@ -21,6 +21,7 @@ from registry.served import EmbeddingSettings
 from runtime.clock import SystemClock
 from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
@@ -69,6 +70,7 @@ class ByteModel:
         self.vocab_size = 256
         self.eos_token_ids: tuple[int, ...] = ()
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
+        self.reasoning_format: ReasoningFormat | None = None
         self.prices = UNPRICED
         self.sampling_defaults = SamplingDefaults()
         self.embedding_size = EMBEDDING_SIZE
@@ -91,9 +93,15 @@ class ByteModel:
             job.sampling,
             max_tokens=wanted or left,
             seed=seed_source.randrange(2**63) if job.sampling.seed is None else job.sampling.seed,
+            reasoning=None if job.messages is None else self.reasoning_format,
         )
         return msgspec.structs.replace(
-            job, prompt=None, messages=None, prompt_token_ids=token_ids, sampling=sampling
+            job,
+            prompt=None,
+            messages=None,
+            chat_template_kwargs={},
+            prompt_token_ids=token_ids,
+            sampling=sampling,
         )
 
 
