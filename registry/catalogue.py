@@ -56,7 +56,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pooling: Pooling | None = None
     tiers: tuple[Tier, ...] = tuple(Tier)
     tool_format: ToolFormat | None = None
-    reasoning_format: ReasoningFormat | Literal["off"] | None = None
+    reasoning_format: ReasoningFormat | Literal["none"] | None = None
     generation_config: GenerationConfig = GenerationConfig.AUTO
     prices: PriceBook = UNPRICED
     engine: CatalogueEngine | None = None
@@ -75,7 +75,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
     ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
-    ``off``: they are content. ``generation_config``: whether requests that do not say how they are
+    ``none``: they are content. ``generation_config``: whether requests that do not say how they are
     sampled go by the checkpoint's generation_config.json.
     """
 

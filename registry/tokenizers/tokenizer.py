@@ -68,10 +68,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
         added = backend.get_added_tokens_decoder()
-        # Without the tags of calls in the text nobody could tell these from content.
-        self.special_token_ids = frozenset(
-            i for i, token in added.items() if token.special and token.content not in TAGS
-        shown = set(_CALL_TAGS)
+        # Without what marks calls and thoughts in the text nobody could tell these from content.
+        shown = set(TAGS)
         if reasoning_format is not None:
             shown |= {reasoning_format.start, reasoning_format.end}
         self.special_token_ids = frozenset(
@@ -83,7 +81,7 @@ class Tokenizer:
         cls,
         path: Path,
         tool_format: ToolFormat | None = None,
-        reasoning_format: ReasoningFormat | Literal["off"] | None = None,
+        reasoning_format: ReasoningFormat | Literal["none"] | None = None,
     ) -> Tokenizer:
         """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
         how the model writes tool calls, ``reasoning_format`` how it marks its thoughts; None: as
@@ -109,7 +107,7 @@ class Tokenizer:
             _eos_token_ids(path, None if eos is None else backend.token_to_id(eos)),
             template,
             text_rules(spec, tokens, [table.bytes_of(i) for i in range(len(tokens))]),
-            None if reasoning_format == "off" else reasoning_format,
+            None if reasoning_format == "none" else reasoning_format,
         )
 
     @property

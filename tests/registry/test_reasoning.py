@@ -232,9 +232,9 @@ def test_an_engine_that_holds_thoughts_to_the_grammar_gets_none(tmp_path: Path) 
 
 
 def test_the_catalogue_has_the_last_word(tmp_path: Path) -> None:
-    assert prepared(served(tmp_path, reasoning_format="off")).sampling.reasoning is None
+    assert prepared(served(tmp_path, reasoning_format="none")).sampling.reasoning is None
     other = {"start": "<a>", "end": "</a>"}
     model = served(tmp_path, "{{ messages[0].content }}", reasoning_format=other)
-    assert prepared(model).sampling.reasoning == ReasoningFormat(**other)
+    assert prepared(model).sampling.reasoning == ReasoningFormat(start="<a>", end="</a>")
     with pytest.raises(ConfigError, match="reasoning format"):
         served(tmp_path, reasoning_format={"start": ""})

@@ -201,9 +201,37 @@ def test_what_sdks_add_to_answers_that_are_sent_back_is_ignored() -> None:
     messages = [{"role": "user", "content": "hi"}, answer, result]
     assert chat(messages=messages).messages == (
         ChatMessage("user", "hi"),
-        ChatMessage("assistant", "", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),)),
+        ChatMessage(
+            "assistant",
+            "",
+            tool_calls=(ToolCall(id="c", name="f", arguments="{}"),),
+            reasoning="Hm.",
+        ),
         ChatMessage("tool", "1", name="f", tool_call_id="c"),
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "thoughts"),
+    [
+        ({"reasoning": "Hm."}, "Hm."),
+        ({"reasoning_content": "Hm.", "reasoning": "Other."}, "Hm."),
+        ({"reasoning_content": None, "reasoning": {"effort": "low"}}, ""),
+        ({"reasoning_content": ["Hm."]}, ""),
+    ],
+)
+def test_thoughts_that_are_sent_back(fields: dict[str, Any], thoughts: str) -> None:
+    answer = {"role": "assistant", "content": "Yes."} | fields
+    messages = chat(messages=[{"role": "user", "content": "hi"}, answer]).messages
+    assert messages is not None
+    assert messages[1].reasoning == thoughts
+
+
+def test_how_to_think_is_said_to_the_template() -> None:
+    asked = chat(enable_thinking=False, reasoning_effort="low")
+    assert asked.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    closer = chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": True, "x": 1})
+    assert closer.chat_template_kwargs == {"enable_thinking": True, "x": 1}
 
 
 def test_a_safety_identifier_is_who_uses_it() -> None:

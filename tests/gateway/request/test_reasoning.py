@@ -112,6 +112,7 @@ async def test_calls_come_behind_thoughts(client: openai.AsyncOpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_items_of_a_response(client: openai.AsyncOpenAI, stream: bool) -> None:
     given: Any = TEXT
+    response: openai.types.responses.Response
     if stream:
         async with client.responses.stream(model=MODEL, input=given) as events:
             kinds = [event.type async for event in events]

@@ -201,11 +201,33 @@ def test_hints_change_nothing() -> None:
     hinted = asked(
         prompt_cache_key="a",
         prompt_cache_retention="24h",
-        reasoning={"effort": "high", "summary": "auto"},
+        reasoning={"summary": "auto"},
         text={"verbosity": "low"},
         include=["reasoning.encrypted_content"],
     )
     assert hinted == asked()
+
+
+def test_thoughts_belong_to_what_follows_them() -> None:
+    thought: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    thought["content"] = [{"type": "reasoning_text", "text": "Hm."}]
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    answer: Any = {"role": "assistant", "content": "Yes."}
+    raws = [thought, call, result, thought, answer, thought, {"role": "user", "content": "hi"}]
+    messages = messages_of(given_items([msgspec.Raw(msgspec.json.encode(r)) for r in raws]), None)
+    assert [getattr(one, "reasoning_content", None) for one in messages] == [
+        "Hm.",
+        None,
+        "Hm.",
+        None,
+    ]
+
+
+def test_how_to_think_becomes_that_of_a_chat() -> None:
+    thinking = asked(reasoning={"effort": "high"}, thinking_token_budget=5)
+    assert thinking.chat_template_kwargs == {"reasoning_effort": "high"}
+    assert thinking.sampling.max_reasoning_tokens == 5
 
 
 def test_fields_become_those_of_a_chat() -> None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from gateway.errors import Refusal
 from gateway.request.parsing import decode
 from gateway.responses.items import _without_end
-from gateway.streams.parts import CallArguments, CallStart, ChoiceEnd, Part, StepPart, TextPart
+from gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    StepPart,
+    TextPart,
+)
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
 from schemas.openai import LogprobInfo
@@ -28,11 +36,13 @@ from tests.gateway.responses.rendered import (
 
 _GOLDEN = Path(__file__).parents[1] / "golden" / "responses_tools.sse"
 _PARTS: list[Part] = [
-    TextPart(0, 0, 1, "Let me "),
-    TextPart(0, 1, 2, "löok."),
+    ReasoningPart(0, 0, 2, "A clöck"),
+    ReasoningPart(0, 2, 1, "?"),
+    TextPart(0, 3, 1, "Let me "),
+    TextPart(0, 4, 2, "löok."),
     StepPart("call_1", "clock", '{"zone":"UTC"}', True, "12:00", 3.5),
-    TextPart(0, 3, 1, "Noon;"),
-    TextPart(0, 4, 2, ""),
+    TextPart(0, 6, 1, "Noon;"),
+    TextPart(0, 7, 2, ""),
     CallStart(0, 0, "call_2", "weather"),
     CallArguments(0, 0, '{"city":'),
     CallArguments(0, 0, '"Bath"}'),
@@ -49,7 +59,7 @@ def _cut(parts: Sequence[Part], cuts: set[int]) -> list[Part]:
         last = result[-1] if result else None
         if number in cuts or type(last) is not type(part):
             result.append(part)
-        elif isinstance(part, TextPart) and isinstance(last, TextPart):
+        elif isinstance(part, TextPart | ReasoningPart) and type(last) is type(part):
             num_tokens = last.num_tokens + part.num_tokens
             result[-1] = last._replace(num_tokens=num_tokens, text=last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
