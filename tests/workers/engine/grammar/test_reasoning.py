@@ -116,10 +116,9 @@ def test_thoughts_that_the_model_begins_itself(engine: Engine, tokenizer: Tokeni
     assert len(text.rpartition("</think>")[2].strip()) == 3
 
 
+@pytest.mark.parametrize("path", ["one token"], indirect=True)
 def test_thoughts_end_by_themselves(engine: Engine, tokenizer: Tokenizer) -> None:
     end = tokenizer.encode("</think>", add_special_tokens=False)
-    if len(end) > 1:
-        pytest.skip("no bias makes a random model write several tokens in their order")
     request = limited("r", regex("[a-c]{3}"), None, logit_bias={end[0]: 50.0})
     made = run(engine, tokenizer, request)
     assert made.tokens["r", 0][0] == end[0]
