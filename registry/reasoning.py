@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from msgspec.structs import replace
 
-from registry.tool_formats.scanner import BLANKS, start_of_partial
+from registry.tool_formats.scanners.base import BLANKS, start_of_partial
 from schemas.chat.reasoning import ReasoningFormat
 
 # Templates with one of these in them are of models that think.
