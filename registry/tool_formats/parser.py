@@ -36,6 +36,7 @@ class ToolCallParser:
         self._must_call = must_call
         self._syntax = SYNTAXES[tool_format]
         self._opening = self._syntax.opening
+        self._openings = [tag for tag in (self._opening, self._syntax.bare_opening) if tag]
         self._step: Callable[[str, list[Piece]], str] = (
             self._content if self._opening else self._between
         )
@@ -85,8 +86,8 @@ class ToolCallParser:
 
     def _content_from(self, data: str, unread: int, pieces: list[Piece]) -> str:
         """Say the content up to the next tag, which is not looked for before ``unread``."""
-        found = data.find(self._opening, unread)
-        end = found if found >= 0 else unread + start_of_partial(data[unread:], self._opening)
+        found, opening = self._find_opening(data, unread)
+        end = found if opening else self._start_of_opening(data, unread)
         content = data[:end].rstrip(BLANKS)
         blanks = data[len(content) : end]
         if self._after_call:
@@ -96,13 +97,24 @@ class ToolCallParser:
             else:
                 blanks = ""
         _say(pieces, content)
-        if found >= 0:
+        if opening:
             self._plain = False
-            self._begin_call(blanks + self._opening)
-            return data[found + len(self._opening) :]
+            # The scanner of a call reads what belongs to the call.
+            begin = found if opening == self._syntax.bare_opening else found + len(opening)
+            self._begin_call(blanks + data[found:begin])
+            return data[begin:]
         self._held = blanks + data[end:]
         self._plain = not self._held and not self._after_call
         return ""
+
+    def _find_opening(self, data: str, unread: int) -> tuple[int, str]:
+        """Where calls begin, from ``unread`` on, and by which tag; by none if they do not."""
+        places = [(data.find(tag, unread), tag) for tag in self._openings]
+        return min((place for place in places if place[0] >= 0), default=(len(data), ""))
+
+    def _start_of_opening(self, data: str, unread: int) -> int:
+        """Where a tag may begin that has not come whole."""
+        return unread + min(start_of_partial(data[unread:], tag) for tag in self._openings)
 
     def _begin_call(self, prelude: str) -> None:
         self._held = ""

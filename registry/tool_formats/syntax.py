@@ -54,14 +54,16 @@ TAGS = frozenset(
 
 class Syntax(NamedTuple):
     """``scanner`` makes one for the first call of a text or for another, whose arguments are of
-    these types. Calls follow ``opening``,
-    or are the whole text, behind ``first_gap``, if that is empty. Behind a call and ``gap`` comes
-    ``closing``, and then content, or what ``begins`` another call. ``tags`` are those of a gap that
-    may have come in part; a gap before what is no call is content if ``shows_gap``. What begins by
-    ``opening`` and is cut off is content, unless that is a ``marker``, which no prose has."""
+    these types. Calls follow ``opening``, which some models forget: then they begin by
+    ``bare_opening``, which is a part of the call. Without an opening they are the whole text,
+    behind ``first_gap``. Behind a call and ``gap`` comes ``closing``, and then content, or what
+    ``begins`` another call. ``tags`` are those of a gap that may have come in part; a gap before
+    what is no call is content if ``shows_gap``. What begins by ``opening`` and is cut off is
+    content, unless that is a ``marker``, which no prose has."""
 
     scanner: Callable[[bool, ArgumentTypes], Scanner]
     opening: str = ""
+    bare_opening: str = ""
     closing: str = ""
     begins: re.Pattern[str] = _JSON_BEGINS
     first_gap: re.Pattern[str] = _BLANKS
@@ -103,6 +105,7 @@ SYNTAXES = {
     ToolFormat.QWEN3_CODER: Syntax(
         lambda _first, types: QwenScanner(types),
         opening=OPENING_TAG,
+        bare_opening=FUNCTION_TAG,
         closing=CLOSING_TAG,
         begins=re.compile(FUNCTION_TAG),
         tags=(CLOSING_TAG, FUNCTION_TAG),

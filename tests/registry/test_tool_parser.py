@@ -75,7 +75,7 @@ BITS = (
 )
 texts = st.one_of(st.lists(st.sampled_from(BITS), max_size=14).map("".join), st.text(max_size=30))
 # A text without these has no calls.
-SIGNS = ("name", "[TOOL_CALLS]", "<tool_call>", "begin", "a=", "()")
+SIGNS = ("name", "<function=", "[TOOL_CALLS]", "<tool_call>", "begin", "a=", "()")
 formats = st.sampled_from(list(ToolFormat))
 
 

@@ -32,28 +32,10 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "light", "parameters": PARAMETERS}}
 BIAS = 100
 
-_DEEPSEEK_S = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-)
-# The template of each format, and what is one special token in its vocabulary.
-FAMILIES = {
-    ToolFormat.PYTHONIC: (templates.PYTHONIC, ()),
-    ToolFormat.MISTRAL: (templates.MISTRAL, ("[TOOL_CALLS]", "[INST]", "[/INST]")),
-    ToolFormat.MISTRAL_V11: (templates.MISTRAL_V11, ("[TOOL_CALLS]", "[ARGS]", "[INST]")),
-    ToolFormat.QWEN3_CODER: (templates.QWEN3_CODER, ("<tool_call>", "</tool_call>")),
-    ToolFormat.DEEPSEEK_V3: (templates.DEEPSEEK_V3, _DEEPSEEK_S),
-    ToolFormat.DEEPSEEK_V31: (templates.DEEPSEEK_V31, _DEEPSEEK_S),
-    ToolFormat.GLM45: (templates.GLM45, ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")),
-}
 
-
-@pytest.mark.parametrize("tool_format", FAMILIES)
+@pytest.mark.parametrize("tool_format", templates.FAMILIES)
 def test_a_forced_call(tmp_path: Path, tool_format: ToolFormat) -> None:
-    source, specials = FAMILIES[tool_format]
+    source, specials = templates.FAMILIES[tool_format]
     checkpoint = write_checkpoint(
         tmp_path / "tiny",
         chat_template=source,

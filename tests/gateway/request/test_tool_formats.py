@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+import yaml
 
 from gateway.models import Models
+from gateway.tools.catalogue import load_tools
 from registry.tool_formats.call_ids import WITH_SHORT_IDS
 from registry.tool_formats.written import calls_as_text
 from schemas.openai import ModelCard
 from schemas.tools import ToolCall, ToolFormat
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
+from tests.support.tool_server import reply, tool_server
 
 PARAMETERS = {
     "type": "object",
@@ -37,6 +42,13 @@ CALLS = [ToolCall(id="", name=name, arguments=json.dumps(value)) for name, value
 WITHOUT_CONTENT = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC)
 
 
+def models_of(tool_format: ToolFormat) -> Models:
+    model = ByteModel()
+    model.tool_format = tool_format
+    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
+    return Models({MODEL: card}, lambda _name: model)
+
+
 @pytest.fixture(params=list(ToolFormat))
 def tool_format(request: pytest.FixtureRequest) -> ToolFormat:
     chosen: ToolFormat = request.param
@@ -45,10 +57,7 @@ def tool_format(request: pytest.FixtureRequest) -> ToolFormat:
 
 @pytest.fixture
 async def front(tool_format: ToolFormat) -> AsyncIterator[RunningGateway]:
-    model = ByteModel()
-    model.tool_format = tool_format
-    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    async with running_gateway(models=Models({MODEL: card}, lambda _name: model)) as running:
+    async with running_gateway(models=models_of(tool_format)) as running:
         yield running
 
 
@@ -131,3 +140,30 @@ async def test_a_forced_call_that_was_cut_off_is_no_content(
         ("", "length"),
         (None, "length"),
     )
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.QWEN3_CODER, ToolFormat.GLM45], indirect=True)
+async def test_the_gateway_s_tools_say_what_their_arguments_are(
+    tool_format: ToolFormat, tmp_path: Path
+) -> None:
+    async with tool_server() as server:
+        parameters = {"properties": {"code": {"type": "string"}, "days": {"type": "integer"}}}
+        entry = {"url": server.url("/clock"), "allow_private": True, "parameters": parameters}
+        (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": {"clock": entry}}))
+        server.answers["/clock"] = reply("noon")
+        catalogue = load_tools(str(tmp_path / "tools.yaml"), {})
+        call = ToolCall(id="", name="clock", arguments='{"code": "007", "days": 2}')
+        async with (
+            running_gateway(models=models_of(tool_format), tools=catalogue) as front,
+            httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+        ):
+            text = calls_as_text([call], tool_format)
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": text}],
+                "server_tools": ["clock"],
+            }
+            answer = await http.post("/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["message"]["content"] == "noon"
+        (seen,) = server.seen
+        assert json.loads(seen.body) == {"code": "007", "days": 2}

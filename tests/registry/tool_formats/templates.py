@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from registry.chat_template import ChatTemplate
 from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition
+from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 WEATHER = ToolDefinition(
     name="weather",
@@ -258,6 +258,25 @@ GLM45 = """\
     <|assistant|>
 {%- endif -%}
 """
+
+
+_DEEPSEEK_S = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+)
+# The template of each format, and what is one special token in its vocabulary.
+FAMILIES = {
+    ToolFormat.PYTHONIC: (PYTHONIC, ()),
+    ToolFormat.MISTRAL: (MISTRAL, ("[TOOL_CALLS]", "[INST]", "[/INST]")),
+    ToolFormat.MISTRAL_V11: (MISTRAL_V11, ("[TOOL_CALLS]", "[ARGS]", "[INST]")),
+    ToolFormat.QWEN3_CODER: (QWEN3_CODER, ("<tool_call>", "</tool_call>")),
+    ToolFormat.DEEPSEEK_V3: (DEEPSEEK_V3, _DEEPSEEK_S),
+    ToolFormat.DEEPSEEK_V31: (DEEPSEEK_V31, _DEEPSEEK_S),
+    ToolFormat.GLM45: (GLM45, ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")),
+}
 
 
 def template(source: str) -> ChatTemplate:

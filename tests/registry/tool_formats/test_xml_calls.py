@@ -79,6 +79,14 @@ def test_both(tool_format: ToolFormat, written: Any) -> None:
         ),
         ("<tool_call>\n<function=f>\n</tool_call> So", "So", [("f", "{}")]),
         ("<tool_call>\n<function=f>\nno <b>", "no <b>", [("f", "{}")]),
+        # Without the tag before it.
+        (
+            "I look.\n<function=f>\n<parameter=number>\n1\n</parameter></function>\n</tool_call>!",
+            "I look.!",
+            [("f", '{"number": 1}')],
+        ),
+        ("<function=f>\n</function>\nSo <func", "So <func", [("f", "{}")]),
+        ("<function=a b>", "<function=a b>", []),
         ("<tool_call>\n{}", "<tool_call>\n{}", []),
         ("<tool_call>\n<function=a b>", "<tool_call>\n<function=a b>", []),
     ],
