@@ -29,36 +29,40 @@ _NULLABLE = TEXT | {"null"}
 
 
 class Tags(NamedTuple):
-    """Patterns, of which ``{}`` is a name, around a call's arguments and around each of them; texts
-    end before ``closing``."""
+    """Patterns, of which ``{}`` is a name, before a call's arguments and before each of them, with
+    ``gap`` between them and behind each argument, in the language of grammars. What ends an
+    argument, and all; texts end before ``closing``."""
 
-    before: str
-    opening: str
+    before: tuple[str, ...]
+    opening: tuple[str, ...]
     ending: str
     after: str
     closing: str
-    behind: str = "\n"
-
-
-QWEN_TAGS = Tags(
-    before=FUNCTION_TAG + "{}>\n",
-    opening=PARAMETER_TAG + "{}>\n",
-    ending="\n" + PARAMETER_END,
-    after=FUNCTION_END,
-    closing=PARAMETER_END,
-)
-GLM_TAGS = Tags(
-    before="{}\n",
-    opening=f"{KEY_TAG}{{}}{KEY_END}\n{VALUE_TAG}",
-    ending=VALUE_END,
-    after="",
-    closing=VALUE_END,
-)
+    gap: str
 
 
 def literal(text: str) -> str:
     """A text in the language of grammars."""
     return json.dumps(text, ensure_ascii=False)
+
+
+QWEN_TAGS = Tags(
+    before=(FUNCTION_TAG + "{}>", ""),
+    opening=(PARAMETER_TAG + "{}>", ""),
+    ending="\n" + PARAMETER_END,
+    after=FUNCTION_END,
+    closing=PARAMETER_END,
+    gap=literal("\n"),
+)
+# GLM 4.5 and 4.6 break lines, 4.7 does not.
+GLM_TAGS = Tags(
+    before=("{}", ""),
+    opening=(KEY_TAG + "{}" + KEY_END, VALUE_TAG),
+    ending=VALUE_END,
+    after="",
+    closing=VALUE_END,
+    gap=literal("\n") + "?",
+)
 
 
 def rules_in_tags(
@@ -78,16 +82,18 @@ def rules_in_tags(
                 raise _bad_name(tool, name, "no tags and line breaks")
             mark = f"{number}_{i}_{j}"
             arguments.append(f"value_{mark}" + ("" if name in form.required else "?"))
-            yield f"value_{mark}: {literal(tags.opening.format(name))} {_ended(mark)}"
+            opening = _joined(tags.opening, name, tags.gap)
+            yield f"value_{mark}: {opening} ended_{mark} {tags.gap}"
             yield from _value_in_tags(tags, tool, mark, one, schema, settings)
         after = literal(tags.after) if tags.after else ""
-        before = literal(tags.before.format(tool.name))
+        before = _joined(tags.before, tool.name, tags.gap)
         calls.append(f"{before} {' '.join(arguments)} {after}")
     yield f"one_{number}: " + " | ".join(calls)
 
 
-def _ended(mark: str) -> str:
-    return f"ended_{mark} {literal(chr(10))}"
+def _joined(patterns: tuple[str, ...], name: str, gap: str) -> str:
+    texts = (pattern.format(name) for pattern in patterns)
+    return f" {gap} ".join(literal(text) if text else "" for text in texts)
 
 
 def _value_in_tags(

@@ -49,7 +49,9 @@ _LAYOUTS = {
     ToolFormat.QWEN3_CODER: _IN_TAGS,
     ToolFormat.DEEPSEEK_V3: _SECTION._replace(joint=literal("\n")),
     ToolFormat.DEEPSEEK_V31: _SECTION,
-    ToolFormat.GLM45: _IN_TAGS._replace(before="", after=literal(CLOSING_TAG)),
+    ToolFormat.GLM45: _Layout(
+        joint=literal("\n") + "?", after=literal(CLOSING_TAG), tag=literal(OPENING_TAG), each=True
+    ),
 }
 
 

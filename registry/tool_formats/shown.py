@@ -21,10 +21,8 @@ def format_shown(source: str) -> ToolFormat | None:
         return ToolFormat.DEEPSEEK_V3 if JSON_FENCE in source else ToolFormat.DEEPSEEK_V31
     if KEY_TAG in source:
         return ToolFormat.GLM45
-    if PARAMETER_TAG in source:
-        return ToolFormat.QWEN3_CODER
     if OPENING_TAG in source:
-        return ToolFormat.HERMES
+        return ToolFormat.QWEN3_CODER if PARAMETER_TAG in source else ToolFormat.HERMES
     if _CALL_IN_PYTHON.search(source):
         return ToolFormat.PYTHONIC
     if "python_tag" in source or '"parameters"' in source:

@@ -40,6 +40,20 @@ def test_the_format_is_as_the_template_shows(shown: ToolFormat, source: str) -> 
     assert ChatTemplate(source, {}, tool_format=ToolFormat.HERMES).tool_format is ToolFormat.HERMES
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools }}<seed:tool_call><function={{ 1 }}><parameter=a>",
+        "{{ tools }}[TOOL_REQUEST]",
+        "{{ 1 }}<|tool_calls_section_begin|>{{ tools }}",
+    ],
+)
+def test_what_is_not_known_is_told_in_plain_text(source: str) -> None:
+    made = ChatTemplate(source + "{{ messages[0].content }}", {})
+    assert made.tool_format is ToolFormat.HERMES
+    assert "You have tools." in made.render([ASKED], [WEATHER])
+
+
 @each
 def test_the_template_is_given_tools(shown: ToolFormat, source: str) -> None:
     text = template(source).render([ASKED], [WEATHER, NOW])

@@ -108,6 +108,13 @@ def test_a_value_between_tags(
     assert accepts(made, whole) is fits
 
 
+def test_glm_s_line_breaks_may_be_missing() -> None:
+    made = grammar(GLM, REQUIRED, STRICT)
+    call = called(GLM, '{"a": 1}')
+    assert accepts(made, call + call.replace("\n", "") + "\n" + call)
+    assert not accepts(made, call.replace("\n", "\n\n"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "fits"),
     [
