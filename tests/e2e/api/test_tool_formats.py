@@ -65,7 +65,7 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI, tool_format: To
     }
     forced = options | {"tool_choice": "required", "parallel_tool_calls": False}
     whole = await client.chat.completions.create(**forced, messages=ASKED)
-    message = whole.choices[0].message
+    message: Any = whole.choices[0].message
     call: Any
     [call] = message.tool_calls or []
     assert (message.content or "", whole.choices[0].finish_reason) == ("", "tool_calls")
@@ -81,7 +81,7 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI, tool_format: To
             arguments += piece.function.arguments or ""
     assert (name, arguments, content) == ("light", call.function.arguments, "")
 
-    told = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
     again = await client.chat.completions.create(
         **(options | {"max_tokens": 4}), messages=[*ASKED, message.to_dict(), told]
     )
