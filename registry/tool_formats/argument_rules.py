@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from registry.tool_formats.argument_types import TEXT, kinds_of
-from registry.tool_formats.flat_schema import FlatSchema, flat_schemas, resolved
+from registry.tool_formats.flat_schema import FlatSchema, flat_schemas, listed, resolved
 from registry.tool_formats.scanners.xml_calls import (
     FUNCTION_END,
     FUNCTION_TAG,
@@ -189,7 +189,7 @@ def _python_constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Seq
     words = []
     if "boolean" in kinds:
         words += [literal("True"), literal("False")]
-    if "null" in kinds or {"type": "null"} in whole.get("anyOf", ()):
+    if "null" in kinds or {"type": "null"} in listed(whole, "anyOf"):
         words.append(literal("None"))
     return words
 

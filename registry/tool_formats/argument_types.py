@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from registry.tool_formats.flat_schema import flat_schemas, resolved
+from registry.tool_formats.flat_schema import Walk, flat_schemas, listed, resolved
 from registry.tool_formats.python_literals import json_of
 from schemas.tools import ToolDefinition
 
@@ -26,7 +26,7 @@ _KINDS: dict[type, str] = {
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds | None:
     """The types of what a schema admits; None: it does not say."""
-    return _kinds(schema, root, 0)
+    return kinds_on(Walk(root), schema, 0)
 
 
 class ArgumentTypes:
@@ -80,9 +80,10 @@ def _fits(told: str, kinds: Kinds, text: str) -> bool:
     return kind in kinds or (kind == "number" and "integer" in kinds and value.is_integer())
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Kinds | None:
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth > len(_KINDS):
+def kinds_on(walk: Walk, schema: Any, depth: int) -> Kinds | None:
+    """As ``kinds_of``, within a walk that is under way."""
+    schema = resolved(schema, walk.root)
+    if not walk.enters(schema, depth):
         return None
     if "const" in schema:
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
@@ -94,13 +95,11 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Kinds | None:
     if isinstance(kind, list):
         return frozenset(one for one in kind if isinstance(one, str))
     for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return _any_of([_kinds(one, root, depth + 1) for one in schema[key]])
-    if isinstance(schema.get("allOf"), list):
-        told = [_kinds(one, root, depth + 1) for one in schema["allOf"]]
-        known = [kinds for kinds in told if kinds is not None]
-        return frozenset.intersection(*known) if known else None
-    return None
+        if branches := listed(schema, key):
+            return _any_of([kinds_on(walk, one, depth + 1) for one in branches])
+    told = [kinds_on(walk, one, depth + 1) for one in listed(schema, "allOf")]
+    known = [kinds for kinds in told if kinds is not None]
+    return frozenset.intersection(*known) if known else None
 
 
 def _any_of(told: Sequence[Kinds | None]) -> Kinds | None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_FORMS = 16
 _MAX_DEPTH = 8
+# Definitions that refer to one another have no end of ways through them.
+_MAX_VISITS = 1_000
 
 
 class FlatSchema(NamedTuple):
@@ -19,6 +21,25 @@ class FlatSchema(NamedTuple):
     required: frozenset[str]
 
 
+class Walk:
+    """A way through a schema and what it refers to in ``root``, of bounded length."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self.root = root
+        self._num_left = _MAX_VISITS
+
+    def enters(self, schema: Any, depth: int) -> bool:
+        """Whether to look into a schema that is so deep; it cannot be looked into if it is none."""
+        self._num_left -= 1
+        return isinstance(schema, dict) and depth <= _MAX_DEPTH and self._num_left >= 0
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The value of a keyword that has a list; an empty one if it has none."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
 def flat_schemas(schema: Mapping[str, Any]) -> list[FlatSchema]:
     """The forms of an object: its properties with those of ``allOf`` and of one of ``anyOf`` or
     ``oneOf``. Properties that a schema does not list are in none of them."""
@@ -27,7 +48,7 @@ def flat_schemas(schema: Mapping[str, Any]) -> list[FlatSchema]:
             {name: _alone(one, schema) for name, one in _with_required(form).items()},
             form.required,
         )
-        for form in _forms(schema, schema, 0)
+        for form in _forms(schema, Walk(schema), 0)
     ]
 
 
@@ -41,18 +62,18 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _forms(schema: Any, root: Mapping[str, Any], depth: int) -> list[FlatSchema]:
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+def _forms(schema: Any, walk: Walk, depth: int) -> list[FlatSchema]:
+    if not walk.enters(schema, depth):
         return [FlatSchema({}, frozenset())]
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     forms = [
         FlatSchema(
             dict(properties) if isinstance(properties, dict) else {},
-            frozenset(required if isinstance(required, list) else ()),
+            frozenset(name for name in listed(schema, "required") if isinstance(name, str)),
         )
     ]
-    for parts in _parts(schema, root):
-        others = [form for part in parts for form in _forms(part, root, depth + 1)]
+    for parts in _parts(schema, walk.root):
+        others = [form for part in parts for form in _forms(part, walk, depth + 1)]
         forms = [_both(one, other) for one in forms for other in others][:_MAX_FORMS]
     return forms
 
@@ -61,16 +82,11 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Seque
     """What else an object must match: one of each sequence."""
     if isinstance(schema.get("$ref"), str):
         yield [_referred(schema["$ref"], root)]
-    for part in _listed(schema, "allOf"):
+    for part in listed(schema, "allOf"):
         yield [part]
     for key in ("anyOf", "oneOf"):
-        if parts := _listed(schema, key):
+        if parts := listed(schema, key):
             yield parts
-
-
-def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
 
 
 def _both(one: FlatSchema, other: FlatSchema) -> FlatSchema:

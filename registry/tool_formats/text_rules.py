@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from registry.tool_formats.argument_types import TEXT, kinds_of
-from registry.tool_formats.flat_schema import resolved
+from registry.tool_formats.argument_types import TEXT, kinds_on
+from registry.tool_formats.flat_schema import Walk, listed, resolved
 from schemas.errors import ParameterError
 
 _ANY = r"(.|\n)"
@@ -49,7 +49,7 @@ def text_pattern(
     Keywords that cannot be followed are passed over, unless the tool is ``strict``: then they raise
     ParameterError.
     """
-    patterns = [*_patterns(schema, root, strict, 0), _without(closing_tag)]
+    patterns = [*_patterns(schema, Walk(root), strict, 0), _without(closing_tag)]
     return " & ".join(patterns)
 
 
@@ -59,10 +59,10 @@ def without_json(pattern: str) -> str:
     return rf'{pattern} & ~/{blanks}((null|None){blanks}|"{_ANY}*)/'
 
 
-def _patterns(schema: Any, root: Mapping[str, Any], strict: bool, depth: int) -> Iterator[str]:
+def _patterns(schema: Any, walk: Walk, strict: bool, depth: int) -> Iterator[str]:
     """All of which a text must match."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, dict) or depth > len(_KNOWN):
+    schema = resolved(schema, walk.root)
+    if not walk.enters(schema, depth):
         yield f"/{_ANY}*/"
         return
     if strict and (unknown := sorted(schema.keys() - _KNOWN)):
@@ -76,25 +76,30 @@ def _patterns(schema: Any, root: Mapping[str, Any], strict: bool, depth: int) ->
         yield f"/{form}/"
     if isinstance(schema.get("pattern"), str) and (found := _searched(schema["pattern"], strict)):
         yield f"/{found}/"
-    for part in schema.get("allOf", ()):
-        yield from _patterns(part, root, strict, depth + 1)
+    for part in listed(schema, "allOf"):
+        yield from _patterns(part, walk, strict, depth + 1)
     for key in ("anyOf", "oneOf"):
-        if branches := _texts_of(schema.get(key), root):
-            told = (" & ".join(_patterns(one, root, strict, depth + 1)) for one in branches)
+        if branches := _texts_of(listed(schema, key), walk, depth):
+            told = (" & ".join(_patterns(one, walk, strict, depth + 1)) for one in branches)
             yield "(" + " | ".join(f"({one})" for one in told) + ")"
 
 
-def _texts_of(branches: Any, root: Mapping[str, Any]) -> list[Any]:
+def _texts_of(branches: list[Any], walk: Walk, depth: int) -> list[Any]:
     """Those of some alternatives that admit texts."""
-    if not isinstance(branches, list):
-        return []
-    kinds = [(one, kinds_of(one, root)) for one in branches]
+    kinds = [(one, kinds_on(walk, one, depth + 1)) for one in branches]
     return [one for one, told in kinds if told is None or told >= TEXT]
 
 
 def _of_length(schema: Mapping[str, Any]) -> str:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"/{_ANY}{{{least},{most}}}/" if least or most != "" else f"/{_ANY}*/"
+    least, most = _number(schema, "minLength"), _number(schema, "maxLength")
+    if least is None and most is None:
+        return f"/{_ANY}*/"
+    return f"/{_ANY}{{{least or 0},{'' if most is None else most}}}/"
+
+
+def _number(schema: Mapping[str, Any], key: str) -> int | None:
+    value = schema.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _format(name: str, strict: bool) -> str:

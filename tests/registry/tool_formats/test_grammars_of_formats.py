@@ -11,6 +11,7 @@ from registry.tool_formats.written import calls_as_text
 from schemas.errors import ParameterError
 from schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from tests.registry.test_tool_grammar import accepts, grammar
+from tests.registry.tool_formats.reading import read
 
 REQUIRED = ToolChoice(mode=ToolMode.REQUIRED)
 AUTO = ToolChoice()
@@ -180,3 +181,30 @@ def test_what_a_format_cannot_hold(
         call_grammar(tool_format, [tool], REQUIRED, True)
     assert words in caught.value.message
     assert caught.value.param == "tools"
+
+
+LOOP = {"anyOf": [{"$ref": "#/$defs/Loop"}] * 60, "allOf": [{"$ref": "#/$defs/Loop"}] * 60}
+
+
+@pytest.mark.parametrize("tool_format", [QWEN, GLM, PYTHONIC])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$defs": {"Loop": LOOP}, "properties": {"a": {"$ref": "#/$defs/Loop"}}},
+        {"$defs": {"Loop": LOOP}, "$ref": "#/$defs/Loop"},
+        {"$defs": {"Loop": {"type": "string"} | LOOP}, "properties": {"a": LOOP}},
+        {
+            "$defs": {"Loop": LOOP | {"allOf": [{"type": "string"}, *LOOP["allOf"]]}},
+            "properties": {"a": {"$ref": "#/$defs/Loop"}},
+        },
+        {"properties": {"a": {"type": "string", "minLength": "x", "allOf": 5, "anyOf": {}}}},
+        {"properties": [], "required": [["a"], 5], "anyOf": 7, "allOf": [3, None]},
+        {"properties": {"a": True, "b": 5, "c": False}, "required": 5},
+        {"properties": {"a": {"type": 5}, "b": {"enum": 5}, "c": {"anyOf": [{"type": []}]}}},
+    ],
+)
+def test_odd_schemas_end_in_a_grammar(tool_format: ToolFormat, parameters: dict[str, Any]) -> None:
+    tool = ToolDefinition(name="f", parameters=parameters)
+    assert call_grammar(tool_format, [tool], REQUIRED, True) is not None
+    text = calls_as_text([ToolCall(id="", name="f", arguments='{"a": "1", "b": 2}')], tool_format)
+    assert read(tool_format, text, [tool])[1][0][0] == "f"
