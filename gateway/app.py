@@ -44,6 +44,7 @@ from gateway.transport.http import (
 )
 from gateway.transport.origins import OriginGuard
 from gateway.transport.proxies import ProxyReader
+from gateway.transport.request_ids import RequestIds
 from schemas.errors import MillraceError
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         gateway.refusals.note(_ORIGIN, refusal, None)
 
     guarded = OriginGuard(app, gateway.config, note, gateway.identity.demands_key_of)
-    return ProxyReader(guarded, gateway.config)
+    return RequestIds(ProxyReader(guarded, gateway.config))
 
 
 def token_endpoints(gateway: Gateway) -> list[Endpoint]:

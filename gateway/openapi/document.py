@@ -75,7 +75,13 @@ _ROUTED: dict[str, Schema] = {
 }
 _HEADERS: dict[str, Schema] = {
     "x-request-id": {
-        "description": "The id under which the request is known here.",
+        "description": "The X-Request-Id of the request, if it has 1 to 128 visible ASCII "
+        "characters; else the id under which the request is known here.",
+        "schema": _STRING,
+    },
+    "x-millrace-request-id": {
+        "description": "The id under which the request is known here, if x-request-id is the "
+        "client's.",
         "schema": _STRING,
     },
     "Retry-After": {
@@ -85,6 +91,7 @@ _HEADERS: dict[str, Schema] = {
     **_RATE_LIMITS,
     **_ROUTED,
 }
+_IDS = ("x-request-id", "x-millrace-request-id")
 _GENERATION_HEADERS: list[Schema] = [
     {
         "name": "Idempotency-Key",
@@ -199,7 +206,7 @@ def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema
     if one.event is not None:
         # Before OpenAPI 3.2 a schema can tell of the whole stream only.
         content[_SSE] = {"x-event": schema_of[one.event]}
-    headers = ["x-request-id"]
+    headers = list(_IDS)
     if tag in {"generation", "embeddings"}:
         headers += _RATE_LIMITS
     if tag == "generation":
@@ -239,7 +246,7 @@ def _parameters(one: Operation) -> list[Schema]:
 
 
 def _error(status: int) -> Schema:
-    headers = ["x-request-id"]
+    headers = list(_IDS)
     if status in {409, 429, 503}:
         headers.append("Retry-After")
     if status == 429:
