@@ -112,6 +112,7 @@ class Gateway:
         self.models = models
         self.clock = clock
         self.redis = redis
+        self.generations = backends.generations
         self.gateway_id = settings.gateway_id
         self.exposure = config.metrics
         self.traces = None if tracing is None else RequestTraces(tracing, clock, settings)

@@ -240,7 +240,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
     the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``
     and ``prompt_cache_retention`` are hints that change nothing here. ``enable_thinking``,
-    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions.
+    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions. With
+    ``background`` the answer is made whether or not anybody waits for it.
     """
 
     input: str | tuple[msgspec.Raw, ...]
@@ -259,7 +260,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     top_logprobs: int | None = None
     safety_identifier: str | None = None
     access_programs: Any = None
-    background: Any = None
+    background: bool | None = None
     context_management: Any = None
     conversation: Any = None
     image: Any = None
@@ -310,7 +311,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,7 +361,9 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of an answer: the ``response`` as it was sent, and all the items before it."""
+    """What is kept of an answer: the ``response`` as it was sent, and all the items before it; of
+    one in the background also the ``request``, without its input."""
 
     response: msgspec.Raw
     input: tuple[Item, ...]
+    request: ResponsesRequest | None = None

@@ -8,23 +8,22 @@ import logging
 import re
 from collections.abc import Iterator
 
+from gateway.api.answers import Answers
 from gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from gateway.api.event_pump import EventPump
+from gateway.api.following import follow
 from gateway.core import Gateway
 from gateway.errors import (
-    GOING_AWAY_REFUSAL,
     InternalError,
     MethodNotAllowedError,
-    Refusal,
     SlowRequestError,
     refusal_of,
 )
-from gateway.rendering.rendering import Endpoint, Prepared, Renderer
+from gateway.rendering.rendering import Endpoint, Prepared
+from gateway.request.detached_client import DetachedClient
 from gateway.request.index import digest_of
 from gateway.request.response_stream import ResponseStream
 from gateway.request.submitter import Requester
 from gateway.request.tracing import TRACEPARENT, RequestTrace
-from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
 from gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from gateway.transport.event_ids import parse_event_id
@@ -49,13 +48,6 @@ from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 _log = logging.getLogger(__name__)
 
 _EVENT_STREAM = "text/event-stream"
-_SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache, no-transform"),
-    (b"x-accel-buffering", b"no"),
-]
-# A request that is refused this soon after it was accepted still gets its HTTP status.
-_STATUS_WAIT_S = 3.0
 _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -65,6 +57,7 @@ class GenerationHandler:
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
+        self._answers = Answers(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id(self._endpoint.id_prefix)
@@ -126,6 +119,15 @@ class GenerationHandler:
             await gateway.intake_limits.admit(caller, request_id, len(body))
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
+        digest = digest_of(endpoint.route.encode(), body) if key else ""
+        if prepared.begin is not None:
+            requester = Requester(caller, DetachedClient(lambda: None), trace=trace)
+            with _bugs_answered(request_id):
+                _refuse_last_event_id(scope)
+                begun = await self._submit_kept(prepared, requester, request_id, key, digest)
+                scope[ACCEPTED] = True
+                answer = await prepared.begin(begun)
+            return await self._tell_of(prepared, begun, answer, scope, receive, send)
         last_event_id = header_of(scope, b"last-event-id")
         client = HttpClient(
             gateway.config.client_buffer_bytes,
@@ -142,7 +144,6 @@ class GenerationHandler:
                     if trace is not None:
                         trace.attach_response(response)
                 elif key:
-                    digest = digest_of(endpoint.route.encode(), body)
                     response = await gateway.idempotency.submit(
                         key, digest, prepared.request, requester, request_id
                     )
@@ -165,6 +166,45 @@ class GenerationHandler:
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
 
+    async def _submit_kept(
+        self,
+        prepared: Prepared,
+        requester: Requester,
+        request_id: str,
+        key: str,
+        digest: str,
+    ) -> ResponseStream:
+        """A response whose result is kept: under its own id if the client has no key for it."""
+        gateway, request = self._gateway, prepared.request
+        if not key:
+            return await gateway.submitter.submit(request, requester, request_id, request_id)
+        return await gateway.idempotency.submit(key, digest, request, requester, request_id)
+
+    async def _tell_of(
+        self,
+        prepared: Prepared,
+        response: ResponseStream,
+        answer: bytes,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> int:
+        """Tell of a response that goes on in the background."""
+        headers = [request_id_header(response.request_id), *response.headers]
+        if not prepared.stream:
+            await send_response(send, 200, [JSON, *headers], answer)
+            return 200
+        return await follow(
+            self._gateway,
+            scope,
+            receive,
+            send,
+            response.caller,
+            response.request_id,
+            prepared.render,
+            headers,
+        )
+
     async def _resume(
         self, last_event_id: str, prepared: Prepared, caller: Caller, client: HttpClient
     ) -> ResponseStream:
@@ -184,107 +224,8 @@ class GenerationHandler:
         with _bugs_answered(response.request_id):
             renderer = prepared.render(response)
             if not prepared.stream:
-                return await self._whole(response, client, writer, send, renderer)
-        return await self._stream(response, client, writer, send, renderer)
-
-    async def _whole(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: ResponseWriter,
-        send: Send,
-        renderer: Renderer,
-    ) -> int:
-        monotonic = self._gateway.clock.monotonic
-        while True:
-            for part in response.read_parts(monotonic()):
-                renderer.add(part)
-            if response.ended:
-                break
-            await client.wait()
-            if client.has_left():
-                return 499
-            if client.going_away:
-                await send_refusal(send, GOING_AWAY_REFUSAL, response.request_id)
-                return GOING_AWAY_REFUSAL.status
-        refusal = await self._concluded(response, renderer)
-        headers = [JSON, request_id_header(response.request_id), *response.headers]
-        if refusal is not None:
-            response.finish()
-            await send_refusal(send, refusal, response.request_id)
-            return refusal.status
-        body = renderer.whole()
-        response.finish()
-        writer.hold()
-        await send_response(send, 200, headers, body)
-        writer.release()
-        return 200
-
-    async def _stream(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: ResponseWriter,
-        send: Send,
-        renderer: Renderer,
-    ) -> int:
-        goes_on = any(response.first_indices)
-        early = [] if goes_on else await self._early_parts(response, client)
-        refusal = response.refusal
-        if refusal is not None and not early and not goes_on:
-            await self._concluded(response, renderer)
-            response.finish()
-            await send_refusal(send, refusal, response.request_id)
-            return refusal.status
-        if client.has_left():
-            return 499
-        headers = [*_SSE_HEADERS, request_id_header(response.request_id), *response.headers]
-        first = b"" if goes_on else renderer.first()
-        writer.hold()
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        if first:
-            writer.write([first])
-        pump = EventPump(self._gateway, response, client, writer, renderer)
-        if not await pump.run(early):
-            if client.going_away and not client.has_left():
-                tail = renderer.failed(GOING_AWAY_REFUSAL)
-                await send({"type": "http.response.body", "body": tail})
-            return 499
-        if response.must_conclude or renderer.must_store:
-            writer.release()  # the client need not wait for that with the last of the text
-        refusal = await self._concluded(response, renderer)
-        tail = renderer.last() if refusal is None else renderer.failed(refusal)
-        client.sending_since_s = self._gateway.clock.monotonic()
-        await send({"type": "http.response.body", "body": tail})
-        writer.release()
-        if client.has_left():
-            return 499
-        response.finish()
-        return 200
-
-    async def _concluded(self, response: ResponseStream, renderer: Renderer) -> Refusal | None:
-        """Store what is to be kept before the client learns of the end."""
-        await response.conclude()
-        refusal = response.refusal
-        if refusal is None:
-            await renderer.store()
-        elif refusal.retry_after_s is not None and response.idempotency_key:
-            await self._gateway.idempotency.release(response)
-        return refusal
-
-    async def _early_parts(self, response: ResponseStream, client: HttpClient) -> list[Part]:
-        """Wait a moment for a sign of life, so that a refusal can still have its status."""
-        monotonic = self._gateway.clock.monotonic
-        give_up_s = monotonic() + _STATUS_WAIT_S
-        while True:
-            parts = response.read_parts(monotonic())
-            if parts or response.ended or response.has_begun:
-                return parts
-            if client.has_left() or client.going_away:
-                return []
-            left_s = give_up_s - monotonic()
-            if left_s <= 0 or not await client.wait_up_to(left_s):
-                return []
+                return await self._answers.whole(response, client, writer, send, renderer)
+        return await self._answers.stream(response, client, writer, send, renderer)
 
 
 @contextlib.contextmanager
@@ -297,6 +238,14 @@ def _bugs_answered(request_id: str) -> Iterator[None]:
     except Exception as error:
         _log.exception("a request failed", extra={"request_id": request_id})
         raise InternalError("The gateway failed to answer this request.") from error
+
+
+def _refuse_last_event_id(scope: Scope) -> None:
+    if header_of(scope, b"last-event-id") is not None:
+        raise ParameterError(
+            "last-event-id",
+            "An answer in the background is followed by GET, with stream=true and starting_after.",
+        )
 
 
 def _accepts_events(scope: Scope) -> bool:

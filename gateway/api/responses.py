@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -10,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from gateway.api.background import BackgroundResponses, NotInBackgroundError
+from gateway.api.following import follow
 from gateway.api.paging import is_ascending, limit_of, list_response
 from gateway.core import Gateway
 from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
-from gateway.rendering.rendering import Endpoint, Prepared, read_long
+from gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
 from gateway.request.admission import tier_of
 from gateway.request.parsing import decode
-from gateway.request.response_stream import ResponseStream
+from gateway.request.response_reader import ResponseReader
 from gateway.responses.input import (
     INCLUDABLE,
     check_fields,
@@ -31,11 +34,13 @@ from gateway.responses.store import (
     ResponseNotFoundError,
     ResponseStore,
     conversation_of,
+    is_background,
+    is_over,
     model_of,
 )
 from gateway.responses.window import fit_window
 from gateway.tenancy.caller import Caller
-from gateway.transport.http import json_response
+from gateway.transport.http import Receive, Scope, Send, json_response
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.redis.link import RedisUnreachableError
 from schemas.errors import ParameterError, PayloadTooLargeError
@@ -48,6 +53,7 @@ from schemas.responses import (
 )
 from schemas.tools import ToolDefinition
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
 _MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
 
@@ -66,6 +72,7 @@ class ResponsesEndpoint(Endpoint):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._store = ResponseStore(gateway.redis, gateway.config)
+        self._background = BackgroundResponses(gateway, self._store)
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
 
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
@@ -92,7 +99,12 @@ class ResponsesEndpoint(Endpoint):
             )
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
-        return Prepared(request=generation_request, stream=bool(request.stream), render=render)
+        return Prepared(
+            request=generation_request,
+            stream=bool(request.stream),
+            render=render,
+            begin=partial(self._background.begin, render) if request.background else None,
+        )
 
     def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item, ...]]:
         request = decode(self._decoder, body)
@@ -113,7 +125,7 @@ class ResponsesEndpoint(Endpoint):
         if previous_id is None:
             return None
         stored = await self._store.get(caller.tenant, previous_id)
-        if stored is None:
+        if stored is None or not is_over(stored):
             raise PreviousResponseNotFoundError(previous_id)
         return stored
 
@@ -124,7 +136,7 @@ class ResponsesEndpoint(Endpoint):
         try:
             await self._store.check(items)
         except (RedisUnreachableError, PayloadTooLargeError):
-            if request.store:
+            if request.store or request.background:
                 raise
             return False
         return True
@@ -135,7 +147,7 @@ class ResponsesEndpoint(Endpoint):
         earlier: tuple[Item, ...],
         given: tuple[Item, ...],
         keeps: bool,
-        response: ResponseStream,
+        response: ResponseReader,
     ) -> ResponseRenderer:
         store = self._store if keeps else None
         describe = partial(logprob_infos, response.model.tokenizer)
@@ -148,19 +160,41 @@ class ResponsesApi:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._store = ResponseStore(gateway.redis, gateway.config)
+        self._background = BackgroundResponses(gateway, self._store)
 
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
         return [
             Route(one, self.response, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
             Route(f"{one}/input_items", self.input_items, methods=["GET"]),
         ]
 
     async def response(self, request: Request) -> HttpResponse:
-        """The answer as it was given."""
-        _check_query(request, ())
-        stored = await self._stored(request)
+        """The answer as it was given, or is in the background so far; its events with ``stream``,
+        those after ``starting_after``."""
+        _check_query(request, ("stream", "starting_after"))
+        is_stream, after = _is_stream(request), _starting_after(request)
+        caller = await self._gateway.identity.caller(request.scope)
+        response_id = request.path_params["response_id"]
+        stored = await self._background.look(caller, response_id)
+        if stored is None:
+            raise ResponseNotFoundError(response_id)
+        if not is_stream:
+            return json_response(stored.response)
+        if not is_background(stored):
+            raise NotInBackgroundError("stream")
+
+        def render(response: ResponseReader) -> Renderer:
+            return self._background.renderer(stored, response, after)
+
+        return _Followed(self._gateway, caller, response_id, render)
+
+    async def cancel(self, request: Request) -> HttpResponse:
+        """Have an answer in the background end."""
+        caller = await self._gateway.identity.caller(request.scope)
+        stored = await self._background.cancel(caller, request.path_params["response_id"])
         return json_response(stored.response)
 
     async def delete(self, request: Request) -> HttpResponse:
@@ -190,8 +224,51 @@ class ResponsesApi:
         return stored
 
 
+class _Followed(HttpResponse):
+    """The events of an answer in the background, as they come."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        caller: Caller,
+        response_id: str,
+        render: Callable[[ResponseReader], Renderer],
+    ) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._caller = caller
+        self._response_id = response_id
+        self._render = render
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await follow(
+            self._gateway, scope, receive, send, self._caller, self._response_id, self._render, []
+        )
+
+
+def _is_stream(request: Request) -> bool:
+    value = request.query_params.get("stream", "false")
+    if value not in ("true", "false"):
+        raise ParameterError("stream", "stream must be true or false.")
+    return value == "true"
+
+
+def _starting_after(request: Request) -> int:
+    """-1: from the first event on."""
+    value = request.query_params.get("starting_after")
+    if value is None:
+        return -1
+    if not _is_stream(request):
+        raise ParameterError("starting_after", "starting_after goes only with stream=true.")
+    if not _NUMBER.fullmatch(value):
+        raise ParameterError(
+            "starting_after", "starting_after must be the sequence_number of an event."
+        )
+    return int(value)
+
+
 def _check_query(request: Request, known: Sequence[str]) -> None:
-    """``include`` changes nothing: what there is, is always there. A stream is over."""
+    """``include`` changes nothing: what there is, is always there."""
     for name, value in request.query_params.multi_items():
         if name in ("include", "include[]") and value in INCLUDABLE:
             continue

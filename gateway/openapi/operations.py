@@ -123,6 +123,8 @@ _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, bat
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
 _OBJECT = Media(JSON, {"type": "object"})
+_FLAG = {"type": "boolean", "default": False}
+_CURSOR = {"type": "integer", "minimum": 0}
 _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
 _TEXT = Media("text/plain", {"type": "string"})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
@@ -197,14 +199,25 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
             event=ResponseEvent,
             description="An answer is kept, for a later previous_response_id, unless store is "
-            "false.",
+            "false. With background it is told of at once and made whether or not anybody waits.",
         ),
     ),
     "responses": (
         _get(
             "/v1/responses/{response_id}",
             "getResponse",
-            "An answer that was kept",
+            "An answer that was kept, or is made in the background",
+            Response,
+            query=(
+                Query("stream", _FLAG, "Its events; only of an answer in the background."),
+                Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
+            ),
+            description="With stream=true it is a stream of events, as of createResponse.",
+        ),
+        _post(
+            "/v1/responses/{response_id}/cancel",
+            "cancelResponse",
+            "Have an answer in the background end",
             Response,
             own_errors=(400,),
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from gateway.generation_request import GenerationRequest
 from gateway.request.intake_limits import LONG_BODY_BYTES
 from gateway.request.parsing import decode
 from gateway.request.response_reader import ResponseReader
+from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
@@ -58,11 +59,13 @@ class Renderer(Protocol):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``render`` is called once the answer is accepted."""
+    """A body that was understood. ``render`` is called once the answer is accepted. With ``begin``
+    it is made in the background: that is called before, and gives the body that says so."""
 
     request: GenerationRequest
     stream: bool
     render: Callable[[ResponseReader], Renderer]
+    begin: Callable[[ResponseStream], Awaitable[bytes]] | None = None
 
 
 class Endpoint(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.request.admission import Admission
 from gateway.request.detached_client import NULL_CLIENT, DetachedClient
@@ -17,6 +17,7 @@ from gateway.request.tracing import RequestTrace
 from gateway.sessions.sessions import Sessions
 from gateway.streams.choice import Choice
 from gateway.streams.delivery_statistics import DeliveryHistory
+from gateway.streams.parts import Part
 from gateway.streams.stream import Client, OpenStream
 from gateway.streams.streams import TAKEN_OVER, StreamTable
 from gateway.streams.token_gaps import TokenGaps
@@ -42,6 +43,16 @@ class ResponseContext:
     clock: Clock
     run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
     server_tools: ToolCatalogue
+
+
+class Keeper(Protocol):
+    """Reads a response that goes on without a client."""
+
+    def add(self, part: Part) -> None:
+        """The next part. Must return at once."""
+
+    async def keep(self) -> None:
+        """The response has ended, well or not."""
 
 
 class Phase(Enum):
@@ -97,6 +108,7 @@ class ResponseStream(ResponseReader):
         self._settled: list[Usage | None] = []
         self._phase = Phase.ATTACHED
         self._detached_until_s: float | None = None
+        self._keeper: Keeper | None = None
 
     @property
     def tools(self) -> tuple[ToolDefinition, ...]:
@@ -164,13 +176,15 @@ class ResponseStream(ResponseReader):
             self.context.streams.abort(choice.stream, outcome)
         self.context.responses.copies.discard(self)
 
-    def detach(self, for_s: float | None, outcome: str) -> None:
-        """The client is gone but may come back within ``for_s`` (None: until it has ended)."""
+    def detach(self, for_s: float | None, outcome: str, keeper: Keeper | None = None) -> None:
+        """The client is gone but may come back within ``for_s`` (None: until it has ended);
+        ``keeper`` gets what comes."""
         if self.is_copy:
             self.abort(outcome)
         if not self._enter(Phase.DETACHED):
             return
         self._detached_until_s = None if for_s is None else self.context.clock.monotonic() + for_s
+        self._keeper = keeper
         client = DetachedClient(self._read_detached)
         for choice in self.choices:
             stream = choice.stream
@@ -236,10 +250,13 @@ class ResponseStream(ResponseReader):
     def _read_detached(self) -> None:
         if self.was_handed_off:
             return
-        self.read_parts(self.context.clock.monotonic())
+        parts = self.read_parts(self.context.clock.monotonic())
+        if self._keeper is not None:
+            for part in parts:
+                self._keeper.add(part)
         if not self.ended:
             return
-        if not self.must_conclude:
+        if not self.must_conclude and self._keeper is None:
             self.finish()
         elif self._enter(Phase.CONCLUDING):
             self.context.responses.tasks.spawn(self._conclude_and_finish(), "conclude a response")
@@ -247,6 +264,8 @@ class ResponseStream(ResponseReader):
     async def _conclude_and_finish(self) -> None:
         try:
             await self.conclude()
+            if self._keeper is not None and not self.was_handed_off:
+                await self._keeper.keep()
         finally:
             self.finish()
 

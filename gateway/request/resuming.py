@@ -36,7 +36,7 @@ class UnknownRequestError(MillraceError, code="request_not_found", http_status=4
 
 class Resuming:
     """``resume`` takes a response over from whoever held it, ``hand_over`` gives one away,
-    ``share`` reads one beside whoever holds it."""
+    ``share`` reads one beside whoever holds it, ``adopt`` takes one that nobody holds."""
 
     def __init__(
         self,
@@ -118,6 +118,22 @@ class Resuming:
             raise
         return response
 
+    async def adopt(
+        self, caller: Caller, request_id: str, client: Client, *, owner: object = None
+    ) -> ResponseStream | None:
+        """The response from its beginning if nobody holds it (any more), else None. Raises
+        UnknownRequestError and RedisUnreachableError."""
+        lock = self._sharing.setdefault(request_id, asyncio.Lock())
+        # Of several at once, who finds nobody to hold it is the one that the others find.
+        async with lock:
+            state = await self._state_of(caller, request_id)
+            await self._identity.check_key(caller)
+            is_here = self._context.responses.get(request_id) is not None
+            if is_here or await self._is_held_elsewhere(state):
+                return None
+            indices = (0,) * _num_choices(state)
+            return await self.resume(caller, request_id, indices, client, owner=owner)
+
     async def share(
         self, caller: Caller, request_id: str, client: Client, *, owner: object = None
     ) -> ResponseStream:
@@ -126,15 +142,11 @@ class Resuming:
 
         Raises UnknownRequestError and RedisUnreachableError.
         """
-        lock = self._sharing.setdefault(request_id, asyncio.Lock())
-        # Of several at once, who finds nobody to hold it is the one that the others find.
-        async with lock:
-            state = await self._state_of(caller, request_id)
-            await self._identity.check_key(caller)
-            indices = (0,) * _num_choices(state)
-            is_here = self._context.responses.get(request_id) is not None
-            if not (is_here or await self._is_held_elsewhere(state)):
-                return await self.resume(caller, request_id, indices, client, owner=owner)
+        adopted = await self.adopt(caller, request_id, client, owner=owner)
+        if adopted is not None:
+            return adopted
+        state = await self._state_of(caller, request_id)
+        indices = (0,) * _num_choices(state)
         model = await self._models.get(state.request.model)
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         response = ResponseStream(

@@ -58,7 +58,6 @@ _ROLES = tuple(kind.role for kind in get_args(GivenMessage))
 # Fields that are known but not honoured, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
-    "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
     "image": (None,),
@@ -117,6 +116,10 @@ def check_fields(request: ResponsesRequest) -> None:
         value = getattr(request, name)
         if value is not None and not (name == "n" and value == 1):
             raise ParameterError(name, f"{name} is not supported here; {instead}.")
+    if request.background and request.store is False:
+        raise ParameterError(
+            "store", "An answer in the background is always kept; leave store out."
+        )
     _check_stream_options(request)
     for name in request.include or ():
         if name not in INCLUDABLE:

@@ -10,12 +10,13 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.request.response_reader import ResponseReader
+from gateway.responses.cursor import events_after
 from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
 from gateway.responses.store import ResponseStore
 from gateway.streams.parts import Part
 from runtime.redis.link import RedisUnreachableError
-from schemas.frames import Usage
+from schemas.frames import Cancelled, Usage
 from schemas.openai import TextFormat
 from schemas.response_events import (
     ResponseCompleted,
@@ -49,7 +50,8 @@ _encode = msgspec.json.encode
 class ResponseRenderer:
     """A ``gateway.rendering.rendering.Renderer``. ``given`` are the items of the request's input,
     ``earlier`` those before them; ``conversation`` is both, with ids. ``store`` None: the answer is
-    not to be kept."""
+    not to be kept. Of its events, those after the sequence number ``after`` are given out. Of an
+    answer in the background it is a ``gateway.request.response_stream.Keeper``."""
 
     plain: tuple[bytes, bytes] | None = None
 
@@ -61,9 +63,10 @@ class ResponseRenderer:
         given: tuple[Item, ...],
         store: ResponseStore | None,
         describe: Describe,
+        after: int = -1,
     ) -> None:
         stem = response.request_id.rpartition("-")[2]
-        self._request = request
+        self.request = request
         self._text = _text_of(request)
         self._tools = tuple(map(_on_one_line, request.tools or ()))
         self._response_stream = response
@@ -72,28 +75,30 @@ class ResponseRenderer:
         self._items = OutputItems(stem, len(_FIRST), describe)
         self._had = response.choices[0].had
         self._num_caught_up = 0
+        self._after = after
 
     def first(self) -> bytes:
         response = self._response("in_progress")
-        return _bytes_of(
+        return self._bytes_of(
             [kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)]
         )
 
     def part(self, part: Part) -> bytes:
         if self._had:
             self._catch_up()
-        return _bytes_of(self._items.add(part))
+        return self._bytes_of(self._items.add(part))
 
     def last(self) -> bytes:
         kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
         event = kind(sequence_number=self._items.number(), response=self._final())
-        return _bytes_of_one(event)
+        return self._bytes_of([event])
 
     def failed(self, refusal: Refusal) -> bytes:
         self._catch_up()
-        error = FailureInfo(code=_error_code(refusal), message=refusal.message)
-        response = self._response("failed")
-        return _bytes_of(
+        if self._was_cancelled:
+            end = ResponseFailed(sequence_number=self._items.number(), response=self._cancelled())
+            return self._bytes_of([end])
+        return self._bytes_of(
             [
                 StreamError(
                     sequence_number=self._items.number(),
@@ -103,7 +108,7 @@ class ResponseRenderer:
                 ),
                 ResponseFailed(
                     sequence_number=self._items.number(),
-                    response=msgspec.structs.replace(response, error=error),
+                    response=self._failed(refusal),
                 ),
             ]
         )
@@ -116,13 +121,13 @@ class ResponseRenderer:
 
     @property
     def must_store(self) -> bool:
-        return self._store is not None
+        return self._store is not None and not self.request.background
 
     async def store(self) -> None:
         """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
         an answer that is there is not withheld for that."""
-        if self._store is None:
-            return
+        if self._store is None or self.request.background:
+            return  # what is in the background is kept by whoever reads it there
         try:
             await self._store.put(
                 self._response_stream.caller.tenant, self._final(), self.conversation
@@ -133,6 +138,48 @@ class ResponseRenderer:
                 "an answer could not be kept",
                 extra={"request_id": self._response_stream.request_id},
             )
+
+    def queued(self) -> Response:
+        """The answer before anything of it is there."""
+        return self._response("queued")
+
+    async def keep(self) -> None:
+        """Keep an answer in the background, which has ended. While Redis is unreachable it is not:
+        whoever asks for it later reads it again."""
+        assert self._store is not None
+        tenant = self._response_stream.caller.tenant
+        try:
+            await self._store.end(tenant, self._ended(), self.conversation, self.request)
+        except RedisUnreachableError:
+            _log.warning(
+                "the end of an answer could not be kept",
+                extra={"request_id": self._response_stream.request_id},
+            )
+
+    def _ended(self) -> Response:
+        refusal = self._response_stream.refusal
+        if refusal is None:
+            return self._final()
+        return self._cancelled() if self._was_cancelled else self._failed(refusal)
+
+    @property
+    def _was_cancelled(self) -> bool:
+        """Whether it was in the background, and somebody had it stopped."""
+        choice = self._response_stream.choices[0]
+        return bool(self.request.background) and isinstance(choice.end, Cancelled)
+
+    def _cancelled(self) -> Response:
+        usage = _usage(self._response_stream.usage)
+        return msgspec.structs.replace(self._response("cancelled"), usage=usage)
+
+    def _failed(self, refusal: Refusal) -> Response:
+        error = FailureInfo(code=_error_code(refusal), message=refusal.message)
+        return msgspec.structs.replace(self._response("failed"), error=error)
+
+    def _bytes_of(self, events: Sequence[ResponseEvent]) -> bytes:
+        if self._after >= 0:
+            events = list(events_after(events, self._after))
+        return _bytes_of(events)
 
     def _catch_up(self) -> None:
         """What another connection has given out is told of no more, but belongs to the answer."""
@@ -149,7 +196,7 @@ class ResponseRenderer:
         )
 
     def _response(self, status: ResponseStatus) -> Response:
-        request, response = self._request, self._response_stream
+        request, response = self.request, self._response_stream
         sampling, defaults = response.request.sampling, response.model.sampling_defaults
         return Response(
             id=response.request_id,
@@ -172,6 +219,7 @@ class ResponseRenderer:
             top_p=sampling.value("top_p", defaults),
             truncation=request.truncation or "disabled",
             user=request.user,
+            background=bool(request.background),
         )
 
 

@@ -16,7 +16,13 @@ from runtime.tasks import in_thread_if
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
-from schemas.responses import Item, Response, StoredResponse
+from schemas.responses import (
+    Item,
+    Response,
+    ResponsesRequest,
+    ResponseStatus,
+    StoredResponse,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +59,8 @@ class PreviousResponseNotFoundError(
 class _Output(msgspec.Struct, frozen=True):
     model: str
     output: tuple[Item, ...]
+    status: ResponseStatus
+    background: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -68,6 +76,16 @@ def conversation_of(stored: StoredResponse) -> tuple[Item, ...]:
 def model_of(stored: StoredResponse) -> str:
     """The model that answered."""
     return _output_decoder.decode(stored.response).model
+
+
+def is_over(stored: StoredResponse) -> bool:
+    """Whether the answer has ended, however it did."""
+    return _output_decoder.decode(stored.response).status not in ("queued", "in_progress")
+
+
+def is_background(stored: StoredResponse) -> bool:
+    """Whether it was asked for with ``background``."""
+    return stored.request is not None
 
 
 class ResponseStore:
@@ -89,13 +107,30 @@ class ResponseStore:
 
     async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
         """Keep an answer and the items before it. Raises RedisUnreachableError."""
-        body = msgspec.Raw(_encoder.encode(response))
-        plain = _encoder.encode(StoredResponse(response=body, input=items))
-        packed = await in_thread_if(
-            len(plain) > _MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
-        )
+        packed = await _pack(response, items, None)
         key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "EX", self._ttl_s)
+
+    async def begin(
+        self, tenant: str, response: Response, items: tuple[Item, ...], request: ResponsesRequest
+    ) -> None:
+        """Keep an answer in the background that is yet to be made, unless it is kept already.
+        Raises RedisUnreachableError."""
+        packed = await _pack(response, items, request)
+        key = redis_keys.response_key(tenant, response.id)
+        await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
+
+    async def end(
+        self, tenant: str, response: Response, items: tuple[Item, ...], request: ResponsesRequest
+    ) -> None:
+        """Keep the end of an answer in the background, unless that was forgotten or another end is
+        kept. Raises RedisUnreachableError."""
+        stored = await self.get(tenant, response.id)
+        if stored is None or is_over(stored):
+            return
+        packed = await _pack(response, items, request)
+        key = redis_keys.response_key(tenant, response.id)
+        await self._insist("SET", key, packed, "XX", "EX", self._ttl_s)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """None if there is none that can be read. Raises RedisUnreachableError."""
@@ -118,6 +153,18 @@ class ResponseStore:
         """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
         link = reachable(self._link)
         await retry(lambda: link.call(*command), _DELAYS_S, asyncio.sleep)
+
+
+async def _pack(
+    response: Response, items: tuple[Item, ...], request: ResponsesRequest | None
+) -> bytes:
+    body = msgspec.Raw(_encoder.encode(response))
+    if request is not None:
+        request = msgspec.structs.replace(request, input="")
+    plain = _encoder.encode(StoredResponse(response=body, input=items, request=request))
+    return await in_thread_if(
+        len(plain) > _MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
+    )
 
 
 def _unpack(packed: bytes) -> StoredResponse | None:

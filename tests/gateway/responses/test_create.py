@@ -165,8 +165,8 @@ async def test_a_schema_shapes_the_answer(
 
 async def test_bad_requests_are_named(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        await client.responses.create(model=MODEL, input="x", background=True)
-    assert bad.value.param == "background"
+        await client.responses.create(model=MODEL, input="x", max_tool_calls=1)
+    assert bad.value.param == "max_tool_calls"
     with pytest.raises(openai.NotFoundError) as absent:
         await client.responses.create(model="absent", input="x")
     assert absent.value.code == "model_not_found"

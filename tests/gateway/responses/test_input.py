@@ -156,7 +156,7 @@ def test_a_bad_item_is_named(item: Any, param: str) -> None:
     [
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
-        ({"background": True}, "background"),
+        ({"background": 1}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),

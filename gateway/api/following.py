@@ -1,0 +1,54 @@
+"""The events of an answer in the background, for whoever wants to see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from gateway.api.answers import Answers
+from gateway.api.client_connection import ABORT_EXTENSION, HttpClient
+from gateway.core import Gateway
+from gateway.rendering.rendering import Renderer
+from gateway.request.response_reader import ResponseReader
+from gateway.request.resuming import UnknownRequestError
+from gateway.responses.store import ResponseNotFoundError
+from gateway.tenancy.caller import Caller
+from gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from gateway.transport.http import Headers, Receive, Scope, Send
+
+
+async def follow(
+    gateway: Gateway,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    caller: Caller,
+    response_id: str,
+    render: Callable[[ResponseReader], Renderer],
+    headers: Headers,
+) -> int:
+    """Stream an answer from its beginning, as far as ``render`` gives it out, to its end or until
+    the client leaves, which changes nothing for the answer. The HTTP status that was sent.
+
+    Raises ResponseNotFoundError and RedisUnreachableError before anything is sent.
+    """
+    extensions = scope["extensions"]
+    client = HttpClient(gateway.config.client_buffer_bytes, extensions[ABORT_EXTENSION])
+    writer: ResponseWriter = extensions[WRITER_EXTENSION]
+    watch = asyncio.create_task(client.watch(receive))
+    try:
+        try:
+            response = await gateway.resuming.share(caller, response_id, client)
+        except UnknownRequestError:
+            raise ResponseNotFoundError(response_id) from None
+        try:
+            answers = Answers(gateway)
+            return await answers.follow(response, client, writer, send, render(response), headers)
+        finally:
+            writer.release()
+            response.abort(client.gone or "disconnect")  # nothing to do if its end was delivered
+    finally:
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch

@@ -1,0 +1,105 @@
+"""An answer in the background goes on, and is followed token for token, whatever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_TOKENS = 250
+GATEWAYS = ("gateway-1", "gateway-2")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    folder = tmp_path_factory.mktemp("background")
+    settings = folder / "settings.yaml"
+    settings.write_text(json.dumps({"gateway": {"drain_timeout_s": 0.2}}))
+    arguments = ("--port", "18300", "--gateways", "2", "--config", str(settings))
+    running = System(folder / "data", arguments=arguments).start()
+    yield running
+    assert running.stop() == 0
+
+
+def _client(system: System) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=5)
+
+
+def _request() -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "input": "What is TTFT?",
+        "temperature": 0,
+        "max_output_tokens": NUM_TOKENS,
+        "extra_body": {"ignore_eos": True},
+    }
+
+
+async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
+    """The text, from as many streams as it takes, each behind the last event of the one before."""
+    text, after = "", 0
+    while True:
+        try:
+            stream = await client.responses.retrieve(response_id, stream=True, starting_after=after)
+            async for event in stream:
+                after = event.sequence_number
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                if event.type in ("response.completed", "response.incomplete"):
+                    assert event.response.output_text == text
+                    return text
+        except (openai.APIConnectionError, openai.APIStatusError, ConnectionError):
+            await asyncio.sleep(0.1)  # its gateway comes back
+        except Exception as error:
+            if type(error).__module__.split(".")[0] not in ("httpx", "httpcore"):
+                raise
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [GATEWAYS, ("worker-1",), (*GATEWAYS, "worker-1")],
+    ids=["gateways", "worker", "gateways-and-worker"],
+)
+async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, ...]) -> None:
+    async with _client(pair) as client:
+        undisturbed = await client.responses.create(**_request())
+    async with _client(pair) as client:
+        stream = await client.responses.create(**_request(), background=True, stream=True)
+        response_id = ""
+        async for event in stream:
+            if event.type == "response.created":
+                response_id = event.response.id
+            if event.type == "response.output_text.delta":
+                break
+        ended = {part: pair.kill(part) for part in parts}
+        await stream.close()
+    async with _client(pair) as client:
+        followers = [_follow(client, response_id) for _ in range(2)]
+        texts = await asyncio.wait_for(asyncio.gather(*followers), timeout=90.0)
+        assert texts == [undisturbed.output_text] * 2
+        kept = await client.responses.retrieve(response_id)
+    assert (kept.status, kept.output_text) == ("incomplete", undisturbed.output_text)
+    assert kept.usage is not None
+    assert kept.usage.output_tokens == NUM_TOKENS
+    query = (
+        "SELECT count() AS num_rows, any(completion_tokens) AS completion_tokens "
+        f"FROM requests FINAL WHERE request_id = '{response_id}'"
+    )
+
+    def recorded() -> bool:
+        (row,) = pair.sql(query)
+        return (int(row["num_rows"]), int(row["completion_tokens"])) == (1, NUM_TOKENS)
+
+    await eventually(recorded, timeout_s=15.0)
+    await eventually(
+        lambda: all(pair.pid(part) != pid for part, pid in ended.items()), timeout_s=30.0
+    )
