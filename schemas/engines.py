@@ -108,7 +108,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
-                *("stop_token_ids", "ignore_eos", "min_tokens"),
+                *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
                 *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET),
             }
         ),

@@ -91,9 +91,11 @@ class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
 
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
-    the number of prompt log-probabilities and the size of the embedding."""
+    the number of prompt log-probabilities and the size of the embedding. ``stop_reason`` is the
+    stop string or the id of the stop token that ended it, if one did."""
 
     finish_reason: FinishReason
+    stop_reason: str | int | None = None
     num_tokens: int
     num_prompt_logprobs: int = 0
     embedding_bytes: int = 0

@@ -154,6 +154,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     embedding: bytes = b""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     usage: Usage | None = None
     error_code: str = ""
     error_message: str = ""

@@ -88,6 +88,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     document in JSON, or nothing; without it, one blank.
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
+    ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
+    between tokens.
     """
 
     model: str
@@ -109,6 +111,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     user: str | None = None
     session_id: str | None = None
     session_keep: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     service_tier: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -290,8 +295,11 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did."""
+
     text: str
     finish_reason: str
+    stop_reason: str | int | None = None
     index: int = 0
     logprobs: CompletionLogprobs | None = None
 

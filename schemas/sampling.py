@@ -86,7 +86,8 @@ class SamplingOptions(
     each time that they came; ``logit_bias`` is then added to the logits of single token ids. The
     tokens that the model's tokenizer makes of each of ``bad_words``, at the beginning of a text or
     after a space, never come one after the other. No end-of-sequence or stop token comes among
-    the first ``min_tokens``.
+    the first ``min_tokens``. A stop string or stop token is no part of the text unless
+    ``include_stop_str_in_output``; special tokens are none if ``skip_special_tokens``.
 
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives to report per token of
     completion and prompt (0: the token itself only; None: nothing). ``n`` completions are drawn,
@@ -121,6 +122,8 @@ class SamplingOptions(
     grammar: Grammar | None = None
     reasoning: ReasoningFormat | None = None
     max_reasoning_tokens: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

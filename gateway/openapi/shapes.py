@@ -41,12 +41,13 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``finish_reason`` is null up to the choice's last chunk."""
+    """``finish_reason`` is null up to the choice's last chunk, which has ``stop_reason``, too."""
 
     index: int
     delta: MessageDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,12 +64,13 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``finish_reason`` is null up to the choice's last chunk."""
+    """``finish_reason`` is null up to the choice's last chunk, which has ``stop_reason``, too."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.errors import Refusal
-from gateway.rendering.chunks import SseHead, encode, sse_failure, usage_info
+from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
@@ -82,7 +82,7 @@ class ChatRenderer:
         if isinstance(part, StepPart):
             return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
         assert isinstance(part, ChoiceEnd)
-        end = b',"delta":{},"logprobs":null,"finish_reason":' + encode(part.reason)
+        end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
         return self._befores[part.choice] + end + self._head.after(part.choice)
 
     def last(self) -> bytes:
@@ -140,6 +140,7 @@ class ChatRenderer:
                 tool_calls=tool_calls or msgspec.UNSET,
             ),
             finish_reason=choice.reason,
+            stop_reason=choice.stop_reason,
             logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
             if self._with_logprobs
             else None,

@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from gateway.errors import Refusal
 from gateway.request.response_reader import ResponseReader
+from gateway.streams.parts import ChoiceEnd
 from schemas.frames import Usage
 from schemas.openai import CompletionTokensDetails, PromptTokensDetails, StreamOptions, UsageInfo
 
@@ -30,6 +31,11 @@ def usage_info(usage: Usage) -> UsageInfo:
         if usage.reasoning_tokens
         else UNSET,
     )
+
+
+def end_fields(end: ChoiceEnd) -> bytes:
+    """The value of ``finish_reason`` in a choice's last chunk, and the field behind it."""
+    return encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
 
 
 def sse_data(payload: bytes) -> bytes:

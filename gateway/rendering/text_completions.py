@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import Refusal
-from gateway.rendering.chunks import SseHead, encode, sse_failure, usage_info
+from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from gateway.rendering.logprobs import completion_logprobs
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_completion
@@ -54,7 +54,7 @@ class CompletionRenderer:
             return echoed + text + self._head.after(part.choice)
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
-            end = b'"","logprobs":null,"finish_reason":' + encode(part.reason)
+            end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
             end = self._text_befores[part.choice] + end + self._head.after(part.choice)
             return echoed + end
         return b""
@@ -105,6 +105,7 @@ class CompletionRenderer:
             index=index,
             text=prompt + response.choices[index].text,
             finish_reason=response.choices[index].reason,
+            stop_reason=response.choices[index].stop_reason,
             logprobs=lists,
         )
 

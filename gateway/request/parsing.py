@@ -212,6 +212,8 @@ def _sampling(
         "typical_p": request.typical_p,
         "min_tokens": request.min_tokens,
         "bad_words": request.bad_words,
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "skip_special_tokens": request.skip_special_tokens,
         "grammar": grammar_of(request),
         "logprobs": logprobs,
         "n": request.n,

@@ -166,6 +166,8 @@ class ResponseReader:
 
 
 def _end_token_ids(model: ServedModelLike, sampling: SamplingOptions) -> frozenset[int]:
-    """The tokens with which a completion is over."""
+    """The tokens with which a completion is over, unless they are a part of its text."""
+    if sampling.include_stop_str_in_output:
+        return frozenset()
     ends = () if sampling.ignore_eos else model.eos_token_ids
     return frozenset(ends).union(sampling.stop_token_ids)

@@ -85,6 +85,7 @@ class Choice:
         self.next_index = from_index
         self.end: TerminalFrame | None = None
         self.reason = ""
+        self.stop_reason: str | int | None = None
         self.pending: list[Part] = []
         self.had: list[Part] = []
         self.client_calls: list[ToolCall] = []
@@ -338,4 +339,5 @@ class Choice:
             return
         self.end = terminal
         self.reason = TOOL_CALLS if calls and has_stopped else terminal.finish_reason.value
-        parts.append(ChoiceEnd(self.index, self.reason))
+        self.stop_reason = terminal.stop_reason
+        parts.append(ChoiceEnd(self.index, self.reason, self.stop_reason))

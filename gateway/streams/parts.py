@@ -60,10 +60,12 @@ class StepPart(NamedTuple):
 
 
 class ChoiceEnd(NamedTuple):
-    """A choice ended well: ``stop``, ``length`` or ``tool_calls``."""
+    """A choice ended well: ``stop``, ``length`` or ``tool_calls``. ``stop_reason`` is the stop
+    string or the id of the stop token that ended it, if one did."""
 
     choice: int
     reason: str
+    stop_reason: str | int | None = None
 
 
 Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd

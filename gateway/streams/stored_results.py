@@ -53,7 +53,12 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
     num_tokens = len(_token_ids(result))
     match result.status:
         case Status.DONE if result.finish_reason is not None:
-            return Done(epoch=epoch, finish_reason=result.finish_reason, num_tokens=num_tokens)
+            return Done(
+                epoch=epoch,
+                finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
+                num_tokens=num_tokens,
+            )
         case Status.CANCELLED:
             return Cancelled(epoch=epoch, num_tokens=num_tokens)
         case Status.EXPIRED:

@@ -34,8 +34,11 @@ class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did."""
+
     message: AssistantMessage
     finish_reason: str
+    stop_reason: str | int | None = None
     index: int = 0
     logprobs: ChoiceLogprobs | None = None
 

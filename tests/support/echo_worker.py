@@ -52,7 +52,8 @@ class EchoWorker:
     """Answers jobs of one model with the texts of a script's tokens, a character each by default.
 
     No token leaves while ``gate`` is closed. It falls silent before token ``stop_before``, or
-    sends ``end_with`` there (at once, if there is no ``stop_before``). Frames that ``lose`` picks
+    sends ``end_with`` there (at once, if there is no ``stop_before``). It says ``stop_reason`` of
+    what it ended well. Frames that ``lose`` picks
     are never sent; they are still there for a replay.
     """
 
@@ -79,6 +80,7 @@ class EchoWorker:
         self.gate.set()
         self.stop_before: int | None = None
         self.end_with: Frame | None = None
+        self.stop_reason: str | int | None = None
         self.lose: Callable[[Frame], bool] = lambda _frame: False
         self.epoch = 0
         self._sent: dict[str, list[Frame]] = {}
@@ -200,7 +202,13 @@ class EchoWorker:
         )
         await self._send(job, usage)
         reason = FinishReason.LENGTH if len(whole) > len(texts) else FinishReason.STOP
-        await self._send(job, Done(finish_reason=reason, num_tokens=len(texts), epoch=epoch))
+        done = Done(
+            finish_reason=reason,
+            stop_reason=self.stop_reason,
+            num_tokens=len(texts),
+            epoch=epoch,
+        )
+        await self._send(job, done)
 
     async def _embed(self, job: Job) -> None:
         await self.gate.wait()
@@ -245,6 +253,7 @@ class EchoWorker:
                 token_ids=token_ids,
                 text_ends=tuple(itertools.accumulate(len(delta.text) for delta in deltas)),
                 finish_reason=next(f.finish_reason for f in frames if isinstance(f, Done)),
+                stop_reason=self.stop_reason,
                 usage=next(frame for frame in frames if isinstance(frame, Usage)),
             )
         )

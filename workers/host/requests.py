@@ -20,13 +20,9 @@ from workers.host.endings.device_times import DeviceTimes
 from workers.host.endings.finalizer import Finalizer
 from workers.host.flusher import Flusher
 from workers.host.generations.finished import EpochFloors, FinishedGenerations
-from workers.host.generations.generation import (
-    CANCELLED,
-    EXPIRED,
-    Generation,
-    GenerationOutcome,
-)
+from workers.host.generations.generation import Generation
 from workers.host.generations.latencies import RequestTimes
+from workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome
 from workers.host.generations.output_text import TextStream
 from workers.host.generations.state import Phase
 from workers.host.generations.tracing import RunTraces

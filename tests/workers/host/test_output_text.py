@@ -63,16 +63,29 @@ def test_pieces_are_the_decoded_text_cut_at_the_first_stop_string(
     token_ids=st.lists(st.integers(0, 399), max_size=30),
     stops=_STOPS,
     at=st.integers(0, 30),
+    includes_stop=st.booleans(),
+    skips=st.booleans(),
 )
 def test_a_primed_stream_goes_on_where_the_other_left_off(
-    tokenizer: Tokenizer, token_ids: list[int], stops: tuple[str, ...], at: int
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    stops: tuple[str, ...],
+    at: int,
+    includes_stop: bool,
+    skips: bool,
 ) -> None:
-    pieces = _run(_stream(tokenizer, stops), token_ids)
+    options: dict[str, object] = {
+        "include_stop_str_in_output": includes_stop,
+        "skip_special_tokens": skips,
+    }
+    first = _stream(tokenizer, stops, **options)
+    pieces = _run(first, token_ids)
     at = min(at, len(token_ids))
-    second = _stream(tokenizer, stops)
+    second = _stream(tokenizer, stops, **options)
     primed = second.prime(token_ids[:at])
     rest = [] if second.stopped else _run(second, token_ids[at:])
     assert [text for text in [*primed, *rest] if text] == [text for text in pieces if text]
+    assert second.stop_string == first.stop_string
 
 
 @given(token_ids=st.lists(st.integers(2, 399), max_size=30))
@@ -111,3 +124,27 @@ def test_nothing_follows_a_stop_string(tokenizer: Tokenizer) -> None:
     assert stream.stopped
     assert pieces[-1].stopped
     assert stream.flush() == ""
+
+
+def test_a_stop_string_is_in_the_text_if_asked_for(tokenizer: Tokenizer) -> None:
+    stream = _stream(tokenizer, ("b.", "zz"), include_stop_str_in_output=True)
+    assert "".join(_run(stream, tokenizer.encode("a b. c", False))) == "a b."
+    assert stream.stop_string == "b."
+
+
+def test_a_stop_token_is_in_the_text_if_asked_for(tokenizer: Tokenizer) -> None:
+    hello = tokenizer.encode("hello", False)
+    stream = _stream(tokenizer, stop_token_ids=(hello[-1],), include_stop_str_in_output=True)
+    assert "".join(_run(stream, hello)) == "hello"
+
+
+def test_special_tokens_are_text_if_they_are_not_skipped(tokenizer: Tokenizer) -> None:
+    token_ids = [*tokenizer.encode("hi", False), EOS]
+    told = tokenizer.decode(token_ids, skip_special_tokens=False)
+    options = {"skip_special_tokens": False, "ignore_eos": True}
+    assert told != "hi"
+    assert "".join(_run(_stream(tokenizer, **options), token_ids)) == told  # type: ignore[arg-type]
+    ended = _stream(tokenizer, skip_special_tokens=False)
+    assert "".join(_run(ended, token_ids)) == "hi"  # the end itself is none of it
+    both = _stream(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert "".join(_run(both, token_ids)) == told

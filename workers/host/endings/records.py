@@ -92,6 +92,7 @@ def job_result(generation: Generation) -> JobResult:
         prompt_logprobs=generation.prompt_logprobs,
         embedding=generation.embedding,
         finish_reason=outcome.finish_reason,
+        stop_reason=generation.stop_reason,
         usage=generation.usage(),
     )
 

@@ -31,6 +31,7 @@ from schemas.records import Status
 from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
 from workers.host.generations.device_use import DeviceUse
+from workers.host.generations.outcomes import LENGTH_REACHED, STOPPED, GenerationOutcome
 from workers.host.generations.output_text import TextStream
 from workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
@@ -40,27 +41,6 @@ MAX_TOKENS_PER_DELTA = 1024
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 # Batch work has one below 0, so it is preempted for all other work.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
-
-
-class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a generation ended; one for each terminal frame that a worker sends."""
-
-    status: Status
-    finish_reason: FinishReason | None = None
-    error_code: str = ""
-    error_message: str = ""
-
-
-STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
-LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
-CANCELLED = GenerationOutcome(
-    status=Status.CANCELLED, error_code="cancelled", error_message="The request was cancelled."
-)
-EXPIRED = GenerationOutcome(
-    status=Status.EXPIRED,
-    error_code="deadline_exceeded",
-    error_message="The deadline passed before the end.",
-)
 
 
 class Trace(Protocol):
@@ -188,6 +168,16 @@ class Generation:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the id of the stop token that ended it, if one did."""
+        if self.outcome is None or self.outcome.finish_reason is not FinishReason.STOP:
+            return None
+        if self._stream.stop_string is not None or not self.token_ids:
+            return self._stream.stop_string
+        last = self.token_ids[-1]
+        return last if last in self.job.sampling.stop_token_ids else None
 
     def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
         sampling, token_ids = SamplingParams.of(self.job.sampling), tuple(self.token_ids)
@@ -393,6 +383,7 @@ class Generation:
                 return Done(
                     epoch=epoch,
                     finish_reason=outcome.finish_reason,
+                    stop_reason=self.stop_reason,
                     num_tokens=num_tokens,
                     num_prompt_logprobs=len(self.prompt_logprobs),
                     embedding_bytes=len(self.embedding),

@@ -27,35 +27,47 @@ class TextStream:
 
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     The stop string that is complete first ends the text (of two that end together, the longer
-    one) and is itself not part of it. End-of-sequence and stop tokens add no text. What a token
-    adds depends on the tokens before it alone, never on how they were grouped, so a stream that
-    was primed with the first n tokens goes on exactly where another left off.
+    one) and is itself not part of it. End-of-sequence and stop tokens add no text. With
+    ``include_stop_str_in_output`` both are in the text, and without ``skip_special_tokens`` special
+    tokens are. What a token adds depends on the tokens before it alone, never on how they were
+    grouped, so a stream that was primed with the first n tokens goes on exactly where another left
+    off.
     """
 
     __slots__ = (
         "_beginnings",
         "_detokenizer",
         "_held",
+        "_includes_stop",
         "_longest_stop",
         "_silent",
         "_stops",
-        "stopped",
+        "stop_string",
     )
 
     def __init__(
         self, tokenizer: Tokenizer, sampling: SamplingOptions, prompt_token_ids: Sequence[int]
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-        self._silent = frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)
+        skips = sampling.skip_special_tokens
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=skips
+        )
+        self._includes_stop = sampling.include_stop_str_in_output
+        self._silent = _silent_tokens(tokenizer, sampling)
         self._stops = sampling.stop
         self._beginnings = frozenset(stop[0] for stop in sampling.stop)
         self._longest_stop = max(map(len, sampling.stop), default=0)
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed."""
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> TextPiece:
         """The text that ``token_id`` makes certain."""
-        if self.stopped:
+        if self.stop_string is not None:
             return _STOPPED
         if token_id in self._silent:
             return TextPiece("", False)
@@ -87,9 +99,9 @@ class TextStream:
             default=(-1, -1),
         )
         if end >= 0:
-            self.stopped = True
+            self.stop_string = text[start:end]
             self._held = ""
-            return TextPiece(text[:start], True)
+            return TextPiece(text[: end if self._includes_stop else start], True)
         num_held = self._num_held(text)
         certain = len(text) - num_held
         self._held = text[certain:]
@@ -101,3 +113,12 @@ class TextStream:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def _silent_tokens(tokenizer: Tokenizer, sampling: SamplingOptions) -> frozenset[int]:
+    """Those that add no text, although they are perhaps no special tokens."""
+    if sampling.include_stop_str_in_output:
+        return frozenset()
+    if sampling.ignore_eos and not sampling.skip_special_tokens:
+        return frozenset(sampling.stop_token_ids)
+    return frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)

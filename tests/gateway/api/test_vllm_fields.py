@@ -1,0 +1,65 @@
+"""Fields of vLLM's servers that clients send through ``extra_body`` and by plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.running_gateway import MODEL, RunningGateway
+
+_CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "one. two"}]}
+
+
+@pytest.mark.parametrize("stop_reason", [".", 7, None])
+async def test_what_stopped_a_choice_is_told(
+    front: RunningGateway,
+    client: openai.AsyncOpenAI,
+    http: httpx.AsyncClient,
+    stop_reason: str | int | None,
+) -> None:
+    front.worker.stop_reason = stop_reason
+    chat = await client.chat.completions.create(**_CHAT)
+    text = await client.completions.create(model=MODEL, prompt="x")
+    for choice in (*chat.choices, *text.choices):
+        assert choice.model_extra == {"stop_reason": stop_reason}
+    for path, body in (
+        ("chat/completions", _CHAT),
+        ("completions", {"model": MODEL, "prompt": "x"}),
+    ):
+        answer = await http.post(f"/v1/{path}", json=body | {"stream": True})
+        choices = [
+            json.loads(line.removeprefix("data: "))["choices"][0]
+            for line in answer.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        *before, last = choices
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop_reason)
+        assert not any("stop_reason" in choice for choice in before)
+
+
+async def test_how_text_is_made_reaches_the_worker(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    fields = {
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    await client.chat.completions.create(**_CHAT, stop=["."], extra_body=fields)
+    await client.chat.completions.create(**_CHAT)
+    asked, plain = (job.sampling for job in front.worker.jobs)
+    assert (asked.include_stop_str_in_output, asked.skip_special_tokens) == (True, False)
+    assert (plain.include_stop_str_in_output, plain.skip_special_tokens) == (False, True)
+
+
+@pytest.mark.parametrize("field", ["include_stop_str_in_output", "skip_special_tokens"])
+async def test_a_field_of_another_type_is_refused_by_name(
+    client: openai.AsyncOpenAI, field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**_CHAT, extra_body={field: "yes"})
+    assert refused.value.param == field

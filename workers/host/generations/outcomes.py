@@ -1,0 +1,29 @@
+"""How generations end."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.frames import FinishReason
+from schemas.records import Status
+
+
+class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a generation ended; one for each terminal frame that a worker sends."""
+
+    status: Status
+    finish_reason: FinishReason | None = None
+    error_code: str = ""
+    error_message: str = ""
+
+
+STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
+LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
+CANCELLED = GenerationOutcome(
+    status=Status.CANCELLED, error_code="cancelled", error_message="The request was cancelled."
+)
+EXPIRED = GenerationOutcome(
+    status=Status.EXPIRED,
+    error_code="deadline_exceeded",
+    error_message="The deadline passed before the end.",
+)
