@@ -99,6 +99,8 @@ class ServedModel:
             raise _no_reasoning(self.entry.name)
         for token_id in sampling.stop_token_ids:
             self._check_token_id("stop_token_ids", token_id)
+        for token_id in sampling.allowed_token_ids:
+            self._check_token_id("allowed_token_ids", token_id)
         for token_id in sampling.logit_bias:
             self._check_token_id("logit_bias", token_id)
         if in_frames and sampling.n != 1:

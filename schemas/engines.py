@@ -11,6 +11,7 @@ from schemas.pooling import Pooling
 from schemas.sampling import GrammarKind, SamplingOptions
 
 _BUDGET = "max_reasoning_tokens"
+_ALLOWED = "allowed_token_ids"
 _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
@@ -79,7 +80,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
-                *("bad_words", _BUDGET),
+                *("bad_words", _BUDGET, _ALLOWED),
             }
         ),
         grammars=frozenset(),
@@ -89,14 +90,14 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _BUDGET}),
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _BUDGET, _ALLOWED}),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
         unsupported=frozenset(
             {
                 *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty", _BUDGET),
+                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
             }
         ),
         continues_grammars=True,
@@ -109,7 +110,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET),
+                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET, _ALLOWED),
             }
         ),
         grammars=frozenset(),
@@ -120,7 +121,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
-                *("presence_penalty", "frequency_penalty", _BUDGET),
+                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
             }
         ),
         grammars=frozenset(),
@@ -130,7 +131,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("min_tokens", "typical_p"),
-                *("repetition_penalty", "presence_penalty", "frequency_penalty", _BUDGET),
+                *("repetition_penalty", "presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
             }
         ),
         grammars=frozenset(),

@@ -113,6 +113,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     session_keep: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     spaces_between_special_tokens: bool | None = None
     service_tier: str | None = None
     presence_penalty: float | None = None

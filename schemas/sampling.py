@@ -19,6 +19,7 @@ MAX_MIN_TOKENS = 2**31 - 1
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1_024
+MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
@@ -81,12 +82,13 @@ class SamplingOptions(
     draw depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
 
     ``repetition_penalty`` (1 is off) divides the positive logits of the tokens of prompt and
-    completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty``
-    (0 is off) are subtracted from the logits of the tokens of the completion, once and once for
-    each time that they came; ``logit_bias`` is then added to the logits of single token ids. The
-    tokens that the model's tokenizer makes of each of ``bad_words``, at the beginning of a text or
-    after a space, never come one after the other. No end-of-sequence or stop token comes among
-    the first ``min_tokens``. A stop string or stop token is no part of the text unless
+    completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty`` (0
+    is off) are subtracted from the logits of the tokens of the completion, once and once for each
+    time that they came; ``logit_bias`` is then added to the logits of single token ids. The tokens
+    that the model's tokenizer makes of each of ``bad_words``, at the beginning of a text or after a
+    space, never come one after the other. Where there are ``allowed_token_ids``, no other token
+    comes, not even an end of sequence. No end-of-sequence or stop token comes among the first
+    ``min_tokens``. A stop string or stop token is no part of the text unless
     ``include_stop_str_in_output``; special tokens are none if ``skip_special_tokens``.
 
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives to report per token of
@@ -124,6 +126,7 @@ class SamplingOptions(
     max_reasoning_tokens: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -168,6 +171,7 @@ class SamplingOptions(
         self._check_min_tokens()
         self._check_logit_bias()
         self._check_bad_words()
+        self._check_allowed_token_ids()
 
     @property
     def is_guided(self) -> bool:
@@ -223,6 +227,15 @@ class SamplingOptions(
                     "bad_words",
                     f"each of bad_words must have at most {MAX_BAD_WORD_CHARACTERS} characters",
                 )
+
+    def _check_allowed_token_ids(self) -> None:
+        allowed = self.allowed_token_ids
+        if len(allowed) > MAX_ALLOWED_TOKEN_IDS:
+            raise ParameterError(
+                "allowed_token_ids", f"at most {MAX_ALLOWED_TOKEN_IDS} token ids may be listed"
+            )
+        if allowed and min(allowed) < 0:
+            raise ParameterError("allowed_token_ids", "a token id must not be negative")
 
 
 class SamplingParams(

@@ -38,7 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "optionally id, any sampling parameter (max_tokens, temperature, top_p, "
         "top_k, min_p, typical_p, seed, stop, stop_token_ids, ignore_eos, min_tokens, logprobs, "
         "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
-        "bad_words, n, grammar as {kind, text}), priority (higher goes first), cache_salt, and "
+        "bad_words, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, n, "
+        "grammar as {kind, text}), priority (higher goes first), cache_salt, and "
         "cancel_after_tokens. Answers are written in the same order. The last line on stderr is a "
         "JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was counted.",
     )

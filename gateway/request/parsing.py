@@ -195,6 +195,8 @@ def _sampling(
     request: GenerationFields, logprobs: int | None, default_max_tokens: int | None
 ) -> SamplingOptions:
     stop = request.stop or ()
+    if request.allowed_token_ids == ():
+        raise ParameterError("allowed_token_ids", "allowed_token_ids must not be empty.")
     given = {
         "max_tokens": _max_tokens(request, default_max_tokens),
         "temperature": request.temperature,
@@ -214,6 +216,7 @@ def _sampling(
         "bad_words": request.bad_words,
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
+        "allowed_token_ids": request.allowed_token_ids,
         "grammar": grammar_of(request),
         "logprobs": logprobs,
         "n": request.n,

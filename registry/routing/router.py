@@ -159,7 +159,7 @@ def check_routable(
         raise ParameterError(
             "prompt", f"Token ids belong to one model: name it instead of {name}, or send text."
         )
-    for field in ("stop_token_ids", "logit_bias"):
+    for field in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         if getattr(sampling, field):
             raise ParameterError(
                 field, f"{field} holds token ids of one model: name it instead of {name}."

@@ -187,6 +187,7 @@ def test_a_routed_job_says_what_was_asked_for() -> None:
         (("a", (1,)), SamplingParams(), False, "prompt"),
         (("a",), SamplingParams(stop_token_ids=(1,)), False, "stop_token_ids"),
         (("a",), SamplingParams(logit_bias={1: 1.0}), False, "logit_bias"),
+        (("a",), SamplingParams(allowed_token_ids=(1,)), False, "allowed_token_ids"),
         (("a",), SamplingParams(), True, "model"),
     ],
 )

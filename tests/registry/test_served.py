@@ -100,6 +100,10 @@ def test_what_is_set_stays(served: ServedModel) -> None:
             "stop_token_ids",
         ),
         ({"prompt": "mill", "sampling": SamplingParams(logit_bias={10_000: 1.0})}, "logit_bias"),
+        (
+            {"prompt": "mill", "sampling": SamplingParams(allowed_token_ids=(10_000,))},
+            "allowed_token_ids",
+        ),
         ({"prompt": "mill", "sampling": SamplingParams(n=2)}, "n"),
         ({"prompt": "mill", "tools": (ToolDefinition(name="f"),)}, "tools"),
         ({"prompt": "", "pooling": Pooling.LAST}, "prompt"),

@@ -28,6 +28,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 18, "eos_token_ids": tuple(range(0, 199, 2))},
     "logprobs": {"logprobs": 2, "temperature": 1.0},
     "bad_words": {"bad_words": tuple(f"w{n} w{n + 1}" for n in range(0, 190, 3))},
+    "allowed": {"allowed_token_ids": tuple(range(20, 60)), "temperature": 1.2},
     "stop_token": {"stop_token_ids": tuple(range(150, 156)), "temperature": 1.5},
 }
 

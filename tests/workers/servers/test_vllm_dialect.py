@@ -247,6 +247,18 @@ async def test_what_is_not_that_model_on_such_a_server_is_refused(
 # --- requests ---
 
 
+async def test_allowed_tokens_are_told(model: ServedModel) -> None:
+    transcript = _recorded(model)
+    async with _attached(model, transcript) as engine:
+        heard = Heard(engine)
+        asked = steered_request()
+        sampling = msgspec.structs.replace(asked.sampling, allowed_token_ids=(30, 31))
+        engine.add(msgspec.structs.replace(asked, sampling=sampling))
+        await heard.ended("r")
+    told = transcript.bodies(_GENERATE)[-1]["sampling_params"]
+    assert told["allowed_token_ids"] == [30, 31]
+
+
 async def test_a_request_and_its_answer(model: ServedModel) -> None:
     transcript = _recorded(model)
     async with _attached(model, transcript) as engine:

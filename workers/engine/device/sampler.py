@@ -82,6 +82,7 @@ class DeviceSampler:
             not sampling.is_guided
             and not sampling.bad_words
             and not sampling.logit_bias
+            and not sampling.allowed_token_ids
             and not sampling.min_tokens
             and sampling.typical_p == 1
         )

@@ -11,6 +11,7 @@ class NoTokenAllowedError(MillraceError, code="no_token_allowed", http_status=40
     def __init__(self, token_index: int) -> None:
         super().__init__(
             f"Nothing may come as token {token_index} of the completion: bad_words, min_tokens, "
-            f"logit_bias and the grammar together forbid every token. Ask for less of them."
+            f"logit_bias, allowed_token_ids and the grammar together forbid every token. Ask for "
+            f"less of them."
         )
         self.token_index = token_index

@@ -92,6 +92,9 @@ class RowLogitsProcessor:
         self._bad_words = bad_words
         always = () if bad_words is None else bad_words.always
         self._forbidden: _Ids = np.array(always, dtype=np.int64)
+        if sampling.allowed_token_ids:
+            others = np.setdiff1d(np.arange(vocab_size), sampling.allowed_token_ids)
+            self._forbidden = np.union1d(self._forbidden, others)
         self._min_tokens = sampling.min_tokens
         stops = sorted(t for t in sequence.stop_token_ids if t < vocab_size)
         self._stops: _Ids = np.array(stops, dtype=np.int64)
@@ -125,7 +128,11 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 def needs_logits_processor(sampling: SamplingParams) -> bool:
     return bool(
-        has_penalties(sampling) or sampling.logit_bias or sampling.bad_words or sampling.min_tokens
+        has_penalties(sampling)
+        or sampling.logit_bias
+        or sampling.bad_words
+        or sampling.min_tokens
+        or sampling.allowed_token_ids
     )
 
 

@@ -98,12 +98,13 @@ class Sampler:
         """Prepare for a sequence, with the tokens that it has. Raises ParameterError for
         parameters that this model cannot honour."""
         sampling = sequence.request.sampling
-        for token in sampling.logit_bias:
-            if token >= self._vocab_size:
-                raise ParameterError(
-                    "logit_bias",
-                    f"Token id {token} is not in the vocabulary of {self._vocab_size} tokens.",
-                )
+        for name in ("logit_bias", "allowed_token_ids"):
+            for token in getattr(sampling, name):
+                if token >= self._vocab_size:
+                    raise ParameterError(
+                        name,
+                        f"Token id {token} is not in the vocabulary of {self._vocab_size} tokens.",
+                    )
         logits_processor = None
         if needs_logits_processor(sampling):
             words = self._read_bad_words(sampling.bad_words) if sampling.bad_words else None

@@ -212,6 +212,8 @@ class VllmDialect(Dialect):
             "logprobs": sampling.logprobs,
             "bad_words": list(sampling.bad_words),
         }
+        if sampling.allowed_token_ids:
+            said["allowed_token_ids"] = list(sampling.allowed_token_ids)
         add_bias(said, sampling.logit_bias)
         if sampling.grammar is not None:
             said["structured_outputs"] = self._structured_outputs(sampling.grammar)

@@ -26,6 +26,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["triton", "reference"])
         {"grammar": Grammar(kind=GrammarKind.JSON_OBJECT)},
         {"bad_words": ("no",)},
         {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": (3,)},
         {"min_tokens": 2},
         {"typical_p": 0.5},
     ],

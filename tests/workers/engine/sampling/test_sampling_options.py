@@ -95,14 +95,39 @@ def test_choices_of_a_request_are_penalised_each_for_its_own(make_engine: MakeEn
     assert tokens_by_request(drain(engine))["r"] == first
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5}, {"logprobs": 3}])
+def test_nothing_but_allowed_tokens_comes(make_engine: MakeEngine, options: dict[str, Any]) -> None:
+    engine = make_engine()
+    allowed = (150, 7, 31)
+    ends = {"eos_token_ids": (2,), "allowed_token_ids": allowed}
+    engine.add(request("few", prompt(1, 20), max_tokens=40, seed=1, **ends, **options))
+    engine.add(request("one", prompt(2, 9), max_tokens=5, allowed_token_ids=(9,), **options))
+    engine.add(
+        request("stop", prompt(3, 9), max_tokens=5, stop_token_ids=(9,), allowed_token_ids=(9,))
+    )
+    engine.add(
+        request("none", prompt(4, 9), min_tokens=2, stop_token_ids=(9,), allowed_token_ids=(9,))
+    )
+    outputs = drain(engine)
+    tokens = tokens_by_request(outputs)
+    assert len(tokens["few"]) == 40
+    assert set(tokens["few"]) <= set(allowed)
+    assert (tokens["one"], tokens["stop"]) == ([9] * 5, [9])
+    refused = last_by_request(outputs)["none"].error
+    assert refused is not None
+    assert refused[0] == "no_token_allowed"
+
+
 def test_options_that_cannot_be_honoured_are_answered(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(request("bias", [1], logit_bias={199: 1.0}))
+    engine.add(request("allowed", [1], allowed_token_ids=(3, 199)))
     engine.add(request("words", [1], bad_words=("x",)))
     engine.add(request("good", [1], max_tokens=2))
     last = last_by_request(drain(engine))
     assert {name: output.error and output.error[0] for name, output in last.items()} == {
         "bias": "invalid_parameter",
+        "allowed": "invalid_parameter",
         "words": "invalid_parameter",
         "good": None,
     }
