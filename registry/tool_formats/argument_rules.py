@@ -19,7 +19,7 @@ from registry.tool_formats.scanners.xml_calls import (
     VALUE_END,
     VALUE_TAG,
 )
-from registry.tool_formats.text_rules import text_pattern, without_json
+from registry.tool_formats.text_rules import fits_without_quotes, text_pattern
 from schemas.errors import ParameterError
 from schemas.tools import ToolDefinition
 
@@ -107,7 +107,8 @@ def _value_in_tags(
     """The rule of a value and the tag that ends it."""
     kinds = kinds_of(one, root)
     ending = literal(tags.ending)
-    if kinds is None or kinds not in (TEXT, _NULLABLE):
+    is_text = kinds == TEXT or (kinds == _NULLABLE and fits_without_quotes(one, root))
+    if not is_text:
         yield f"ended_{mark}: json_{mark} {ending}"
         yield f"json_{mark}: %json {json.dumps({**one, **settings})}"
         return
@@ -115,7 +116,6 @@ def _value_in_tags(
     if kinds == TEXT:
         yield f"ended_{mark}[lazy]: TEXT_{mark} {ending}"
     else:
-        pattern = without_json(pattern)
         yield f"ended_{mark}: text_{mark} | {literal('null' + tags.ending)}"
         yield f"text_{mark}[lazy]: TEXT_{mark} {ending}"
     yield f"TEXT_{mark}: {pattern}"

@@ -87,9 +87,10 @@ def kinds_on(walk: Walk, schema: Any, depth: int) -> Kinds | None:
         return None
     if "const" in schema:
         return frozenset({_KINDS.get(type(schema["const"]), "string")})
-    if isinstance(schema.get("enum"), list):
-        return frozenset(_KINDS.get(type(value), "string") for value in schema["enum"])
     kind = schema.get("type")
+    if isinstance(schema.get("enum"), list):
+        told_by_values = frozenset(_KINDS.get(type(value), "string") for value in schema["enum"])
+        return told_by_values & TEXT if kind == "string" else told_by_values
     if isinstance(kind, str):
         return frozenset({kind})
     if isinstance(kind, list):

@@ -36,6 +36,8 @@ _KNOWN = frozenset(
         *("anyOf", "oneOf", "allOf", "$ref"),
     }
 )
+_PARTS = ("allOf", "anyOf", "oneOf")
+_ABOUT_EACH_CHARACTER = frozenset({"enum", "const", "minLength", "pattern", "format"})
 # Anchors and looks that a pattern has within it; those at its ends are understood.
 _LOOKS = re.compile(r"\\[bBAZ]|\(\?[=!<]|(?<!\\)(?<!\[)[\^$]")
 
@@ -53,10 +55,19 @@ def text_pattern(
     return " & ".join(patterns)
 
 
-def without_json(pattern: str) -> str:
-    """Of the texts of a pattern those that are not read as null or as a string in quotes."""
-    blanks = r"[ \t\n\r]*"
-    return rf'{pattern} & ~/{blanks}((null|None){blanks}|"{_ANY}*)/'
+def fits_without_quotes(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether a text in quotes that fits a schema fits it without them, as it is read where it may
+    be null too."""
+    walk = Walk(root)
+
+    def fits(schema: Any, depth: int) -> bool:
+        schema = resolved(schema, root)
+        if not walk.enters(schema, depth) or not _ABOUT_EACH_CHARACTER.isdisjoint(schema):
+            return False
+        parts = [part for key in _PARTS for part in listed(schema, key)]
+        return all(fits(part, depth + 1) for part in parts)
+
+    return fits(schema, 0)
 
 
 def _patterns(schema: Any, walk: Walk, strict: bool, depth: int) -> Iterator[str]:

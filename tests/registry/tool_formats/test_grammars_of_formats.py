@@ -81,8 +81,14 @@ def test_strict_tools_in_a_free_answer(tool_format: ToolFormat, parallel: bool) 
         ({"type": ["string", "null"], "maxLength": 4}, "null", True),
         ({"type": ["string", "null"], "maxLength": 4}, "text", True),
         ({"type": ["string", "null"], "maxLength": 4}, "texts", False),
-        # In quotes it would be read as JSON.
-        ({"type": ["string", "null"]}, '"x"', False),
+        # It may be read as JSON: then it fits without its quotes, or must have them.
+        ({"type": ["string", "null"]}, '"x"', True),
+        ({"type": ["string", "null"], "minLength": 3}, '"x"', False),
+        ({"type": ["string", "null"], "minLength": 3}, "text", False),
+        ({"type": ["string", "null"], "minLength": 3}, '"text"', True),
+        ({"enum": ["a", None]}, "a", False),
+        ({"enum": ["a", None]}, '"a"', True),
+        ({"enum": ["a", None]}, "null", True),
         ({"type": ["string", "integer"]}, '"x"', True),
         ({"type": ["string", "integer"]}, "5", True),
         ({"type": ["string", "integer"]}, "x", False),
