@@ -19,7 +19,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
     those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
     asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
-    the model's chat template. Thoughts are given out if ``include_reasoning``.
+    the model's chat template, ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
+    given out if ``include_reasoning``.
     """
 
     model: str
@@ -37,6 +38,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier | None = None
     user: str = ""
     session_id: str = ""
+    cache_salt: str = ""
     session_keep: int | None = None
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = {}

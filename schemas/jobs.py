@@ -20,7 +20,10 @@ MAX_NAME_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_TIME_NS = 2**63 - 1
 _NAMES = ("request_id", "reply", "tenant")
-_LABELS = ("model", "model_requested", "route_reason", "user", "session_id", "traceparent")
+_LABELS = (
+    *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
+    "cache_salt",
+)
 _NAMES_OF, _LABELS_OF = attrgetter(*_NAMES), attrgetter(*_LABELS)
 
 
@@ -74,7 +77,8 @@ class Job(
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
     request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
     caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
-    words of prompt and answer.
+    words of prompt and answer. Blocks of prompts in the prefix cache are shared among requests with
+    the same ``cache_salt`` only.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -103,6 +107,7 @@ class Job(
     deadline_ns: int | None = None
     traceparent: str = ""
     keep_transcript: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         num_given = (

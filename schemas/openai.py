@@ -88,6 +88,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     document in JSON, or nothing; without it, one blank.
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
+    Prompts are found in the prefix cache by requests with the same ``cache_salt`` only.
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -125,6 +126,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     bad_words: tuple[str, ...] | None = None
     n: int | None = None
     metadata: dict[str, str] | None = None
+    cache_salt: str | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

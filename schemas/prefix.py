@@ -17,6 +17,15 @@ def root_key(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
 
 
+def salt_of(tenant: str, cache_salt: str) -> str:
+    """What keeps the prefixes of a request apart: its tenant (empty if all share them) and the salt
+    of its own, if it has one."""
+    if not cache_salt:
+        return tenant
+    own = blake2b(cache_salt.encode(), digest_size=KEY_BYTES).hexdigest()
+    return f"{tenant}\0{own}"
+
+
 def extend_keys(
     keys: list[bytes],
     root: bytes,

@@ -73,7 +73,7 @@ SAMPLING: dict[str, Schema] = {
     "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "min_p": {"minimum": 0, "maximum": 1},
-    "seed": {"minimum": 0, "maximum": MAX_SEED},
+    "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED},
     "min_tokens": {"minimum": 0, "maximum": MAX_MIN_TOKENS},
     "presence_penalty": {"minimum": -2, "maximum": 2},
     "frequency_penalty": {"minimum": -2, "maximum": 2},

@@ -40,6 +40,7 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         tenant=state.tenant,
         user=request.user,
         session_id=request.session_id,
+        cache_salt=request.cache_salt,
         tier=state.tier,
         source=state.source,
         model_requested=request.model_requested or request.model,

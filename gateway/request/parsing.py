@@ -28,7 +28,7 @@ from schemas.openai import (
     CompletionRequest,
     GenerationFields,
 )
-from schemas.sampling import SamplingOptions
+from schemas.sampling import MAX_SEED, SamplingOptions
 from schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -187,6 +187,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
         tier=_TIERS[asked_tier],
         user=_user(request),
         session_id=_label("session_id", request.session_id),
+        cache_salt=_cache_salt(request),
         **fields,
     )
 
@@ -203,7 +204,7 @@ def _sampling(
         "top_p": request.top_p,
         "top_k": 0 if request.top_k == -1 else request.top_k,
         "min_p": request.min_p,
-        "seed": request.seed,
+        "seed": _seed(request.seed),
         "stop": (stop,) if isinstance(stop, str) else stop,
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
@@ -224,6 +225,17 @@ def _sampling(
     if isinstance(request, ChatFields):
         given["max_reasoning_tokens"] = _budget(request)
     return SamplingOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _seed(given: int | None) -> int | None:
+    """The seed in 63 bits. -1 leaves it to us, as in vLLM; others below 0 are seeds like any."""
+    if given is None or given == -1:
+        return None
+    if given < -MAX_SEED:
+        raise ParameterError(
+            "seed", f"seed must be between {-MAX_SEED} and {MAX_SEED}, got {given}"
+        )
+    return given & MAX_SEED if given < 0 else given
 
 
 def _budget(request: ChatFields) -> int | None:
@@ -283,6 +295,12 @@ def _user(request: GenerationFields) -> str:
     older = _label("user", request.user)
     newer = request.safety_identifier if isinstance(request, ChatFields) else None
     return older or _label("safety_identifier", newer)
+
+
+def _cache_salt(request: GenerationFields) -> str:
+    if request.cache_salt == "":
+        raise ParameterError("cache_salt", "cache_salt must not be empty; leave it out.")
+    return _label("cache_salt", request.cache_salt)
 
 
 def _label(param: str, value: str | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from schemas.jobs import Job
 from schemas.pooling import Pooling
-from schemas.prefix import REPORTED_BYTES, extend_keys, root_key
+from schemas.prefix import REPORTED_BYTES, extend_keys, root_key, salt_of
 
 # Reported keys are read as numbers, in this machine's order, of jobs and of reports alike. Below
 # 2**60 they take a third less memory.
@@ -26,18 +26,19 @@ class PromptKeys:
     A worker has at most as much of it cached as leaves it one token to compute.
     """
 
-    __slots__ = ("_by_kind", "_tenant", "_token_ids")
+    __slots__ = ("_by_kind", "_cache_salt", "_tenant", "_token_ids")
 
-    def __init__(self, token_ids: Sequence[int], tenant: str) -> None:
+    def __init__(self, token_ids: Sequence[int], tenant: str, cache_salt: str = "") -> None:
         self._token_ids = token_ids
         self._tenant = tenant
+        self._cache_salt = cache_salt
         self._by_kind: dict[tuple[int, bool], list[int]] = {}
 
     @classmethod
     def of_job(cls, job: Job) -> PromptKeys:
         """Those of a prepared job; none if its whole prompt has to be computed in any case."""
         whole = job.pooling is Pooling.MEAN or job.sampling.prompt_logprobs is not None
-        return cls(() if whole else job.prompt_token_ids or (), job.tenant)
+        return cls(() if whole else job.prompt_token_ids or (), job.tenant, job.cache_salt)
 
     def of(self, block_size_tokens: int, *, salted: bool) -> list[int]:
         """For workers with blocks of this size; ``salted`` if they keep tenants apart."""
@@ -54,7 +55,7 @@ class PromptKeys:
             try:
                 extend_keys(
                     keys,
-                    root_key(self._tenant if salted else ""),
+                    root_key(salt_of(self._tenant if salted else "", self._cache_salt)),
                     self._token_ids,
                     num_blocks=num_blocks,
                     block_size_tokens=block_size_tokens,

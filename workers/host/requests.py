@@ -11,6 +11,7 @@ from schemas.engines import PROMISES
 from schemas.errors import MillraceError
 from schemas.frames import Frame
 from schemas.jobs import Tier
+from schemas.prefix import salt_of
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from workers.engine.types import DeviceTime, EngineOutput
@@ -284,7 +285,9 @@ class Requests:
         is_sampled = SamplingParams.of(generation.job.sampling).temperature > 0
         if generation.token_ids and is_sampled and not self._promises.continues_sampling:
             generation.resampled = True
-        salt = generation.job.tenant if self._context.config.prefix_scope == "tenant" else ""
+        job = generation.job
+        tenant = job.tenant if self._context.config.prefix_scope == "tenant" else ""
+        salt = salt_of(tenant, job.cache_salt)
         self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 
     # --- ends ---

@@ -68,6 +68,9 @@ async def test_how_text_is_made_reaches_the_worker(
         ("allowed_token_ids", [-1]),
         ("allowed_token_ids", [1] * 20_000),
         ("allowed_token_ids", "1"),
+        ("cache_salt", ""),
+        ("cache_salt", "s" * 300),
+        ("seed", -(2**63)),
     ],
 )
 async def test_a_value_that_means_nothing_is_refused_by_name(
@@ -76,3 +79,25 @@ async def test_a_value_that_means_nothing_is_refused_by_name(
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**_CHAT, extra_body={field: value})
     assert (refused.value.param or "").startswith(field)
+
+
+async def test_negative_seeds_are_seeds_but_for_the_one_that_leaves_it_to_us(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    for seed in (-7, -7, -8, 1 - 2**63, -1, -1):
+        await client.chat.completions.create(**_CHAT, seed=seed)
+    first, again, other, least, *ours = (job.sampling.seed for job in front.worker.jobs)
+    assert first == again
+    assert len({first, other, least, *ours}) == 5
+
+
+async def test_a_salt_goes_with_every_job_of_a_request(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    await client.chat.completions.create(**_CHAT, n=2, extra_body={"cache_salt": "mine"})
+    await client.completions.create(
+        model=MODEL, prompt=["x", "y"], extra_body={"cache_salt": "theirs"}
+    )
+    await client.chat.completions.create(**_CHAT)
+    salts = [job.cache_salt for job in front.worker.jobs]
+    assert sorted(salts) == ["", "mine", "mine", "theirs", "theirs"]

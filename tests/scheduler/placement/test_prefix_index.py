@@ -15,7 +15,7 @@ from scheduler.placement.prefix_index import PrefixIndex
 from schemas.control import PrefixReport
 from schemas.jobs import Job
 from schemas.pooling import Pooling
-from schemas.prefix import extend_keys, root_key
+from schemas.prefix import extend_keys, root_key, salt_of
 from schemas.sampling import SamplingParams
 from tests.scheduler.statuses import view
 
@@ -260,6 +260,17 @@ def test_what_has_to_be_computed_whole_is_looked_for_nowhere(changes: dict[str, 
 def test_ids_that_no_token_has_are_found_nowhere(token_id: int) -> None:
     prompt = PromptKeys.of_job(job((token_id,) * 40))
     assert prompt.of(16, salted=False) == []
+
+
+@pytest.mark.parametrize("salted", [False, True])
+def test_a_prompt_with_a_salt_is_looked_for_under_it(salted: bool) -> None:
+    keys: list[bytes] = []
+    salt = salt_of("t" if salted else "", "mine")
+    extend_keys(keys, root_key(salt), range(64), num_blocks=3, block_size_tokens=16)
+    reported = b"".join(key[:8] for key in keys)
+    asked = job(tuple(range(64)), tenant="t", cache_salt="mine")
+    assert PromptKeys.of_job(asked).of(16, salted=salted) == read_keys(reported)
+    assert PromptKeys(range(64), "t").of(16, salted=salted) != read_keys(reported)
 
 
 def test_keys_of_reports_and_of_prompts_are_the_same_numbers() -> None:

@@ -10,6 +10,7 @@ import pytest
 from registry.served import ServedModel
 from schemas.control import Cancel, CancelReason, Drain, Replay
 from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
+from schemas.prefix import salt_of
 from schemas.sampling import SamplingParams
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, Bench, bench, line_of
@@ -331,6 +332,23 @@ async def test_tenants_are_kept_apart_unless_they_share_cached_prefixes(
         assert {request.cache_salt for request in b.engine.added.values()} == salts
         # What the schedulers look a prompt up by is salted in the same way.
         assert b.statuses[-1].prefix_salted is ("" not in salts)
+
+
+@pytest.mark.parametrize("scope", ["tenant", "shared"])
+async def test_a_salt_keeps_prompts_apart_where_schedulers_look_for_them(
+    demo: ServedModel, scope: str
+) -> None:
+    asked = [("one", ""), ("one", "s"), ("one", "z"), ("two", "s")]
+    async with bench(demo, prefix_scope=scope) as b:
+        jobs = [b.job(f"r{n}", tenant=t, cache_salt=salt) for n, (t, salt) in enumerate(asked)]
+        for job in jobs:
+            await b.dispatch(job, resume_token_ids=(20,))
+        salts = [request.cache_salt for request in b.engine.added.values()]
+        assert len(set(salts)) == (4 if scope == "tenant" else 3)
+        assert b.statuses[-1].prefix_salted is (scope == "tenant")
+    assert salts == [
+        salt_of(job.tenant if scope == "tenant" else "", job.cache_salt) for job in jobs
+    ]
 
 
 def _to_nobody() -> Replay:
