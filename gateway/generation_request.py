@@ -19,7 +19,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
     those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
     asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
-    the model's chat template, ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
+    the model's chat template, what begins an answer is left out unless ``add_generation_prompt``,
+    ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
     given out if ``include_reasoning``.
     """
 
@@ -42,6 +43,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_keep: int | None = None
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
     include_reasoning: bool = True
 
     @property

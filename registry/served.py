@@ -86,6 +86,10 @@ class ServedModel:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(job, name) and job.messages is None:
                 raise ParameterError(name, f"{name} go with messages only")
+        if job.messages is None and not job.add_generation_prompt:
+            raise ParameterError(
+                "add_generation_prompt", "add_generation_prompt: false goes with messages only"
+            )
         if job.pooling is not None:
             return self._prepare_embedding(job, seed_source)
         if not self.config.has_head:
@@ -177,6 +181,7 @@ class ServedModel:
                     job.messages,
                     job.tools,
                     max_tokens=window_tokens,
+                    add_generation_prompt=job.add_generation_prompt,
                     arguments=job.chat_template_kwargs,
                 )
             elif job.prompt_token_ids is None:
@@ -251,6 +256,7 @@ def _prepared(
         messages=None,
         tools=(),
         chat_template_kwargs={},
+        add_generation_prompt=True,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
     )

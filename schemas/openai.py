@@ -155,7 +155,8 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``chat_template_kwargs`` are variables of the model's chat template; ``enable_thinking`` and
     ``reasoning_effort`` are two of them. After ``thinking_token_budget`` tokens of thoughts the
-    model is made to answer. Thoughts are told unless ``include_reasoning`` is false.
+    model is made to answer. What begins an answer is left out of the prompt if
+    ``add_generation_prompt`` is false. Thoughts are told unless ``include_reasoning`` is false.
     """
 
     max_completion_tokens: int | None = None
@@ -179,6 +180,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     verbosity: str | None = None

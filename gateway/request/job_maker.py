@@ -144,6 +144,7 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         messages=request.messages,
         prompt_token_ids=request.prompt_token_ids,
         chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
     )
 
 

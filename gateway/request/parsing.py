@@ -123,6 +123,10 @@ def parse_generate(message: Generate) -> GenerationRequest:
     for name in ("tools", "server_tools", "session_id", "session_keep", *_OF_MESSAGES):
         if getattr(message, name):
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+    if message.add_generation_prompt is not None:
+        raise ParameterError(
+            "add_generation_prompt", "add_generation_prompt goes with messages, not with prompt."
+        )
     text, token_ids, others = _prompts(message.prompt)
     if others:
         raise ParameterError("prompt", "Only one prompt is taken in a message.")
@@ -142,6 +146,10 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
     tools = tools_of(request.tools)
     server_tools = tuple(dict.fromkeys(request.server_tools or ()))
+    if server_tools and request.add_generation_prompt is False:
+        raise ParameterError(
+            "add_generation_prompt", "add_generation_prompt: false does not go with server_tools."
+        )
     names = {tool.name for tool in tools}.union(server_tools)
     parallel = request.parallel_tool_calls
     return _generation_request(
@@ -154,6 +162,7 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
         chat_template_kwargs=_template_arguments(request),
+        add_generation_prompt=request.add_generation_prompt is not False,
         include_reasoning=request.include_reasoning is not False,
     )
 

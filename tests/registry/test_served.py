@@ -42,6 +42,18 @@ def job(sampling: SamplingParams | None = None, **fields: Any) -> Job:
     return Job(request_id="r", model="tiny", sampling=sampling or SamplingParams(), **fields)
 
 
+def test_what_begins_an_answer_can_be_left_out(served: ServedModel) -> None:
+    messages = (ChatMessage("user", "mill"),)
+    ready = served.prepare(job(messages=messages, add_generation_prompt=False), random.Random(1))
+    told = served.tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert ready.prompt_token_ids == tuple(told)
+    assert ready.prompt_token_ids != tuple(served.tokenizer.encode_chat(messages))
+    assert served.prepare(ready, random.Random(2)) == ready
+    with pytest.raises(ParameterError) as refused:
+        served.prepare(job(prompt="mill", add_generation_prompt=False), random.Random(1))
+    assert refused.value.param == "add_generation_prompt"
+
+
 def test_load(served: ServedModel) -> None:
     assert served.entry.name == "tiny"
     assert served.context_window_tokens == CONTEXT_WINDOW_TOKENS

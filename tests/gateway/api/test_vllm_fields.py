@@ -101,3 +101,17 @@ async def test_a_salt_goes_with_every_job_of_a_request(
     await client.chat.completions.create(**_CHAT)
     salts = [job.cache_salt for job in front.worker.jobs]
     assert sorted(salts) == ["", "mine", "mine", "theirs", "theirs"]
+
+
+async def test_an_answer_is_not_begun_for_the_model_if_asked_so(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    for fields in ({"add_generation_prompt": False}, {"add_generation_prompt": True}, {}):
+        await client.chat.completions.create(**_CHAT, extra_body=fields)
+    begun = [job.add_generation_prompt for job in front.worker.jobs]
+    assert begun == [False, True, True]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            **_CHAT, extra_body={"add_generation_prompt": False, "server_tools": ["clock"]}
+        )
+    assert refused.value.param == "add_generation_prompt"
