@@ -18,7 +18,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.protocol import State
 
 from gateway.api.client_connection import ABORT_EXTENSION
-from gateway.app import build_app
+from gateway.app import build_app, token_endpoints
 from gateway.batches.runner import BatchRunner
 from gateway.core import Gateway
 from gateway.errors import Refusal, SlowRequestError, refusal_of
@@ -80,7 +80,7 @@ class Server:
     def __init__(self, gateway: Gateway, listener: socket.socket, *, tune: bool = True) -> None:
         """``tune``: set the process's garbage collector up for serving."""
         self._gateway = gateway
-        self._batches = BatchRunner(gateway)
+        self._batches = BatchRunner(gateway, token_endpoints(gateway))
         self._listener = listener
         self._tune = tune
         config = uvicorn.Config(

@@ -183,7 +183,14 @@ class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
     content: tuple[GivenReasoningText, ...] | None = None
 
 
-GivenItem = GivenMessage | GivenReasoning | GivenCall | GivenCallOutput
+class ItemReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An item that is kept of an earlier answer; its ``type`` may be left out."""
+
+    id: str
+    type: Literal["item_reference"] | None = None
+
+
+GivenItem = GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | ItemReference
 
 
 class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
@@ -348,6 +355,13 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/responses/input_tokens``."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):

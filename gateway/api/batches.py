@@ -22,7 +22,7 @@ from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
 from schemas.errors import MillraceError, ParameterError
 from schemas.files import FilePurpose
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 WINDOW = "24h"
 
 _ID_PREFIX = "batch_"

@@ -28,6 +28,7 @@ from gateway.responses.input import (
     given_items,
     messages_of,
 )
+from gateway.responses.references import resolve
 from gateway.responses.renderer import ResponseRenderer
 from gateway.responses.store import (
     PreviousResponseNotFoundError,
@@ -38,15 +39,24 @@ from gateway.responses.store import (
     is_over,
     model_of,
 )
-from gateway.responses.window import fit_window
+from gateway.responses.window import fit_window, num_input_tokens
 from gateway.tenancy.caller import Caller
-from gateway.transport.http import Receive, Scope, Send, json_response
+from gateway.transport.http import (
+    Receive,
+    Scope,
+    Send,
+    json_response,
+    new_request_id,
+    read_body,
+)
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.redis.link import RedisUnreachableError
 from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
+    InputTokens,
     Item,
     ItemList,
+    ItemReference,
     ResponseDeleted,
     ResponsesRequest,
     StoredResponse,
@@ -77,9 +87,10 @@ class ResponsesEndpoint(Endpoint):
 
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
         """Raises MillraceError for a body that cannot be honoured."""
-        request, given = await read_long(prompts, caller, body, self._read)
+        request, said = await read_long(prompts, caller, body, self._read)
         previous = await self._previous(request.previous_response_id, caller)
         earlier = () if previous is None else conversation_of(previous)
+        given = await resolve(said, earlier, caller.tenant, self._store)
         items = (*earlier, *given)
         generation_request = await read_long(
             prompts,
@@ -106,7 +117,14 @@ class ResponsesEndpoint(Endpoint):
             begin=partial(self._background.begin, render) if request.background else None,
         )
 
-    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item, ...]]:
+    async def num_input_tokens(self, body: bytes, caller: Caller, prompts: PromptPool) -> int:
+        """Of the prompt that a body makes. Raises what ``prepare`` raises."""
+        prepared = await self.prepare(body, caller, prompts)
+        tools = self._all_tools(prepared.request)
+        model = await self._gateway.models.get(prepared.request.model)
+        return await num_input_tokens(prepared.request, tools, model, caller, prompts)
+
+    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item | ItemReference, ...]]:
         request = decode(self._decoder, body)
         check_fields(request)
         return request, given_items(request.input)
@@ -161,10 +179,12 @@ class ResponsesApi:
         self._gateway = gateway
         self._store = ResponseStore(gateway.redis, gateway.config)
         self._background = BackgroundResponses(gateway, self._store)
+        self._endpoint = ResponsesEndpoint(gateway)
 
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
         return [
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
             Route(one, self.response, methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
@@ -196,6 +216,15 @@ class ResponsesApi:
         caller = await self._gateway.identity.caller(request.scope)
         stored = await self._background.cancel(caller, request.path_params["response_id"])
         return json_response(stored.response)
+
+    async def input_tokens(self, request: Request) -> HttpResponse:
+        """How many tokens the prompt of a request would have. It counts as a request."""
+        gateway = self._gateway
+        caller = await gateway.identity.caller(request.scope)
+        body = await read_body(request.scope, request.receive, gateway.config)
+        async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
+            num_tokens = await self._endpoint.num_input_tokens(body, caller, gateway.prompts)
+        return json_response(InputTokens(input_tokens=num_tokens))
 
     async def delete(self, request: Request) -> HttpResponse:
         caller = await self._gateway.identity.caller(request.scope)

@@ -50,7 +50,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
 class _EmbeddingOrder(BatchOrder):
     form: VectorForm
 
-    def render(self, results: Sequence[JobResult]) -> bytes:
+    async def render(self, results: Sequence[JobResult]) -> bytes:
         num_tokens = total_usage(result.usage for result in results).prompt_tokens
         return msgspec.json.encode(
             EmbeddingList(

@@ -95,7 +95,7 @@ class LineRunner:
             results = await self._wait(order, known)
             order.settle(results)
             if len(results) == len(order.jobs) and not _has(results, Status.SHED):
-                self._finish(line, request, order, results)
+                await self._finish(line, request, order, results)
                 return
             # Nobody has answered it and nobody will: it is asked again, under another id.
             self._log.in_queue.pop(line.number, None)
@@ -181,7 +181,7 @@ class LineRunner:
         if queue is not None and queue.num_queued >= queue.bound * _QUEUE_SHARE:
             raise QueueFullError("The queue is half full.", queue.retry_after_s)
 
-    def _finish(
+    async def _finish(
         self, line: InputLine, request: BatchLine, order: BatchOrder, results: list[JobResult]
     ) -> None:
         if self._stopping.is_set() and (
@@ -191,7 +191,7 @@ class LineRunner:
         refusal = order.refusal(results)
         if refusal is None:
             try:
-                body = order.render(results)
+                body = await order.render(results)
             except MillraceError as error:
                 refusal = refusal_of(error)
             else:

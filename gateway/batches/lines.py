@@ -77,7 +77,7 @@ class BatchOrder(ABC):
         return None
 
     @abstractmethod
-    def render(self, results: Sequence[JobResult]) -> bytes:
+    async def render(self, results: Sequence[JobResult]) -> bytes:
         """The body that the endpoint would have answered, of good results. Raises MillraceError if
         something that was asked for is not there."""
 
@@ -123,7 +123,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
 class _GenerationOrder(BatchOrder):
     prepared: Prepared
 
-    def render(self, results: Sequence[JobResult]) -> bytes:
+    async def render(self, results: Sequence[JobResult]) -> bytes:
         request = self.prepared.request
         if any(_lacks_logprobs(request, result) for result in results):
             raise LogprobsLostError
@@ -135,6 +135,7 @@ class _GenerationOrder(BatchOrder):
         renderer = self.prepared.render(response)
         for part in response.read_parts(0.0):
             renderer.add(part)
+        await renderer.store()
         return renderer.whole()
 
 
@@ -142,6 +143,10 @@ def _refuse_what_needs_a_client(prepared: Prepared) -> None:
     request = prepared.request
     if prepared.stream:
         raise ParameterError("stream", "A request of a batch cannot be streamed; leave stream out.")
+    if prepared.begin is not None:
+        raise ParameterError(
+            "background", "A request of a batch is in the background anyway; leave background out."
+        )
     if request.session_id:
         raise ParameterError(
             "session_id", "A request of a batch has no session; send all messages."

@@ -20,8 +20,7 @@ from gateway.batches.run import BatchRun
 from gateway.batches.store import BatchStore
 from gateway.core import Gateway
 from gateway.errors import NotFoundError
-from gateway.rendering.chat import CHAT_COMPLETIONS
-from gateway.rendering.text_completions import COMPLETIONS
+from gateway.rendering.rendering import Endpoint
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from runtime.tasks import Tasks
 from schemas.errors import BusUnavailableError, MillraceError
@@ -66,12 +65,12 @@ class BatchRunner:
     think that they do, the batch's log takes the entries of one of them only.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, endpoints: Sequence[Endpoint]) -> None:
+        """``endpoints`` are those that answer with generations."""
         self._gateway = gateway
         self._store = BatchStore(gateway.bus.journal)
         self._kinds: dict[str, BatchEndpoint] = {
-            endpoint.route: GenerationBatchEndpoint(gateway, endpoint)
-            for endpoint in (CHAT_COMPLETIONS, COMPLETIONS)
+            endpoint.route: GenerationBatchEndpoint(gateway, endpoint) for endpoint in endpoints
         }
         self._kinds[EmbeddingBatchEndpoint.route] = EmbeddingBatchEndpoint(gateway)
         self._holder = f"{gateway.gateway_id}/{secrets.token_hex(8)}"

@@ -37,7 +37,13 @@ from schemas.openai import (
     TokenizeResponse,
 )
 from schemas.response_events import ResponseEvent
-from schemas.responses import ItemList, Response, ResponseDeleted, ResponsesRequest
+from schemas.responses import (
+    InputTokens,
+    ItemList,
+    Response,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from schemas.sessions import SessionHistory
 
 JSON = "application/json"
@@ -213,6 +219,15 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
             ),
             description="With stream=true it is a stream of events, as of createResponse.",
+        ),
+        _post(
+            "/v1/responses/input_tokens",
+            "countInputTokens",
+            "How many tokens the prompt of a request would have",
+            InputTokens,
+            body=ResponsesRequest,
+            example={"model": "demo", "input": "Hello!"},
+            own_errors=(404, 429, 500),
         ),
         _post(
             "/v1/responses/{response_id}/cancel",

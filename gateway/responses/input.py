@@ -41,6 +41,7 @@ from schemas.responses import (
     GivenReasoning,
     InputText,
     Item,
+    ItemReference,
     MessageItem,
     NamedServerTool,
     OutputText,
@@ -89,7 +90,15 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
 
 
 class _Head(msgspec.Struct, frozen=True):
-    type: str = "message"
+    type: str | None = None
+    role: Any = None
+    id: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """A message, or a reference to an item, may leave it out."""
+        is_reference = self.role is None and self.id is not None
+        return self.type or ("item_reference" if is_reference else "message")
 
 
 _PARAMETERS: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(
@@ -101,6 +110,7 @@ _DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
     "reasoning": msgspec.json.Decoder(GivenReasoning),
     "function_call": msgspec.json.Decoder(GivenCall),
     "function_call_output": msgspec.json.Decoder(GivenCallOutput),
+    "item_reference": msgspec.json.Decoder(ItemReference),
 }
 
 
@@ -126,7 +136,7 @@ def check_fields(request: ResponsesRequest) -> None:
             raise ParameterError("include", f"include takes {' and '.join(INCLUDABLE)}.")
 
 
-def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item, ...]:
+def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item | ItemReference, ...]:
     """The items of ``input``; the id of one that has none is empty.
 
     Raises ParameterError naming the item and its field.
@@ -216,10 +226,11 @@ def _check_stream_options(request: ResponsesRequest) -> None:
         raise ParameterError(name, f"{name} is not supported; leave it out.")
 
 
-def _item(raw: msgspec.Raw, where: str) -> Item:
+def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference:
     try:
-        kind = decode(_HEAD, bytes(raw)).type
-        return _normalised(decode(_decoder_of(kind), bytes(raw)))
+        kind = decode(_HEAD, bytes(raw)).kind
+        given = decode(_decoder_of(kind), bytes(raw))
+        return given if isinstance(given, ItemReference) else _normalised(given)
     except ParameterError as error:
         path = f"{where}.{error.param}" if error.param else where
         message = f"role must be {_one_of(_ROLES)}." if error.param == "role" else error.message
@@ -235,7 +246,9 @@ def _decoder_of(kind: str) -> msgspec.json.Decoder[GivenItem]:
     return decoder
 
 
-def _normalised(given: GivenItem) -> Item:
+def _normalised(
+    given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput,
+) -> Item:
     if getattr(given, "phase", None) is not None:
         raise ParameterError("phase", "phase is not supported; leave it out.")
     status = given.status or "completed"

@@ -30,6 +30,22 @@ async def fit_window(
     return await prompts.run(caller.tenant, request.num_prompt_characters, work)
 
 
+async def num_input_tokens(
+    request: GenerationRequest,
+    tools: Sequence[ToolDefinition],
+    model: ServedModelLike,
+    caller: Caller,
+    prompts: PromptPool,
+) -> int:
+    """How many tokens the prompt of ``request`` has, beside ``tools``."""
+
+    def count() -> int:
+        arguments = request.chat_template_kwargs
+        return len(model.tokenizer.encode_chat(request.messages or (), tools, arguments=arguments))
+
+    return await prompts.run(caller.tenant, request.num_prompt_characters, count)
+
+
 def _fit(
     request: GenerationRequest,
     tools: Sequence[ToolDefinition],

@@ -18,10 +18,16 @@ from gateway.streams.parts import Part
 from gateway.tenancy.caller import LOCAL
 from schemas.frames import TokenLogprob, Usage
 from schemas.openai import LogprobInfo
-from schemas.responses import ResponsesRequest
+from schemas.responses import Item, ItemReference, ResponsesRequest
 from schemas.sampling import SamplingDefaults
 
 DECODER = msgspec.json.Decoder(ResponsesRequest)
+
+
+def items_of(given: Any) -> tuple[Item, ...]:
+    """The items of an input without references."""
+    items = given_items(given)
+    return tuple(item for item in items if not isinstance(item, ItemReference))
 
 
 def request_of(**fields: Any) -> ResponsesRequest:
@@ -33,7 +39,7 @@ def request_of(**fields: Any) -> ResponsesRequest:
 
 def asked(**fields: Any) -> GenerationRequest:
     request = request_of(**fields)
-    return generation_request_of(request, messages_of(given_items(request.input), None))
+    return generation_request_of(request, messages_of(items_of(request.input), None))
 
 
 def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
@@ -44,7 +50,7 @@ def renderer_of(
     request: ResponsesRequest | None = None, had: Sequence[Part] = ()
 ) -> ResponseRenderer:
     request = request or request_of()
-    items = given_items(request.input)
+    items = items_of(request.input)
     response = SimpleNamespace(
         request_id="resp-0123456789abcdef01234567",
         created_s=1_700_000_000,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import InvalidJsonError
 from gateway.request.parsing import decode
-from gateway.responses.input import check_fields, given_items, messages_of
+from gateway.responses.input import check_fields, messages_of
 from gateway.streams.parts import ChoiceEnd
 from schemas.errors import GrammarError, ParameterError
 from schemas.responses import FunctionCallItem, Item, ResponsesRequest
@@ -21,6 +21,7 @@ from tests.gateway.responses.rendered import (
     DECODER,
     asked,
     events_of,
+    items_of,
     renderer_of,
     request_of,
 )
@@ -29,7 +30,7 @@ from tests.gateway.responses.rendered import (
 def messages_from(items: Sequence[Any], instructions: str | None = None) -> list[dict[str, Any]]:
     """The conversation of a request, without what is not set."""
     request = request_of(input=items)
-    messages = messages_of(given_items(request.input), instructions)
+    messages = messages_of(items_of(request.input), instructions)
     return [
         {
             key: value
@@ -41,7 +42,7 @@ def messages_from(items: Sequence[Any], instructions: str | None = None) -> list
 
 
 def test_text_and_instructions_are_a_conversation() -> None:
-    messages = messages_of(given_items("hi"), "Be brief.")
+    messages = messages_of(items_of("hi"), "Be brief.")
     assert [(message.role, message.content) for message in messages] == [
         ("system", "Be brief."),
         ("user", "hi"),
@@ -99,7 +100,7 @@ def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
 
 def test_a_call_that_was_cut_off_is_left_out() -> None:
     cut = FunctionCallItem(id="x", call_id="c", name="f", arguments="{", status="incomplete")
-    items: tuple[Item, ...] = (cut, *given_items("again"))
+    items: tuple[Item, ...] = (cut, *items_of("again"))
     assert [message.role for message in messages_of(items, None)] == ["user"]
 
 
@@ -131,7 +132,7 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "item_reference", "id": "x"}, "input[1].type"),
+        ({"type": "item_reference"}, "input[1].id"),
         ({"type": "computer_call", "id": "x", "summary": []}, "input[1].type"),
         ({"type": 7}, "input[1].type"),
         ({"role": "user"}, "input[1].content"),
@@ -215,7 +216,7 @@ def test_thoughts_belong_to_what_follows_them() -> None:
     result: Any = {"type": "function_call_output", "call_id": "c", "output": "1"}
     answer: Any = {"role": "assistant", "content": "Yes."}
     raws = [thought, call, result, thought, answer, thought, {"role": "user", "content": "hi"}]
-    messages = messages_of(given_items([msgspec.Raw(msgspec.json.encode(r)) for r in raws]), None)
+    messages = messages_of(items_of([msgspec.Raw(msgspec.json.encode(r)) for r in raws]), None)
     assert [getattr(one, "reasoning_content", None) for one in messages] == [
         "Hm.",
         None,
