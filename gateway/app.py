@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from gateway.api.embeddings import Embeddings
 from gateway.api.files import FilesApi
 from gateway.api.generations import GenerationHandler
 from gateway.api.limits import LimitsApi
+from gateway.api.messages import MessagesApi, MessagesEndpoint
 from gateway.api.ops import OpsApi
 from gateway.api.responses import ResponsesApi, ResponsesEndpoint
 from gateway.api.sessions import SessionsApi
@@ -31,6 +33,7 @@ from gateway.rendering.text_completions import COMPLETIONS
 from gateway.transport.http import (
     CALLER,
     REFUSED,
+    SHAPED,
     AsgiApp,
     ClientLeftError,
     Event,
@@ -44,7 +47,7 @@ from gateway.transport.http import (
 )
 from gateway.transport.origins import OriginGuard
 from gateway.transport.proxies import ProxyReader
-from gateway.transport.request_ids import RequestIds
+from gateway.transport.request_ids import RequestIds, with_id_also_as
 from schemas.errors import MillraceError
 
 _log = logging.getLogger(__name__)
@@ -56,19 +59,28 @@ _API = "/v1/"  # where a slash at the end changes nothing
 
 def build_app(gateway: Gateway) -> AsgiApp:
     """The application that uvicorn serves."""
+    endpoints = token_endpoints(gateway)
     token_path: dict[str, AsgiApp] = {
-        endpoint.route: GenerationHandler(gateway, endpoint)
-        for endpoint in token_endpoints(gateway)
+        endpoint.route: _in_words_of(endpoint, GenerationHandler(gateway, endpoint))
+        for endpoint in endpoints
     }
     socket = WebSocketHandler(gateway)
     rest = _counted(gateway, _starlette(gateway))
+    below = {
+        f"{endpoint.route}/": _in_words_of(endpoint, rest)
+        for endpoint in endpoints
+        if endpoint.id_header
+    }
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path[-1:] == "/" and path.startswith(_API):
             path = scope["path"] = path.rstrip("/")
         if scope["type"] == "http":
-            await token_path.get(path, rest)(scope, receive, send)
+            serve = token_path.get(path)
+            if serve is None:
+                serve = next((below[stem] for stem in below if path.startswith(stem)), rest)
+            await serve(scope, receive, send)
         elif path == WEBSOCKET_ROUTE:
             await socket(scope, receive, send)
         else:
@@ -88,7 +100,19 @@ def build_app(gateway: Gateway) -> AsgiApp:
 
 def token_endpoints(gateway: Gateway) -> list[Endpoint]:
     """What answers with generations."""
-    return [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway)]
+    return [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway), MessagesEndpoint(gateway)]
+
+
+def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
+    """Refusals as the endpoint's clients read them, and our id by their name for it."""
+    if not endpoint.id_header:
+        return app
+
+    async def reworded(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SHAPED] = endpoint.shaped
+        await app(scope, receive, with_id_also_as(endpoint.id_header, send))
+
+    return reworded
 
 
 def _starlette(gateway: Gateway) -> Starlette:
@@ -97,6 +121,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *Api(gateway).routes(),
             *Embeddings(gateway).routes(),
             *ResponsesApi(gateway).routes(),
+            *MessagesApi(gateway).routes(),
             *FilesApi(gateway).routes(),
             *BatchesApi(gateway).routes(),
             *SessionsApi(gateway).routes(),
@@ -143,9 +168,10 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
 
 
 def _refused(request: Request, refusal: Refusal) -> Refusal:
-    """Have it counted once the response is through."""
+    """Have it counted once the response is through; as this path's clients read it."""
     request.scope[REFUSED] = refusal
-    return refusal
+    shaped: Callable[[Refusal], Refusal] | None = request.scope.get(SHAPED)
+    return refusal if shaped is None else shaped(refusal)
 
 
 def _response(refusal: Refusal) -> Response:

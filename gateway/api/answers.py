@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gateway.api.client_connection import HttpClient
 from gateway.api.event_pump import EventPump
 from gateway.core import Gateway
@@ -31,8 +33,10 @@ _STATUS_WAIT_S = 3.0
 class Answers:
     """Of one gateway. Each call gives the HTTP status that was sent, 499 if the client left."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, shaped: Callable[[Refusal], Refusal]) -> None:
+        """``shaped`` makes of a refusal what its client reads."""
         self._gateway = gateway
+        self._shaped = shaped
 
     async def whole(
         self,
@@ -52,13 +56,13 @@ class Answers:
             if client.has_left():
                 return 499
             if client.going_away:
-                await send_refusal(send, GOING_AWAY_REFUSAL, response.request_id)
+                await self._refuse(send, GOING_AWAY_REFUSAL, response)
                 return GOING_AWAY_REFUSAL.status
         refusal = await self._concluded(response, renderer)
         headers = [JSON, request_id_header(response.request_id), *response.headers]
         if refusal is not None:
             response.finish()
-            await send_refusal(send, refusal, response.request_id)
+            await self._refuse(send, refusal, response)
             return refusal.status
         body = renderer.whole()
         response.finish()
@@ -81,7 +85,7 @@ class Answers:
         if refusal is not None and not early and not goes_on:
             await self._concluded(response, renderer)
             response.finish()
-            await send_refusal(send, refusal, response.request_id)
+            await self._refuse(send, refusal, response)
             return refusal.status
         if client.has_left():
             return 499
@@ -134,6 +138,9 @@ class Answers:
             return 499
         response.finish()
         return 200
+
+    async def _refuse(self, send: Send, refusal: Refusal, response: ResponseStream) -> None:
+        await send_refusal(send, self._shaped(refusal), response.request_id)
 
     async def _concluded(self, response: ResponseStream, renderer: Renderer) -> Refusal | None:
         """Store what is to be kept before the client learns of the end."""

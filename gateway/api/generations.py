@@ -57,7 +57,7 @@ class GenerationHandler:
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
-        self._answers = Answers(gateway)
+        self._answers = Answers(gateway, endpoint.shaped)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id(self._endpoint.id_prefix)
@@ -72,11 +72,13 @@ class GenerationHandler:
         except (PayloadTooLargeError, SlowRequestError) as error:
             refusal = refusal_of(error)
             status = refusal.status
-            await refuse_and_close(receive, send, refusal, [request_id_header(request_id)])
+            await refuse_and_close(
+                receive, send, self._endpoint.shaped(refusal), [request_id_header(request_id)]
+            )
         except MillraceError as error:
             refusal = refusal_of(error)
             status = refusal.status
-            await send_refusal(send, refusal, request_id)
+            await send_refusal(send, self._endpoint.shaped(refusal), request_id)
         except ClientLeftError:
             status = 499
         finally:

@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from gateway.api.background import BackgroundResponses, NotInBackgroundError
+from gateway.api.counted_reading import counted_body
 from gateway.api.following import follow
 from gateway.api.paging import is_ascending, limit_of, list_response
 from gateway.core import Gateway
@@ -46,8 +47,6 @@ from gateway.transport.http import (
     Scope,
     Send,
     json_response,
-    new_request_id,
-    read_body,
 )
 from registry.tokenizers.prompt_pool import PromptPool
 from runtime.redis.link import RedisUnreachableError
@@ -219,11 +218,9 @@ class ResponsesApi:
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the prompt of a request would have. It counts as a request."""
-        gateway = self._gateway
-        caller = await gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, gateway.config)
-        async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
-            num_tokens = await self._endpoint.num_input_tokens(body, caller, gateway.prompts)
+        async with counted_body(self._gateway, request) as (caller, body):
+            prompts = self._gateway.prompts
+            num_tokens = await self._endpoint.num_input_tokens(body, caller, prompts)
         return json_response(InputTokens(input_tokens=num_tokens))
 
     async def delete(self, request: Request) -> HttpResponse:

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bus.storage import NATS
+from gateway.api.counted_reading import counted_body
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.request.message_fields import chat_messages, tools_of
 from gateway.request.parsing import decode
 from gateway.tenancy.identity import AuthenticationError
-from gateway.transport.http import json_response, new_request_id, read_body
+from gateway.transport.http import json_response
 from gateway.transport.proxies import is_forwarded
 from runtime.addresses import is_loopback
 from runtime.metrics_server import bears_token, build_version
@@ -119,9 +120,7 @@ class Api:
         """The JSON of what ``answer`` makes of the body. It counts as a request, and a long one is
         read and answered off the event loop."""
         gateway = self._gateway
-        caller = await gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, gateway.config)
-        async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
+        async with counted_body(gateway, request) as (caller, body):
             read = partial(gateway.prompts.run, caller.tenant, len(body))
             asked = await read(lambda: decode(decoder, body))
             model = await gateway.models.get(asked.model)

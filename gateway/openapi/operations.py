@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.limits import CallerLimits
+from gateway.api.messages import COUNT_TOKENS
 from gateway.api.sessions import SessionDeleted
 from gateway.api.system import (
     DETOKENIZE_PATHS,
@@ -20,6 +21,8 @@ from gateway.api.system import (
 from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
 from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
+from schemas.anthropic.answers import MessageAnswer, MessageEvent, MessagesError, TokenCount
+from schemas.anthropic.requests import MessagesRequest
 from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.chat.completions import ChatCompletion
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
@@ -31,6 +34,7 @@ from schemas.openai import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
+    ErrorBody,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -72,7 +76,7 @@ class Operation:
 
     ``answer`` and ``body`` are types of ``schemas/``; ``event`` is what each event of a streamed
     answer holds. ``own_errors`` are HTTP statuses that nothing else here implies: see ``errors``.
-    ``is_open``: callers are not told apart.
+    ``refused`` is the type of what an error's body holds. ``is_open``: callers are not told apart.
     """
 
     method: str
@@ -88,6 +92,7 @@ class Operation:
     own_errors: tuple[int, ...] = ()
     description: str = ""
     is_open: bool = False
+    refused: Any = ErrorBody
 
     @property
     def is_generation(self) -> bool:
@@ -206,6 +211,28 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             event=ResponseEvent,
             description="An answer is kept, for a later previous_response_id, unless store is "
             "false. With background it is told of at once and made whether or not anybody waits.",
+        ),
+        _generate(
+            "/v1/messages",
+            "createMessage",
+            "Answer in the shape of Anthropic's Messages API",
+            MessageAnswer,
+            body=MessagesRequest,
+            example={"model": "demo", "messages": _HELLO, "max_tokens": 32},
+            event=MessageEvent,
+            refused=MessagesError,
+        ),
+    ),
+    "messages": (
+        _post(
+            COUNT_TOKENS,
+            "countMessageTokens",
+            "How many tokens the prompt of a request would have",
+            TokenCount,
+            body=MessagesRequest,
+            example={"model": "demo", "messages": _HELLO},
+            own_errors=(404, 429, 500),
+            refused=MessagesError,
         ),
     ),
     "responses": (

@@ -69,15 +69,21 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(ABC):
-    """One path of the token path: ``POST route``."""
+    """One path of the token path: ``POST route``. ``id_header`` is what its clients call
+    ``x-request-id``, if they have another name for it."""
 
     route: str
     id_prefix: str
+    id_header: bytes = b""
 
     @abstractmethod
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
         """Raises MillraceError for a body that cannot be honoured; a long one is read by
         ``prompts``."""
+
+    def shaped(self, refusal: Refusal) -> Refusal:
+        """A refusal as clients of this endpoint, and of the paths below its own, read it."""
+        return refusal
 
 
 async def read_long(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -144,6 +145,15 @@ def refuse_unhonoured(
         if value is None or any(_same(value, nothing) for nothing in allowed):
             continue
         raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
+
+
+def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:
+    """The refusal of a field in the words of an API that has others for it."""
+    param, message = error.param, error.message
+    for ours, theirs in words.items():
+        name = re.compile(rf"(?<![\w.]){re.escape(ours)}(?!\w)")
+        param, message = name.sub(theirs, param), name.sub(theirs, message)
+    return ParameterError(param, message)
 
 
 def _same(value: Any, nothing: Any) -> bool:

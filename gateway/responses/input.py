@@ -8,6 +8,7 @@ from typing import Any, get_args
 import msgspec
 
 from gateway.generation_request import GenerationRequest
+from gateway.request.message_fields import respelled
 from gateway.request.parsing import decode, parse_chat
 from schemas.chat.messages import (
     MESSAGE_OF_ROLE,
@@ -78,6 +79,7 @@ _RESPELLED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "messages": "input",
 }
 
 
@@ -208,7 +210,7 @@ def generation_request_of(
     try:
         return parse_chat(_chat_request(request, messages))
     except ParameterError as error:
-        raise _respelled(error) from error
+        raise respelled(error, _RESPELLED) from error
 
 
 def _same(value: Any, nothing: Any) -> bool:
@@ -365,12 +367,3 @@ def _nested_choice(choice: Any) -> Any:
             "tool_choice must be auto, none, required or an object with type function and a name.",
         )
     return {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _respelled(error: ParameterError) -> ParameterError:
-    param, message = error.param, error.message
-    for theirs, ours in _RESPELLED.items():
-        param, message = param.replace(theirs, ours), message.replace(theirs, ours)
-    if param.split("[")[0] == "messages":
-        param = "input"
-    return ParameterError(param, message)

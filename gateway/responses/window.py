@@ -13,7 +13,7 @@ from gateway.sessions.context_window import Counted, count_for, fit, window_of
 from gateway.tenancy.caller import Caller
 from registry.tokenizers.prompt_pool import PromptPool
 from schemas.config import GatewayConfig
-from schemas.tools import ToolDefinition
+from schemas.tools import ToolDefinition, ToolMode
 
 
 async def fit_window(
@@ -37,11 +37,12 @@ async def num_input_tokens(
     caller: Caller,
     prompts: PromptPool,
 ) -> int:
-    """How many tokens the prompt of ``request`` has, beside ``tools``."""
+    """How many tokens the prompt of ``request`` has, beside ``tools`` if the model may call any."""
+    told = () if request.tool_choice.mode is ToolMode.NONE else tools
 
     def count() -> int:
         arguments = request.chat_template_kwargs
-        return len(model.tokenizer.encode_chat(request.messages or (), tools, arguments=arguments))
+        return len(model.tokenizer.encode_chat(request.messages or (), told, arguments=arguments))
 
     return await prompts.run(caller.tenant, request.num_prompt_characters, count)
 

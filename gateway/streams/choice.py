@@ -105,6 +105,12 @@ class Choice:
         self._enter_round()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all that comes of this round is text: neither thoughts nor calls are told from
+        it."""
+        return self._parser is None and self._reasoning is None
+
+    @property
     def text(self) -> str:
         """Without thoughts and the markup of tool calls."""
         return "".join(self._texts)
@@ -196,8 +202,7 @@ class Choice:
         there is more to it, and nothing was taken. The token path at load is made of this."""
         stream = self.stream
         if (
-            self._parser is not None
-            or self._reasoning is not None
+            not self.is_plain
             or stream.reader.terminal is not None
             or self.end is not None
             or self.pending

@@ -27,6 +27,8 @@ Headers = list[tuple[bytes, bytes]]
 CALLER = "millrace.caller"
 ACCEPTED = "millrace.accepted"
 REFUSED = "millrace.refused"
+# What makes of a refusal what clients of that path read, if not OpenAI's.
+SHAPED = "millrace.shaped"
 JSON = (b"content-type", b"application/json")
 _HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
 # What clients say that say nothing: curl sends the latter with any data.

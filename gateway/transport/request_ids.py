@@ -42,6 +42,18 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+def with_id_also_as(name: bytes, send: Send) -> Send:
+    """Our own id in a header of that name, too."""
+
+    async def send_with_name(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            also = [(name, value) for known, value in event["headers"] if known == _NAME]
+            event = {**event, "headers": [*event["headers"], *also]}
+        await send(event)
+
+    return send_with_name
+
+
 def _headers_with(given: str, headers: Headers) -> Headers:
     """Those of an answer, where ours is under its other name and the client's in its place."""
     renamed = [(_OWN_NAME if name.lower() == _NAME else name, value) for name, value in headers]

@@ -1,0 +1,100 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.api.counted_reading import counted_body
+from gateway.core import Gateway
+from gateway.errors import Refusal
+from gateway.generation_request import GenerationRequest
+from gateway.messages.input import generation_request_of
+from gateway.messages.refusals import in_messages_shape
+from gateway.messages.renderer import MessageRenderer
+from gateway.rendering.rendering import Endpoint, Prepared, read_long
+from gateway.request.admission import tier_of
+from gateway.request.parsing import decode
+from gateway.responses.window import num_input_tokens
+from gateway.tenancy.caller import Caller
+from gateway.transport.http import json_response
+from registry.tokenizers.prompt_pool import PromptPool
+from schemas.anthropic.answers import TokenCount
+from schemas.anthropic.requests import MessagesRequest
+from schemas.errors import ParameterError
+
+COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
+class MessagesEndpoint(Endpoint):
+    """Answers in the shape of Anthropic's Messages API."""
+
+    route = "/v1/messages"
+    id_prefix = "msg"
+    id_header = b"request-id"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._decoder = msgspec.json.Decoder(MessagesRequest)
+
+    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
+        """Raises MillraceError for a body that cannot be honoured."""
+        request, generation_request = await self._read_by(prompts, caller, body)
+        if request.max_tokens is None:
+            raise ParameterError("max_tokens", "max_tokens is required.")
+        return Prepared(
+            request=generation_request, stream=bool(request.stream), render=MessageRenderer
+        )
+
+    async def num_input_tokens(self, body: bytes, caller: Caller, prompts: PromptPool) -> int:
+        """Of the prompt that a body makes. Raises what ``prepare`` raises."""
+        _, request = await self._read_by(prompts, caller, body)
+        model = await self._gateway.models.get(request.model)
+        return await num_input_tokens(request, request.tools, model, caller, prompts)
+
+    def shaped(self, refusal: Refusal) -> Refusal:
+        return in_messages_shape(refusal)
+
+    async def _read_by(
+        self, prompts: PromptPool, caller: Caller, body: bytes
+    ) -> tuple[MessagesRequest, GenerationRequest]:
+        request, generation_request = await read_long(prompts, caller, body, self._read)
+        generation_request = await self._gateway.choice.resolve(
+            generation_request, caller.tenant, tier_of(generation_request, caller)
+        )
+        return request, await self._with_budget_of_model(generation_request)
+
+    def _read(self, body: bytes) -> tuple[MessagesRequest, GenerationRequest]:
+        request = decode(self._decoder, body)
+        return request, generation_request_of(request)
+
+    async def _with_budget_of_model(self, request: GenerationRequest) -> GenerationRequest:
+        """Clients that give every request a budget of thoughts ask nothing of a model that does not
+        think."""
+        if request.sampling.max_reasoning_tokens is None:
+            return request
+        model = await self._gateway.models.get(request.model)
+        if model.tokenizer.reasoning_format is not None:
+            return request
+        sampling = msgspec.structs.replace(request.sampling, max_reasoning_tokens=None)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+
+class MessagesApi:
+    """What there is of the Messages API beside answers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._endpoint = MessagesEndpoint(gateway)
+
+    def routes(self) -> list[Route]:
+        return [Route(COUNT_TOKENS, self.count_tokens, methods=["POST"])]
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a request would have. It counts as a request."""
+        async with counted_body(self._gateway, request) as (caller, body):
+            prompts = self._gateway.prompts
+            num_tokens = await self._endpoint.num_input_tokens(body, caller, prompts)
+        return json_response(TokenCount(input_tokens=num_tokens))

@@ -1,0 +1,44 @@
+"""Refusals as clients of Anthropic's API read them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.errors import Refusal
+from schemas.anthropic.answers import MessagesError, MessagesErrorInfo
+
+_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesRefusal(Refusal, frozen=True, kw_only=True):
+    """A refusal whose body has Anthropic's shape."""
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(error_of(self))
+
+
+def error_of(refusal: Refusal) -> MessagesError:
+    """What is told of a refusal, in a body or an event."""
+    kind = "invalid_request_error" if refusal.status < 500 else "api_error"
+    info = MessagesErrorInfo(
+        type=_TYPES.get(refusal.status, kind),
+        message=refusal.message,
+        code=refusal.code,
+        param=refusal.param,
+    )
+    return MessagesError(error=info)
+
+
+def in_messages_shape(refusal: Refusal) -> Refusal:
+    """The same refusal, told in Anthropic's shape."""
+    return MessagesRefusal(**msgspec.structs.asdict(refusal))

@@ -1,0 +1,136 @@
+"""The bytes of one answer of the Messages API: its events, or the whole message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import get_args
+
+import msgspec
+
+from gateway.errors import Refusal
+from gateway.messages.blocks import ContentBlocks
+from gateway.messages.refusals import error_of
+from gateway.request.response_reader import ResponseReader
+from gateway.streams.parts import Part
+from schemas.anthropic.answers import (
+    ContentBlockDelta,
+    MessageAnswer,
+    MessageDelta,
+    MessageEnd,
+    MessageEvent,
+    MessageStart,
+    MessageStop,
+    OutputTokensDetails,
+    StopReason,
+    Usage,
+)
+from schemas.frames import FinishReason
+from schemas.frames import Usage as FrameUsage
+
+_encode = msgspec.json.encode
+_HEADS = {
+    kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode() for kind in get_args(MessageEvent)
+}
+_PLAIN = (
+    _HEADS[ContentBlockDelta]
+    + b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":',
+    b"}}\n\n",
+)
+_NOTHING = FrameUsage()
+
+
+class MessageRenderer:
+    """A ``gateway.rendering.rendering.Renderer``. Of an answer that has nothing but text its only
+    block begins with the message, so that it is there however little comes."""
+
+    def __init__(self, response: ResponseReader) -> None:
+        self._response = response
+        self._choice = response.choices[0]
+        self._blocks = ContentBlocks(
+            response.request_id, tells_thoughts=response.request.include_reasoning
+        )
+        self._opening = list(self._blocks.open_text()) if self._choice.is_plain else []
+        self.plain = _PLAIN if self._choice.is_plain else None
+        self._num_caught_up = 0
+
+    def first(self) -> bytes:
+        usage = _usage(self._choice.usage_so_far or _NOTHING)
+        message = msgspec.structs.replace(self._message(usage), content=())
+        return _bytes_of([MessageStart(message=message), *self._opening])
+
+    def part(self, part: Part) -> bytes:
+        self._catch_up()
+        return _bytes_of(self._blocks.add(part))
+
+    def last(self) -> bytes:
+        message = self._ended()
+        assert message.stop_reason is not None
+        end = MessageEnd(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
+        return _bytes_of([MessageDelta(delta=end, usage=message.usage), MessageStop()])
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return _bytes_of([error_of(refusal)])
+
+    def add(self, part: Part) -> None:
+        for _event in self._blocks.add(part):
+            pass
+
+    def whole(self) -> bytes:
+        return _encode(self._ended())
+
+    @property
+    def must_store(self) -> bool:
+        return False
+
+    async def store(self) -> None:
+        """Nothing of it is kept."""
+
+    def _catch_up(self) -> None:
+        """What another connection has given out is told of no more, but its blocks are counted."""
+        had = self._choice.had
+        while self._num_caught_up < len(had):
+            self.add(had[self._num_caught_up])
+            self._num_caught_up += 1
+
+    def _ended(self) -> MessageAnswer:
+        reason, stop_sequence = self._stop_reason()
+        return msgspec.structs.replace(
+            self._message(_usage(self._response.usage)),
+            stop_reason=reason,
+            stop_sequence=stop_sequence,
+        )
+
+    def _message(self, usage: Usage) -> MessageAnswer:
+        return MessageAnswer(
+            id=self._response.request_id,
+            model=self._response.request.model,
+            content=self._blocks.blocks(),
+            usage=usage,
+        )
+
+    def _stop_reason(self) -> tuple[StopReason, str | None]:
+        end = self._blocks.end
+        assert end is not None
+        if end.reason == FinishReason.LENGTH.value:
+            asked = self._response.request.sampling.max_tokens or 0
+            fills_window = self._response.usage.completion_tokens < asked
+            return ("model_context_window_exceeded" if fills_window else "max_tokens"), None
+        if end.reason != FinishReason.STOP.value:
+            return "tool_use", None
+        if isinstance(end.stop_reason, str):
+            return "stop_sequence", end.stop_reason
+        return "end_turn", None
+
+
+def _bytes_of(events: Iterable[MessageEvent]) -> bytes:
+    return b"".join([_HEADS[type(event)] + _encode(event) + b"\n\n" for event in events])
+
+
+def _usage(usage: FrameUsage) -> Usage:
+    details = OutputTokensDetails(thinking_tokens=usage.reasoning_tokens)
+    return Usage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=details if usage.reasoning_tokens else msgspec.UNSET,
+    )

@@ -1,0 +1,174 @@
+"""Answers of Anthropic's Messages API: the whole message, its events, and errors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the output's tokens the model thought with."""
+
+    thinking_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one answer. Those of the prompt that were found in the prefix cache are
+    ``cache_read_input_tokens`` and not among ``input_tokens``."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    pass
+
+
+class Text(_Typed, frozen=True, kw_only=True, tag="text"):
+    """What the model said."""
+
+    text: str
+    citations: None = None
+
+
+class ThinkingText(_Typed, frozen=True, kw_only=True, tag="thinking"):
+    """What the model thought. ``signature`` proves nothing: it is there for clients that will not
+    send thoughts without one back."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUse(_Typed, frozen=True, kw_only=True, tag="tool_use"):
+    """A call that the model made. An ``input`` that is cut off or no JSON object stands as text
+    under ``INVALID_JSON``."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = Text | ThinkingText | ToolUse
+
+
+class MessageAnswer(_Typed, frozen=True, kw_only=True, tag="message"):
+    """An answer that is not streamed, or what a stream begins with."""
+
+    id: str
+    model: str
+    content: tuple[AnswerBlock, ...]
+    usage: Usage
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    role: Literal["assistant"] = "assistant"
+
+
+class MessageStart(_Typed, frozen=True, kw_only=True, tag="message_start"):
+    """The first event. The usage is what is known by then."""
+
+    message: MessageAnswer
+
+
+class ContentBlockStart(_Typed, frozen=True, kw_only=True, tag="content_block_start"):
+    """A block, of which nothing is there yet."""
+
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(_Typed, frozen=True, kw_only=True, tag="text_delta"):
+    """More of what is said."""
+
+    text: str
+
+
+class ThinkingDelta(_Typed, frozen=True, kw_only=True, tag="thinking_delta"):
+    """More of what is thought."""
+
+    thinking: str
+
+
+class SignatureDelta(_Typed, frozen=True, kw_only=True, tag="signature_delta"):
+    """The signature of a block of thoughts."""
+
+    signature: str
+
+
+class InputJsonDelta(_Typed, frozen=True, kw_only=True, tag="input_json_delta"):
+    """More of the JSON of a call's input."""
+
+    partial_json: str
+
+
+Delta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class ContentBlockDelta(_Typed, frozen=True, kw_only=True, tag="content_block_delta"):
+    """More of a block."""
+
+    index: int
+    delta: Delta
+
+
+class ContentBlockStop(_Typed, frozen=True, kw_only=True, tag="content_block_stop"):
+    """All of a block is there."""
+
+    index: int
+
+
+class MessageEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the answer ended; ``stop_sequence`` is the one that did it, if one did."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(_Typed, frozen=True, kw_only=True, tag="message_delta"):
+    """The end of an answer that ended well, and what it used."""
+
+    delta: MessageEnd
+    usage: Usage
+
+
+class MessageStop(_Typed, frozen=True, kw_only=True, tag="message_stop"):
+    """The last event of an answer that ended well."""
+
+
+class MessagesErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """``type`` is one of Anthropic's; ``code`` and ``param`` are those of the other APIs here."""
+
+    type: str
+    message: str
+    code: str
+    param: str | None = None
+
+
+class MessagesError(_Typed, frozen=True, kw_only=True, tag="error"):
+    """Why there is no answer, or why a stream goes on no more."""
+
+    error: MessagesErrorInfo
+
+
+MessageEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | MessagesError
+)
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int

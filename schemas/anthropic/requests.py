@@ -1,0 +1,153 @@
+"""What clients of Anthropic's Messages API send.
+
+Blocks of content come back as an SDK keeps them, so what is not known in these is ignored; a field
+of the request itself that is not known is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    type: ClassVar[str]
+
+
+class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
+    """A piece of what is said."""
+
+    type: ClassVar[str] = "text"
+
+    text: str
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
+    """What the call ``tool_use_id`` gave, or with ``is_error`` why it gave nothing."""
+
+    type: ClassVar[str] = "tool_result"
+
+    tool_use_id: str
+    content: str | tuple[TextBlock, ...] = ""
+    is_error: bool | None = None
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
+    """A call that the model made."""
+
+    type: ClassVar[str] = "tool_use"
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
+    """What the model thought. Nothing is made of ``signature``."""
+
+    type: ClassVar[str] = "thinking"
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
+    """Thoughts that nobody here can read; they are passed over."""
+
+    type: ClassVar[str] = "redacted_thinking"
+
+
+ContentBlock = TextBlock | ToolResultBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | tuple[ContentBlock, ...]
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
+    Fields of type Any are hints that change nothing here."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    cache_control: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``any``: the model must call some tool; ``tool``: the one that ``name`` says."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a model that can think before it answers does so, for ``budget_tokens`` tokens at
+    most, and whether its thoughts are told."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The JSON Schema that the text of the answer matches."""
+
+    schema: dict[str, Any]
+    type: Literal["json_schema"]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``effort`` is what chat completions call ``reasoning_effort``."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``user_id`` stands in the records as whose request it was."""
+
+    user_id: str | None = None
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages``, and without ``max_tokens`` also ``POST /v1/messages/count_tokens``.
+
+    ``service_tier`` is a name of chat completions or Anthropic's ``standard_only``.
+    ``cache_control``, ``context_management``, ``diagnostics``, ``inference_geo`` and ``speed`` are
+    hints that change nothing here; ``container`` and ``mcp_servers`` are known but not honoured.
+    """
+
+    model: str
+    messages: tuple[GivenMessage, ...]
+    max_tokens: int | None = None
+    system: str | tuple[TextBlock, ...] | None = None
+    stream: bool | None = None
+    stop_sequences: tuple[str, ...] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    tools: tuple[Tool, ...] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    service_tier: str | None = None
+    cache_control: Any = None
+    container: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    mcp_servers: Any = None
+    speed: Any = None
