@@ -17,6 +17,7 @@ from gateway.streams.parts import (
 )
 from schemas.anthropic.answers import (
     AnswerBlock,
+    BlockTextDelta,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
@@ -24,7 +25,6 @@ from schemas.anthropic.answers import (
     InputJsonDelta,
     SignatureDelta,
     Text,
-    TextDelta,
     ThinkingDelta,
     ThinkingText,
     ToolUse,
@@ -52,7 +52,7 @@ class ContentBlocks:
         if isinstance(part, TextPart):
             if part.text:
                 yield from self.open_text()
-                yield self._more(part.text, TextDelta(text=part.text))
+                yield self._more(part.text, BlockTextDelta(text=part.text))
         elif isinstance(part, ReasoningPart):
             if part.text and self._tells_thoughts:
                 if not isinstance(self._open, ThinkingText):

@@ -15,10 +15,10 @@ from schemas.anthropic.requests import (
     ContentBlock,
     GivenMessage,
     MessagesRequest,
+    MessagesToolChoice,
     TextBlock,
     ThinkingBlock,
     Tool,
-    ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -241,7 +241,7 @@ def _tool(tool: Tool, where: str) -> FunctionTool:
     )
 
 
-def _choice(choice: ToolChoice | None) -> Any:
+def _choice(choice: MessagesToolChoice | None) -> Any:
     """As chat completions spell it."""
     if choice is None:
         return None

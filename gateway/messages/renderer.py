@@ -15,17 +15,16 @@ from gateway.streams.parts import Part
 from schemas.anthropic.answers import (
     ContentBlockDelta,
     MessageAnswer,
-    MessageDelta,
     MessageEnd,
+    MessageEnding,
     MessageEvent,
     MessageStart,
     MessageStop,
-    OutputTokensDetails,
+    MessagesUsage,
     StopReason,
-    Usage,
+    ThinkingTokensDetails,
 )
-from schemas.frames import FinishReason
-from schemas.frames import Usage as FrameUsage
+from schemas.frames import FinishReason, Usage
 
 _encode = msgspec.json.encode
 _HEADS = {
@@ -36,7 +35,7 @@ _PLAIN = (
     + b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":',
     b"}}\n\n",
 )
-_NOTHING = FrameUsage()
+_NOTHING = Usage()
 
 
 class MessageRenderer:
@@ -66,7 +65,7 @@ class MessageRenderer:
         message = self._ended()
         assert message.stop_reason is not None
         end = MessageEnd(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
-        return _bytes_of([MessageDelta(delta=end, usage=message.usage), MessageStop()])
+        return _bytes_of([MessageEnding(delta=end, usage=message.usage), MessageStop()])
 
     def failed(self, refusal: Refusal) -> bytes:
         return _bytes_of([error_of(refusal)])
@@ -100,7 +99,7 @@ class MessageRenderer:
             stop_sequence=stop_sequence,
         )
 
-    def _message(self, usage: Usage) -> MessageAnswer:
+    def _message(self, usage: MessagesUsage) -> MessageAnswer:
         return MessageAnswer(
             id=self._response.request_id,
             model=self._response.request.model,
@@ -126,9 +125,9 @@ def _bytes_of(events: Iterable[MessageEvent]) -> bytes:
     return b"".join([_HEADS[type(event)] + _encode(event) + b"\n\n" for event in events])
 
 
-def _usage(usage: FrameUsage) -> Usage:
-    details = OutputTokensDetails(thinking_tokens=usage.reasoning_tokens)
-    return Usage(
+def _usage(usage: Usage) -> MessagesUsage:
+    details = ThinkingTokensDetails(thinking_tokens=usage.reasoning_tokens)
+    return MessagesUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,

@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from gateway.api.system import HEALTH_PATHS
 from gateway.openapi.fields import REF, refine
-from gateway.openapi.operations import BY_TAG, JSON, OPERATIONS, Media, Operation
+from gateway.openapi.operation import JSON, Media, Operation
+from gateway.openapi.operations import BY_TAG, OPERATIONS
 from schemas.json_schema import Schema, document_text, without_discriminators
 from schemas.openai import ErrorBody
 from schemas.responses import GivenItem
@@ -30,8 +31,9 @@ _DEFINITION = "#/$defs/{name}"
 _NAMES = {ClientMessage: "ClientMessage", ServerMessage: "ServerMessage"}
 
 _DESCRIPTION = f"""\
-OpenAI's API on a message bus. Fields that are not honoured are refused by name; every error has \
-the shape of ErrorBody and a stable code.
+OpenAI's API, and Anthropic's Messages API, on a message bus. Fields that are not honoured are \
+refused by name; every error has the shape of ErrorBody, or that of MessagesError at and below \
+/v1/messages, and a stable code.
 
 Beside HTTP there is a WebSocket at /v1/ws, subprotocol {SUBPROTOCOL}; /v1/ws/schema.json \
 describes its messages."""
@@ -51,7 +53,7 @@ _ERRORS = {
     504: "The answer was not there in time.",
 }
 _STREAMED = (
-    "Done. With stream: true, events: the data of each is an x-event, [DONE] or an ErrorBody."
+    "Done. With stream: true, events: the data of each is an x-event, [DONE] or an error's body."
 )
 _STRING: Schema = {"type": "string"}
 _RATE_LIMITS: dict[str, Schema] = {
@@ -134,7 +136,7 @@ def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
     kinds: list[Any] = [ErrorBody, *get_args(GivenItem)]
     for one in OPERATIONS:
-        for kind in (one.body, one.answer, one.event):
+        for kind in (one.body, one.answer, one.event, one.refused):
             if kind is not None and not isinstance(kind, Media) and kind not in kinds:
                 kinds.append(kind)
     schemas, components = _components(kinds, REF)
@@ -155,7 +157,11 @@ def openapi_document() -> Schema:
         "paths": paths,
         "components": {
             "schemas": components,
-            "responses": {str(status): _error(status) for status in _ERRORS},
+            "responses": {
+                _error_name(refused, status): _error(status, schema_of[refused])
+                for refused in dict.fromkeys(one.refused for one in OPERATIONS)
+                for status in _ERRORS
+            },
             "headers": _HEADERS,
             "securitySchemes": {
                 "key": {
@@ -216,7 +222,7 @@ def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema
         "headers": _references("headers", headers),
         "content": content,
     }
-    operation["responses"] = {"200": answer, **_references("responses", map(str, one.errors))}
+    operation["responses"] = {"200": answer, **_errors(one)}
     if one.path in HEALTH_PATHS:
         operation["responses"]["503"] = {**answer, "description": "Not now."}
     return operation
@@ -245,7 +251,17 @@ def _parameters(one: Operation) -> list[Schema]:
     return [*in_path, *in_query, *(_GENERATION_HEADERS if one.is_generation else [])]
 
 
-def _error(status: int) -> Schema:
+def _errors(one: Operation) -> Schema:
+    names = {str(status): _error_name(one.refused, status) for status in one.errors}
+    return {status: {"$ref": f"#/components/responses/{name}"} for status, name in names.items()}
+
+
+def _error_name(refused: Any, status: int) -> str:
+    """Those of the shape that most errors have go by their status alone."""
+    return str(status) if refused is ErrorBody else f"{refused.__name__}{status}"
+
+
+def _error(status: int, schema: Schema) -> Schema:
     headers = list(_IDS)
     if status in {409, 429, 503}:
         headers.append("Retry-After")
@@ -254,7 +270,7 @@ def _error(status: int) -> Schema:
     return {
         "description": _ERRORS[status],
         "headers": _references("headers", headers),
-        "content": {JSON: {"schema": {"$ref": REF.format(name="ErrorBody")}}},
+        "content": {JSON: {"schema": schema}},
     }
 
 

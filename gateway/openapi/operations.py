@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from itertools import chain
-from typing import Any
 
 from gateway.api.limits import CallerLimits
 from gateway.api.messages import COUNT_TOKENS
@@ -20,6 +16,17 @@ from gateway.api.system import (
 )
 from gateway.api.tools import ServerToolList
 from gateway.openapi.fields import closed_object
+from gateway.openapi.operation import (
+    JSON,
+    Media,
+    Operation,
+    Query,
+    delete,
+    generate,
+    get,
+    page,
+    post,
+)
 from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
 from schemas.anthropic.answers import MessageAnswer, MessageEvent, MessagesError, TokenCount
 from schemas.anthropic.requests import MessagesRequest
@@ -27,14 +34,12 @@ from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.chat.completions import ChatCompletion
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
 from schemas.files import FileDeleted, FileList, FileObject
-from schemas.json_schema import Schema
 from schemas.openai import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
-    ErrorBody,
     ModelCard,
     ModelList,
     TokenizeRequest,
@@ -50,84 +55,6 @@ from schemas.responses import (
 )
 from schemas.sessions import SessionHistory
 
-JSON = "application/json"
-
-
-@dataclass(frozen=True)
-class Query:
-    """A field of a query string."""
-
-    name: str
-    schema: Schema
-    description: str
-
-
-@dataclass(frozen=True)
-class Media:
-    """A body that is not one JSON value of a type in ``schemas/``."""
-
-    type: str
-    schema: Schema
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One method of one path.
-
-    ``answer`` and ``body`` are types of ``schemas/``; ``event`` is what each event of a streamed
-    answer holds. ``own_errors`` are HTTP statuses that nothing else here implies: see ``errors``.
-    ``refused`` is the type of what an error's body holds. ``is_open``: callers are not told apart.
-    """
-
-    method: str
-    path: str
-    name: str
-    summary: str
-    answer: Any
-    _: KW_ONLY
-    body: Any = None
-    example: Any = None
-    event: Any = None
-    query: tuple[Query, ...] = ()
-    own_errors: tuple[int, ...] = ()
-    description: str = ""
-    is_open: bool = False
-    refused: Any = ErrorBody
-
-    @property
-    def is_generation(self) -> bool:
-        return self.event is not None
-
-    @property
-    def path_parameters(self) -> list[str]:
-        return re.findall(r"\{(\w+)\}", self.path)
-
-    @property
-    def errors(self) -> list[int]:
-        """The HTTP statuses beside 200, ascending."""
-        statuses = set(self.own_errors)
-        if self.query:
-            statuses.add(400)
-        if self.path_parameters:
-            statuses.add(404)
-        if self.body is not None:
-            statuses |= {400, 408, 413} | ({415} if not isinstance(self.body, Media) else set())
-        if not self.is_open:
-            statuses |= {401, 403, 503}
-        return sorted(statuses)
-
-
-def _page(most: int, *more: Query) -> tuple[Query, ...]:
-    limit = {"type": "integer", "minimum": 1, "maximum": most}
-    return (
-        Query("limit", limit, "At most so many entries."),
-        Query("after", {"type": "string"}, "The id of the last entry of the page before."),
-        *more,
-    )
-
-
-_get, _post, _delete = (partial(Operation, method) for method in ("get", "post", "delete"))
-_generate = partial(_post, own_errors=(404, 409, 429, 500, 504))
 _order = {"enum": ["asc", "desc"], "default": "desc"}
 _ORDER = Query("order", _order, "asc: the oldest first; desc: the newest first.")
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
@@ -144,7 +71,7 @@ _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
 
 
 def _tokenize(path: str, name: str) -> Operation:
-    return _post(
+    return post(
         path,
         name,
         "The token ids of a prompt, or of messages as the chat template renders them",
@@ -156,7 +83,7 @@ def _tokenize(path: str, name: str) -> Operation:
 
 
 def _detokenize(path: str, name: str) -> Operation:
-    return _post(
+    return post(
         path,
         name,
         "The text of token ids",
@@ -183,7 +110,7 @@ _HELLO = [{"role": "user", "content": "Hello!"}]
 
 BY_TAG: dict[str, tuple[Operation, ...]] = {
     "generation": (
-        _generate(
+        generate(
             "/v1/chat/completions",
             "createChatCompletion",
             "Continue a conversation",
@@ -192,7 +119,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             example={"model": "demo", "messages": _HELLO, "max_tokens": 32},
             event=ChatCompletionChunk,
         ),
-        _generate(
+        generate(
             "/v1/completions",
             "createCompletion",
             "Continue a text, token ids, or several of these",
@@ -201,7 +128,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             example={"model": "demo", "prompt": "Once upon a time", "max_tokens": 32},
             event=CompletionChunk,
         ),
-        _generate(
+        generate(
             "/v1/responses",
             "createResponse",
             "Answer in the shape of OpenAI's Responses API",
@@ -212,7 +139,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             description="An answer is kept, for a later previous_response_id, unless store is "
             "false. With background it is told of at once and made whether or not anybody waits.",
         ),
-        _generate(
+        generate(
             "/v1/messages",
             "createMessage",
             "Answer in the shape of Anthropic's Messages API",
@@ -224,7 +151,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "messages": (
-        _post(
+        post(
             COUNT_TOKENS,
             "countMessageTokens",
             "How many tokens the prompt of a request would have",
@@ -236,7 +163,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "responses": (
-        _get(
+        get(
             "/v1/responses/{response_id}",
             "getResponse",
             "An answer that was kept, or is made in the background",
@@ -247,7 +174,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             ),
             description="With stream=true it is a stream of events, as of createResponse.",
         ),
-        _post(
+        post(
             "/v1/responses/input_tokens",
             "countInputTokens",
             "How many tokens the prompt of a request would have",
@@ -256,26 +183,26 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             example={"model": "demo", "input": "Hello!"},
             own_errors=(404, 429, 500),
         ),
-        _post(
+        post(
             "/v1/responses/{response_id}/cancel",
             "cancelResponse",
             "Have an answer in the background end",
             Response,
             own_errors=(400,),
         ),
-        _delete(
+        delete(
             "/v1/responses/{response_id}", "deleteResponse", "Forget an answer", ResponseDeleted
         ),
-        _get(
+        get(
             "/v1/responses/{response_id}/input_items",
             "listInputItems",
             "The items before an answer, in pages",
             ItemList,
-            query=_page(100, _ORDER),
+            query=page(100, _ORDER),
         ),
     ),
     "embeddings": (
-        _generate(
+        generate(
             "/v1/embeddings",
             "createEmbeddings",
             "Embed texts",
@@ -285,38 +212,38 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "models": (
-        _get("/v1/models", "listModels", "The models that may be asked for", ModelList),
-        _get("/v1/models/{name}", "getModel", "One model", ModelCard),
+        get("/v1/models", "listModels", "The models that may be asked for", ModelList),
+        get("/v1/models/{name}", "getModel", "One model", ModelCard),
         *map(_tokenize, TOKENIZE_PATHS, ("tokenize", "tokenizeAtRoot")),
         *map(_detokenize, DETOKENIZE_PATHS, ("detokenize", "detokenizeAtRoot")),
     ),
     "files": (
-        _post(
+        post(
             "/v1/files",
             "uploadFile",
             "Upload the requests of a batch, one in a line",
             FileObject,
             body=_UPLOAD,
         ),
-        _get(
+        get(
             "/v1/files",
             "listFiles",
             "The caller's files, in pages",
             FileList,
-            query=_page(10_000, _ORDER, _PURPOSE),
+            query=page(10_000, _ORDER, _PURPOSE),
         ),
-        _get("/v1/files/{file_id}", "getFile", "One file's entry", FileObject),
-        _delete(
+        get("/v1/files/{file_id}", "getFile", "One file's entry", FileObject),
+        delete(
             "/v1/files/{file_id}",
             "deleteFile",
             "Delete a file that no batch reads",
             FileDeleted,
             own_errors=(409,),
         ),
-        _get("/v1/files/{file_id}/content", "getFileContent", "The bytes of a file", _BYTES),
+        get("/v1/files/{file_id}/content", "getFileContent", "The bytes of a file", _BYTES),
     ),
     "batches": (
-        _post(
+        post(
             "/v1/batches",
             "createBatch",
             "Have the requests of a file answered within a day",
@@ -329,15 +256,15 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             },
             own_errors=(429,),
         ),
-        _get(
+        get(
             "/v1/batches",
             "listBatches",
             "The caller's batches, in pages",
             BatchList,
-            query=_page(100),
+            query=page(100),
         ),
-        _get("/v1/batches/{batch_id}", "getBatch", "A batch as it stands", Batch),
-        _post(
+        get("/v1/batches/{batch_id}", "getBatch", "A batch as it stands", Batch),
+        post(
             "/v1/batches/{batch_id}/cancel",
             "cancelBatch",
             "Stop a batch; what is done by then is kept",
@@ -346,21 +273,21 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "sessions": (
-        _get(
+        get(
             "/v1/sessions/{session_id}",
             "getSession",
             "The turns of a conversation that is kept",
             SessionHistory,
         ),
-        _delete(
+        delete(
             "/v1/sessions/{session_id}", "deleteSession", "Forget a conversation", SessionDeleted
         ),
     ),
     "tools": (
-        _get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
+        get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
     ),
     "limits": (
-        _get(
+        get(
             "/v1/limits",
             "getLimits",
             "What the caller may use, and what is left of it",
@@ -371,8 +298,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     "operations": (
         *map(_health, HEALTH_PATHS, ("getHealth", "getHealthAsVllm", "ping")),
         _health("/ping", "postPing", method="post"),
-        _get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),
-        _get(
+        get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),
+        get(
             "/metrics",
             "getMetrics",
             "Figures for Prometheus",
@@ -381,7 +308,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "an administrator, unless metrics.public is set.",
             is_open=True,
         ),
-        _get(
+        get(
             "/ops/api/{query}",
             "runQuery",
             "Rows of a saved query over the records of all requests, for administrators",
@@ -393,8 +320,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "contracts": (
-        _get("/openapi.json", "getOpenApi", "This document", _OBJECT, is_open=True),
-        _get(
+        get("/openapi.json", "getOpenApi", "This document", _OBJECT, is_open=True),
+        get(
             "/v1/ws/schema.json",
             "getWebSocketSchema",
             "The JSON Schema of the messages of /v1/ws",

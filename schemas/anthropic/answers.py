@@ -11,13 +11,13 @@ StopReason = Literal[
 ]
 
 
-class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+class ThinkingTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the output's tokens the model thought with."""
 
     thinking_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one answer. Those of the prompt that were found in the prefix cache are
     ``cache_read_input_tokens`` and not among ``input_tokens``."""
 
@@ -25,7 +25,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cache_read_input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: int = 0
-    output_tokens_details: OutputTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    output_tokens_details: ThinkingTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -65,7 +65,7 @@ class MessageAnswer(_Typed, frozen=True, kw_only=True, tag="message"):
     id: str
     model: str
     content: tuple[AnswerBlock, ...]
-    usage: Usage
+    usage: MessagesUsage
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
@@ -84,7 +84,7 @@ class ContentBlockStart(_Typed, frozen=True, kw_only=True, tag="content_block_st
     content_block: AnswerBlock
 
 
-class TextDelta(_Typed, frozen=True, kw_only=True, tag="text_delta"):
+class BlockTextDelta(_Typed, frozen=True, kw_only=True, tag="text_delta"):
     """More of what is said."""
 
     text: str
@@ -108,7 +108,7 @@ class InputJsonDelta(_Typed, frozen=True, kw_only=True, tag="input_json_delta"):
     partial_json: str
 
 
-Delta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+Delta = BlockTextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockDelta(_Typed, frozen=True, kw_only=True, tag="content_block_delta"):
@@ -131,11 +131,11 @@ class MessageEnd(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequence: str | None
 
 
-class MessageDelta(_Typed, frozen=True, kw_only=True, tag="message_delta"):
+class MessageEnding(_Typed, frozen=True, kw_only=True, tag="message_delta"):
     """The end of an answer that ended well, and what it used."""
 
     delta: MessageEnd
-    usage: Usage
+    usage: MessagesUsage
 
 
 class MessageStop(_Typed, frozen=True, kw_only=True, tag="message_stop"):
@@ -162,7 +162,7 @@ MessageEvent = (
     | ContentBlockStart
     | ContentBlockDelta
     | ContentBlockStop
-    | MessageDelta
+    | MessageEnding
     | MessageStop
     | MessagesError
 )

@@ -1,0 +1,90 @@
+"""What is said of one method of one path, and the shapes that many of them share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
+
+from schemas.json_schema import Schema
+from schemas.openai import ErrorBody
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A field of a query string."""
+
+    name: str
+    schema: Schema
+    description: str
+
+
+@dataclass(frozen=True)
+class Media:
+    """A body that is not one JSON value of a type in ``schemas/``."""
+
+    type: str
+    schema: Schema
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path.
+
+    ``answer`` and ``body`` are types of ``schemas/``; ``event`` is what each event of a streamed
+    answer holds. ``own_errors`` are HTTP statuses that nothing else here implies: see ``errors``.
+    ``refused`` is the type of what an error's body holds. ``is_open``: callers are not told apart.
+    """
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    answer: Any
+    _: KW_ONLY
+    body: Any = None
+    example: Any = None
+    event: Any = None
+    query: tuple[Query, ...] = ()
+    own_errors: tuple[int, ...] = ()
+    description: str = ""
+    is_open: bool = False
+    refused: Any = ErrorBody
+
+    @property
+    def is_generation(self) -> bool:
+        return self.event is not None
+
+    @property
+    def path_parameters(self) -> list[str]:
+        return re.findall(r"\{(\w+)\}", self.path)
+
+    @property
+    def errors(self) -> list[int]:
+        """The HTTP statuses beside 200, ascending."""
+        statuses = set(self.own_errors)
+        if self.query:
+            statuses.add(400)
+        if self.path_parameters:
+            statuses.add(404)
+        if self.body is not None:
+            statuses |= {400, 408, 413} | ({415} if not isinstance(self.body, Media) else set())
+        if not self.is_open:
+            statuses |= {401, 403, 503}
+        return sorted(statuses)
+
+
+def page(most: int, *more: Query) -> tuple[Query, ...]:
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return (
+        Query("limit", limit, "At most so many entries."),
+        Query("after", {"type": "string"}, "The id of the last entry of the page before."),
+        *more,
+    )
+
+
+get, post, delete = (partial(Operation, method) for method in ("get", "post", "delete"))
+generate = partial(post, own_errors=(404, 409, 429, 500, 504))
