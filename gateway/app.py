@@ -20,10 +20,10 @@ from gateway.api.messages import MessagesApi, MessagesEndpoint
 from gateway.api.ops import OpsApi
 from gateway.api.responses import ResponsesApi, ResponsesEndpoint
 from gateway.api.sessions import SessionsApi
+from gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
+from gateway.api.socket.websocket import WebSocketHandler
 from gateway.api.system import Api
 from gateway.api.tools import ToolsApi
-from gateway.api.websocket import ROUTE as WEBSOCKET_ROUTE
-from gateway.api.websocket import WebSocketHandler
 from gateway.core import Gateway
 from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
 from gateway.openapi import document as openapi

@@ -12,6 +12,7 @@ import msgspec
 from registry.pricing import PriceBook
 from registry.routing.router import Route, Router
 from registry.served import EmbeddingSettings
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import ModelNotFoundError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
@@ -58,6 +59,10 @@ class ServedModelLike(Protocol):
 
     @property
     def tool_format(self) -> ToolFormat | None: ...
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model marks its thoughts; None: it has none."""
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

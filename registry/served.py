@@ -17,6 +17,7 @@ from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.reasoning import closing_of, format_after
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from schemas.chat.reasoning import ReasoningFormat
 from schemas.engines import PROMISES, EngineKind, check_supported
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
@@ -68,6 +69,11 @@ class ServedModel:
         """How the model writes tool calls; None if it takes no messages, and so no tools."""
         return self.tokenizer.tool_format
 
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model marks its thoughts; None if it has none."""
+        return self.tokenizer.reasoning_format
+
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
         """The job with ``prompt_token_ids`` in place of prompt or messages and tools, a seed and
         every other field of sampling that was not given: by the model's ``sampling_defaults``, else
@@ -118,7 +124,7 @@ class ServedModel:
     ) -> tuple[tuple[int, ...], SamplingOptions]:
         """A prompt made of messages, and how its completion may begin with thoughts. They are ended
         in the prompt where the engine would hold them to the grammar of what follows them."""
-        reasoning, budget = self.tokenizer.reasoning_format, sampling.max_reasoning_tokens
+        reasoning, budget = self.reasoning_format, sampling.max_reasoning_tokens
         if reasoning is None:
             if budget is not None:
                 raise _no_reasoning(self.entry.name)

@@ -76,7 +76,7 @@ class MessagesEndpoint(Endpoint):
         if request.sampling.max_reasoning_tokens is None:
             return request
         model = await self._gateway.models.get(request.model)
-        if model.tokenizer.reasoning_format is not None:
+        if model.reasoning_format is not None:
             return request
         sampling = msgspec.structs.replace(request.sampling, max_reasoning_tokens=None)
         return msgspec.structs.replace(request, sampling=sampling)

@@ -246,7 +246,9 @@ def _choice(choice: MessagesToolChoice | None) -> Any:
     if choice is None:
         return None
     if (choice.type == "tool") != (choice.name is not None):
-        raise ParameterError("tool_choice.name", "tool_choice has a name if its type is tool.")
+        raise ParameterError(
+            "tool_choice.name", "tool_choice.name goes with the type tool, and with no other."
+        )
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type

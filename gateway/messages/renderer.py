@@ -111,9 +111,7 @@ class MessageRenderer:
         end = self._blocks.end
         assert end is not None
         if end.reason == FinishReason.LENGTH.value:
-            asked = self._response.request.sampling.max_tokens or 0
-            fills_window = self._response.usage.completion_tokens < asked
-            return ("model_context_window_exceeded" if fills_window else "max_tokens"), None
+            return "max_tokens", None
         if end.reason != FinishReason.STOP.value:
             return "tool_use", None
         if isinstance(end.stop_reason, str):

@@ -6,9 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-StopReason = Literal[
-    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
-]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ThinkingTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

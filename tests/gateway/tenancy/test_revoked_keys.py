@@ -14,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from bus.tenancy.tenants import TenantStore
-from gateway.api.socket_session import SocketSession
+from gateway.api.socket.session import SocketSession
 from gateway.tenancy import identity, key_watch
 from runtime.redis.link import RedisLink
 from schemas.config import GatewayConfig, RedisConfig

@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from gateway.api.socket_messages import SocketRequest
+from gateway.api.socket.messages import SocketRequest
 from gateway.core import Gateway
 from gateway.errors import Refusal, refusal_of
 from gateway.rendering.chunks import encode

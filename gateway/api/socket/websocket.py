@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.socket_session import KEY_REVOKED, SocketSession
+from gateway.api.socket.session import KEY_REVOKED, SocketSession
 from gateway.core import Gateway
 from gateway.errors import InvalidJsonError, Refusal, refusal_of
 from gateway.request.parsing import decode

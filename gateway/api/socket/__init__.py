@@ -1,0 +1,1 @@
+"""``/v1/ws``: many generations on one socket."""
