@@ -38,7 +38,7 @@ def main(url: str, folder: Path) -> None:
     with client.messages.stream(**options, messages=[_ASK]) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
-    assert streamed.content[0].text == text, streamed
+    assert streamed.content[0].to_dict()["text"] == text, streamed
     assert streamed.usage.output_tokens > 0, streamed
     num_ok += 1
 

@@ -20,7 +20,7 @@ HELLO: dict[str, Any] = {
     "max_tokens": 200,
     "messages": [{"role": "user", "content": "Hello there."}],
 }
-TOOL: dict[str, Any] = {
+TOOL: Any = {
     "name": "look",
     "description": "Look somewhere.",
     "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},

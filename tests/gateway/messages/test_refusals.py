@@ -58,7 +58,7 @@ async def test_a_request_that_cannot_be_honoured(
 
 
 async def test_a_key_that_opens_nothing(redis_server: RedisServer) -> None:
-    config = GatewayConfig(auth="keys")
+    config = GatewayConfig(auth="required")
     async with (
         running_gateway(config, redis=RedisConfig(url=redis_server.url)) as front,
         anthropic.AsyncAnthropic(base_url=front.url, api_key="mr-none", max_retries=0) as sdk,
@@ -101,7 +101,8 @@ async def test_a_body_that_is_too_large() -> None:
         ):
             with pytest.raises(anthropic.RequestTooLargeError) as refused:
                 await ask()
-            assert refused.value.type == "request_too_large"
+            body: Any = refused.value.body
+            assert body["error"]["type"] == "request_too_large"
 
 
 async def test_our_id_stands_beside_the_clients(
