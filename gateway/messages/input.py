@@ -83,9 +83,7 @@ def messages_of(request: MessagesRequest) -> tuple[Message, ...]:
         raise ParameterError("messages", "messages must hold at least one message.")
     messages: list[Message] = []
     if request.system:
-        system = request.system
-        text = system if isinstance(system, str) else _text(system)
-        messages.append(SystemMessage(content=text))
+        messages.append(SystemMessage(content=request.system))
     unanswered: dict[str, str] = {}
     for role, turns in groupby(_numbered(request.messages), lambda one: one[1].role):
         blocks = [block for where, turn in turns for block in _blocks(where, turn)]
@@ -192,7 +190,7 @@ def _text(blocks: Iterable[ContentBlock]) -> str:
 def _result(block: ToolResultBlock) -> str:
     """Templates know no failed calls, so the text says it."""
     content = block.content
-    text = content if isinstance(content, str) else _text(content)
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     return f"Error: {text}" if block.is_error else text
 
 

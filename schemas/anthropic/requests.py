@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from schemas.chat.messages import TextPart
+
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     type: ClassVar[str]
@@ -29,7 +31,7 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
     type: ClassVar[str] = "tool_result"
 
     tool_use_id: str
-    content: str | tuple[TextBlock, ...] = ""
+    content: str | tuple[TextPart, ...] = ""
     is_error: bool | None = None
 
 
@@ -70,18 +72,18 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
-    Fields of type Any are hints that change nothing here."""
+    What stands behind ``strict`` are hints that change nothing here."""
 
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
-    allowed_callers: Any = None
-    cache_control: Any = None
-    defer_loading: Any = None
-    eager_input_streaming: Any = None
-    input_examples: Any = None
+    allowed_callers: tuple[str, ...] | None = None
+    cache_control: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: tuple[dict[str, Any], ...] | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +134,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str
     messages: tuple[GivenMessage, ...]
     max_tokens: int | None = None
-    system: str | tuple[TextBlock, ...] | None = None
+    system: str | tuple[TextPart, ...] | None = None
     stream: bool | None = None
     stop_sequences: tuple[str, ...] | None = None
     temperature: float | None = None
@@ -144,10 +146,10 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
-    cache_control: Any = None
+    cache_control: dict[str, Any] | None = None
     container: Any = None
-    context_management: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
+    context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    inference_geo: str | None = None
     mcp_servers: Any = None
-    speed: Any = None
+    speed: str | None = None
