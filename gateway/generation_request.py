@@ -20,6 +20,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
     asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
     the model's chat template, what begins an answer is left out unless ``add_generation_prompt``,
+    the answer goes on with the last message if ``continue_final_message``,
     ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
     given out if ``include_reasoning``.
     """
@@ -44,6 +45,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     include_reasoning: bool = True
 
     @property

@@ -31,6 +31,7 @@ class TokenizerLike(Protocol):
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = ...,
     ) -> list[int]: ...
 

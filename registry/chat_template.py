@@ -15,6 +15,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec.structs import replace
 
 from registry.reasoning import format_shown as reasoning_shown
 from registry.tool_formats.call_ids import WITH_SHORT_IDS
@@ -42,6 +43,9 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 # The field of requests whose values are variables of the template, and those that it may not set.
 ARGUMENTS_FIELD = "chat_template_kwargs"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "loop", "self"})
+CONTINUE_FIELD = "continue_final_message"
+# Of the private use area: nobody's text has it, and if it did, ours would be the last.
+_MARK = "\ue0c0\ue0c1\ue0c0"
 # Whether the model is to think, as templates call it, and efforts that are none.
 _THINKS = ("enable_thinking", "thinking")
 _NO_EFFORT = ("none", "minimal")
@@ -147,15 +151,18 @@ class ChatTemplate:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
         """The prompt, up to where the assistant's answer begins; without what begins it unless
-        ``add_generation_prompt``. ``arguments`` are further variables of the template; whether a
-        model is to think has several names, and the template gets it by the one that it knows.
+        ``add_generation_prompt``. With ``continue_final_message`` it ends within the last message,
+        which is the assistant's: behind its text, or its thoughts if it has nothing else.
+        ``arguments`` are further variables of the template; whether a model is to think has several
+        names, and the template gets it by the one that it knows.
 
         Raises ParameterError("messages") for no messages, an unknown role, or what the template
-        itself refuses, and ParameterError naming the argument that stands for what is given
-        otherwise.
+        itself refuses, ParameterError("continue_final_message") for a last message that cannot be
+        continued, and ParameterError naming the argument that stands for what is given otherwise.
         """
         if not messages:
             raise ParameterError("messages", "messages must hold at least one message")
@@ -164,13 +171,18 @@ class ChatTemplate:
                 raise ParameterError(
                     "messages", f"role {message.role!r:.40} is not one of {', '.join(ROLES)}"
                 )
+        if continue_final_message:
+            messages = (*messages[:-1], _marked(messages[-1]))
+            add_generation_prompt = False
         variables = self._variables(arguments)
         refusal: Exception | None = None
         for conversation in self._ways_to_tell(messages, tools):
             try:
-                return self._render(conversation, tools, add_generation_prompt, variables)
+                text = self._render(conversation, tools, add_generation_prompt, variables)
             except _RENDER_ERRORS as error:
                 refusal = refusal or error
+            else:
+                return _up_to_mark(text) if continue_final_message else text
         raise ParameterError(
             "messages", f"the model's chat template refuses these messages: {refusal}"
         ) from refusal
@@ -233,6 +245,27 @@ class ChatTemplate:
             asked = [name for name in _THINKS if name in self._names and name not in arguments]
             variables |= dict.fromkeys(asked, thinks)
         return variables
+
+
+def _marked(message: ChatMessage) -> ChatMessage:
+    """A message with a mark where it is to be continued, which no template trims away."""
+    if message.role != "assistant" or message.tool_calls:
+        raise ParameterError(
+            CONTINUE_FIELD, f"{CONTINUE_FIELD} takes a last message of the assistant's, no calls."
+        )
+    if message.reasoning and not message.content:
+        return replace(message, reasoning=message.reasoning + _MARK)
+    return replace(message, content=message.content + _MARK)
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(_MARK)
+    if not mark:
+        raise ParameterError(
+            CONTINUE_FIELD,
+            f"{CONTINUE_FIELD}: the model's chat template does not tell that of the last message.",
+        )
+    return before
 
 
 def _thinks(arguments: Mapping[str, Any]) -> bool | None:

@@ -111,6 +111,18 @@ def format_after(prompt: str, reasoning: ReasoningFormat) -> ReasoningFormat | N
     return replace(reasoning, is_open=text.endswith(reasoning.start))
 
 
+def format_within(
+    content: str, thoughts: str, reasoning: ReasoningFormat
+) -> ReasoningFormat | None:
+    """``reasoning`` of a completion that goes on with a message which has said ``content`` behind
+    ``thoughts``; None if that is past thoughts."""
+    if thoughts and not content:
+        return replace(reasoning, is_open=True)
+    parser = ReasoningParser(reasoning)
+    parser.push(content)
+    return replace(reasoning, is_open=True) if parser.is_within else None
+
+
 def closing_of(reasoning: ReasoningFormat) -> str:
     """What makes of a prompt one behind which no thoughts come."""
     opening = "" if reasoning.is_open else reasoning.start

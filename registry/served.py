@@ -11,10 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from registry.catalogue import Catalogue, GenerationConfig, ModelEntry
+from registry.chat_template import CONTINUE_FIELD
 from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
 from registry.checkpoints.generation_defaults import read_sampling_defaults
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
-from registry.reasoning import closing_of, format_after
+from registry.reasoning import closing_of, format_after, format_within
 from registry.source import resolve
 from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
 from schemas.chat.reasoning import ReasoningFormat
@@ -96,6 +97,8 @@ class ServedModel:
             raise ParameterError(
                 "add_generation_prompt", "add_generation_prompt: false goes with messages only"
             )
+        if job.messages is None and job.continue_final_message:
+            raise ParameterError(CONTINUE_FIELD, f"{CONTINUE_FIELD} goes with messages only")
         if job.pooling is not None:
             return self._prepare_embedding(job, seed_source)
         if not self.config.has_head:
@@ -104,7 +107,7 @@ class ServedModel:
             )
         token_ids, sampling = self._prompt_token_ids(job), job.sampling
         if job.messages is not None:
-            token_ids, sampling = self._with_reasoning(token_ids, sampling)
+            token_ids, sampling = self._with_reasoning(job, token_ids)
         elif sampling.max_reasoning_tokens is not None and sampling.reasoning is None:
             raise _no_reasoning(self.entry.name)
         for token_id in sampling.stop_token_ids:
@@ -120,17 +123,22 @@ class ServedModel:
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
 
     def _with_reasoning(
-        self, token_ids: tuple[int, ...], sampling: SamplingOptions
+        self, job: Job, token_ids: tuple[int, ...]
     ) -> tuple[tuple[int, ...], SamplingOptions]:
         """A prompt made of messages, and how its completion may begin with thoughts. They are ended
         in the prompt where the engine would hold them to the grammar of what follows them."""
+        sampling = job.sampling
         reasoning, budget = self.reasoning_format, sampling.max_reasoning_tokens
         if reasoning is None:
             if budget is not None:
                 raise _no_reasoning(self.entry.name)
             return token_ids, sampling
-        tail = self.tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-        begun = format_after(tail, reasoning)
+        last = job.messages[-1] if job.messages and job.continue_final_message else None
+        if last is not None and (last.content or last.reasoning):
+            begun = format_within(last.content, last.reasoning, reasoning)
+        else:
+            tail = self.tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+            begun = format_after(tail, reasoning)
         is_held = sampling.grammar is not None
         if begun is not None and is_held and not PROMISES[self.engine_kind].reasons_before_grammars:
             closing = self.tokenizer.encode(closing_of(begun), add_special_tokens=False)
@@ -188,6 +196,7 @@ class ServedModel:
                     job.tools,
                     max_tokens=window_tokens,
                     add_generation_prompt=job.add_generation_prompt,
+                    continue_final_message=job.continue_final_message,
                     arguments=job.chat_template_kwargs,
                 )
             elif job.prompt_token_ids is None:
@@ -263,6 +272,7 @@ def _prepared(
         tools=(),
         chat_template_kwargs={},
         add_generation_prompt=True,
+        continue_final_message=False,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
     )

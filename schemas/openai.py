@@ -156,7 +156,9 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     ``chat_template_kwargs`` are variables of the model's chat template; ``enable_thinking`` and
     ``reasoning_effort`` are two of them. After ``thinking_token_budget`` tokens of thoughts the
     model is made to answer. What begins an answer is left out of the prompt if
-    ``add_generation_prompt`` is false. Thoughts are told unless ``include_reasoning`` is false.
+    ``add_generation_prompt`` is false; the answer goes on with the last message, which is the
+    assistant's, if ``continue_final_message``. Thoughts are told unless ``include_reasoning`` is
+    false.
     """
 
     max_completion_tokens: int | None = None
@@ -181,6 +183,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     verbosity: str | None = None
@@ -213,7 +216,8 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them, with
-    what begins an answer if ``add_generation_prompt``."""
+    what begins an answer if ``add_generation_prompt``, or up to the end of the last message's text
+    if ``continue_final_message``."""
 
     model: str
     prompt: str | None = None
@@ -222,6 +226,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool | None = None
 
 

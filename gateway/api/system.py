@@ -185,6 +185,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
             chat_messages(asked.messages),
             tools_of(asked.tools),
             add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
             arguments=asked.chat_template_kwargs or {},
         )
     elif asked.tools or asked.chat_template_kwargs:

@@ -74,7 +74,8 @@ def generation_request_of(request: MessagesRequest) -> GenerationRequest:
 
 def messages_of(request: MessagesRequest) -> tuple[Message, ...]:
     """The conversation as chat completions take it. Turns of one role that follow one another are
-    one; results of tools are messages of their own, before what the user says beside them.
+    one; results of tools are messages of their own, before what the user says beside them. A last
+    turn of the assistant's is one that the answer goes on with.
 
     Raises ParameterError for a block that is not its role's, for a result without a call and for a
     call without a result.
@@ -97,11 +98,6 @@ def messages_of(request: MessagesRequest) -> tuple[Message, ...]:
             message = _of_assistant(blocks)
             unanswered |= {call.id: _path_of(call.id, blocks) for call in message.tool_calls or ()}
             messages.append(message)
-    if isinstance(messages[-1], EchoedMessage) and not unanswered:
-        where = f"messages[{len(request.messages) - 1}]"
-        raise ParameterError(
-            f"{where}.role", f"{where}.role: the last message must be the user's, to be answered."
-        )
     _refuse_unanswered(unanswered)
     return tuple(messages)
 
@@ -214,6 +210,7 @@ def _chat_request(request: MessagesRequest, messages: tuple[Message, ...]) -> Ch
         reasoning_effort=output.effort if output else None,
         enable_thinking=thinks,
         thinking_token_budget=thinking.budget_tokens if thinking and thinks else None,
+        continue_final_message=isinstance(messages[-1], EchoedMessage),
         include_reasoning=thinks and thinking is not None and thinking.display != "omitted",
         safety_identifier=None if request.metadata is None else request.metadata.user_id,
         service_tier=None if tier is None else _TIERS.get(tier, tier),

@@ -145,6 +145,7 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         prompt_token_ids=request.prompt_token_ids,
         chat_template_kwargs=request.chat_template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )
 
 

@@ -123,10 +123,9 @@ def parse_generate(message: Generate) -> GenerationRequest:
     for name in ("tools", "server_tools", "session_id", "session_keep", *_OF_MESSAGES):
         if getattr(message, name):
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
-    if message.add_generation_prompt is not None:
-        raise ParameterError(
-            "add_generation_prompt", "add_generation_prompt goes with messages, not with prompt."
-        )
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if getattr(message, name) is not None:
+            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(message.prompt)
     if others:
         raise ParameterError("prompt", "Only one prompt is taken in a message.")
@@ -146,10 +145,7 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
     tools = tools_of(request.tools)
     server_tools = tuple(dict.fromkeys(request.server_tools or ()))
-    if server_tools and request.add_generation_prompt is False:
-        raise ParameterError(
-            "add_generation_prompt", "add_generation_prompt: false does not go with server_tools."
-        )
+    _check_prompt_end(request)
     names = {tool.name for tool in tools}.union(server_tools)
     parallel = request.parallel_tool_calls
     return _generation_request(
@@ -163,8 +159,23 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         session_keep=request.session_keep,
         chat_template_kwargs=_template_arguments(request),
         add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
         include_reasoning=request.include_reasoning is not False,
     )
+
+
+def _check_prompt_end(request: ChatFields) -> None:
+    if request.add_generation_prompt is False and request.server_tools:
+        raise ParameterError(
+            "add_generation_prompt", "add_generation_prompt: false does not go with server_tools."
+        )
+    if not request.continue_final_message:
+        return
+    for name in ("add_generation_prompt", "server_tools", "session_id"):
+        if getattr(request, name):
+            raise ParameterError(
+                "continue_final_message", f"continue_final_message does not go with {name}."
+            )
 
 
 def _template_arguments(request: ChatFields) -> dict[str, Any]:

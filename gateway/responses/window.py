@@ -41,8 +41,13 @@ async def num_input_tokens(
     told = () if request.tool_choice.mode is ToolMode.NONE else tools
 
     def count() -> int:
-        arguments = request.chat_template_kwargs
-        return len(model.tokenizer.encode_chat(request.messages or (), told, arguments=arguments))
+        token_ids = model.tokenizer.encode_chat(
+            request.messages or (),
+            told,
+            continue_final_message=request.continue_final_message,
+            arguments=request.chat_template_kwargs,
+        )
+        return len(token_ids)
 
     return await prompts.run(caller.tenant, request.num_prompt_characters, count)
 

@@ -183,17 +183,22 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[int]:
-        """Token ids of a conversation in the model's template, up to where the answer begins, or
-        without what begins it; ``tools`` are described to the model, and ``arguments`` are further
-        variables of the template.
+        """Token ids of a conversation in the model's template, up to where the answer begins,
+        without what begins it, or up to where the last message is to be continued; ``tools`` are
+        described to the model, and ``arguments`` are further variables of the template.
 
         Raises ParameterError("messages") if there is no template or it refuses the conversation,
-        and TextTooLongError as ``encode`` does.
+        what ``ChatTemplate.render`` does, and TextTooLongError as ``encode`` does.
         """
         text = self.render_chat(
-            messages, tools, add_generation_prompt=add_generation_prompt, arguments=arguments
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            arguments=arguments,
         )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
@@ -203,6 +208,7 @@ class Tokenizer:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> str:
         """The text that ``encode_chat`` encodes."""
@@ -213,7 +219,11 @@ class Tokenizer:
                 "of messages",
             )
         return self._chat_template.render(
-            messages, tools, add_generation_prompt=add_generation_prompt, arguments=arguments
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            arguments=arguments,
         )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:

@@ -62,6 +62,21 @@ def test_renders_as_transformers_does(messages: list[ChatMessage]) -> None:
     assert render(LLAMA_LIKE, messages, bos_token="<|begin|>", eos_token="<|end|>") == expected
 
 
+def test_a_last_message_is_left_open() -> None:
+    template = ChatTemplate(LLAMA_LIKE, {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
+    whole = template.render(CHAT[:3], add_generation_prompt=False)
+    text = template.render(CHAT[:3], continue_final_message=True)
+    assert text.endswith('<|assistant|>" First token. ')
+    assert whole.startswith(text)
+
+
+def test_a_message_that_a_template_leaves_out_is_not_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ParameterError, match="does not tell") as refused:
+        template.render(CHAT[:3], continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
+
+
 def test_names_are_passed_on() -> None:
     source = "{% for m in messages %}{{ m.name }}{% endfor %}"
     assert render(source, [ChatMessage("user", "hi", name="Ada")]) == "Ada"

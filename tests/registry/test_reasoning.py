@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from registry.catalogue import load_catalogue
 from registry.chat_template import ChatTemplate
-from registry.reasoning import ReasoningParser, closing_of, format_after, num_reasoning_tokens
+from registry.reasoning import (
+    ReasoningParser,
+    closing_of,
+    format_after,
+    format_within,
+    num_reasoning_tokens,
+)
 from registry.served import ServedModel
 from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import ConfigError, ParameterError
@@ -112,6 +118,26 @@ def test_what_a_prompt_leaves() -> None:
     for reasoning in (CLOSED, OPEN):
         start = "<think>" if reasoning.is_open else ""
         assert format_after(f"hi{start}{closing_of(reasoning)}", CLOSED) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "thoughts", "begun"),
+    [
+        ("", "Hm", OPEN),
+        ("<think>\nHm", "", OPEN),
+        ("<think>Hm</think>", "", None),
+        ("<think>Hm</think>It", "", None),
+        ("It", "Hm", None),
+        ("It", "", None),
+    ],
+)
+def test_what_a_message_leaves_that_is_gone_on_with(
+    content: str, thoughts: str, begun: ReasoningFormat | None
+) -> None:
+    assert format_within(content, thoughts, CLOSED) == begun
+    messages = (ASKED, ChatMessage("assistant", content, reasoning=thoughts))
+    text = ChatTemplate(SWITCHED, {}).render(messages, continue_final_message=True)
+    assert text.endswith(content or thoughts)
 
 
 @pytest.mark.parametrize("marker", ["", "  ", "x" * 65])

@@ -15,7 +15,7 @@ from schemas.errors import ConfigError, ContextLengthError, ModelNotFoundError, 
 from schemas.jobs import ChatMessage, Job, Tier
 from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from schemas.tools import ToolDefinition
+from schemas.tools import ToolCall, ToolDefinition
 from tests.support.engine.checkpoints_made import (
     CONTEXT_WINDOW_TOKENS,
     write_catalogue,
@@ -52,6 +52,37 @@ def test_what_begins_an_answer_can_be_left_out(served: ServedModel) -> None:
     with pytest.raises(ParameterError) as refused:
         served.prepare(job(prompt="mill", add_generation_prompt=False), random.Random(1))
     assert refused.value.param == "add_generation_prompt"
+
+
+def test_an_answer_goes_on_with_the_last_message(served: ServedModel) -> None:
+    """Its prompt is that of an answer which has said so much already."""
+    asked, said = ChatMessage("user", "mill"), ChatMessage("assistant", "race ")
+    continued = job(messages=(asked, said), continue_final_message=True)
+    ready = served.prepare(continued, random.Random(1))
+    begun = served.tokenizer.encode_chat((asked,))
+    assert ready.prompt_token_ids == (*begun, *served.tokenizer.encode("race ", False))
+    assert not ready.continue_final_message
+    assert served.prepare(ready, random.Random(2)) == ready
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "mill"},
+        {"messages": (ChatMessage("user", "mill"),)},
+        {
+            "messages": (
+                ChatMessage(
+                    "assistant", "", tool_calls=(ToolCall(id="c", name="look", arguments="{}"),)
+                ),
+            )
+        },
+    ],
+)
+def test_what_cannot_be_continued(served: ServedModel, fields: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as refused:
+        served.prepare(job(**fields, continue_final_message=True), random.Random(1))
+    assert refused.value.param == "continue_final_message"
 
 
 def test_load(served: ServedModel) -> None:

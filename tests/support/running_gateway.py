@@ -47,6 +47,7 @@ class ByteTokenizer:
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = {},
     ) -> list[int]:
         return list(messages[-1].content.encode())

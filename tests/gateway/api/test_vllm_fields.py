@@ -115,3 +115,32 @@ async def test_an_answer_is_not_begun_for_the_model_if_asked_so(
             **_CHAT, extra_body={"add_generation_prompt": False, "server_tools": ["clock"]}
         )
     assert refused.value.param == "add_generation_prompt"
+
+
+async def test_an_answer_goes_on_with_the_last_message(
+    front: RunningGateway, client: openai.AsyncOpenAI, http: httpx.AsyncClient
+) -> None:
+    messages: list[Any] = [*_CHAT["messages"], {"role": "assistant", "content": "It is"}]
+    body = {"model": MODEL, "messages": messages, "continue_final_message": True}
+    await http.post("/v1/chat/completions", json=body)
+    await client.chat.completions.create(model=MODEL, messages=messages)
+    assert [job.continue_final_message for job in front.worker.jobs] == [True, False]
+    assert (await http.post("/tokenize", json=body)).json()["count"] == len("It is")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_generation_prompt": True},
+        {"server_tools": ["clock"]},
+        {"session_id": "s"},
+    ],
+)
+async def test_what_does_not_go_with_a_last_message_to_go_on_with(
+    client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            **_CHAT, extra_body={"continue_final_message": True} | fields
+        )
+    assert refused.value.param == "continue_final_message"

@@ -212,3 +212,13 @@ async def test_counted_tokens_are_those_of_the_answer(sdk: anthropic.AsyncAnthro
     )
     answer = await sdk.messages.create(**HELLO, tools=[TOOL], system="Be kind.")
     assert count.input_tokens == answer.usage.input_tokens == 12
+
+
+async def test_an_answer_that_was_begun_by_its_client(
+    sdk: anthropic.AsyncAnthropic, front: RunningGateway
+) -> None:
+    messages: Any = [*HELLO["messages"], {"role": "assistant", "content": "The sky is"}]
+    await sdk.messages.create(**HELLO | {"messages": messages})
+    count = await sdk.messages.count_tokens(model=MODEL, messages=messages)
+    assert front.worker.jobs[0].continue_final_message
+    assert count.input_tokens == len("The sky is")

@@ -101,6 +101,12 @@ def test_effort_is_a_variable_of_the_template() -> None:
     assert request.chat_template_kwargs["reasoning_effort"] == "high"
 
 
+def test_an_answer_that_is_begun_already() -> None:
+    request = generation_request_of(request_of([user(TEXT), assistant(TEXT)]))
+    assert request.continue_final_message
+    assert not generation_request_of(request_of([user(TEXT)])).continue_final_message
+
+
 def test_a_choice_of_tools() -> None:
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
     for choice, mode, parallel in (
@@ -116,7 +122,6 @@ def test_a_choice_of_tools() -> None:
     ("messages", "param", "match"),
     [
         ([], "messages", "at least one"),
-        ([user(TEXT), assistant(TEXT)], "messages[1].role", "must be the user's"),
         ([user(TEXT), assistant(USE)], "messages[1].content[0]", "tool_result of 'c-1'"),
         ([user(TEXT), assistant(USE), user(TEXT)], "messages[1].content[0]", "tool_result"),
         ([user(RESULT)], "messages[0].content[0].tool_use_id", "no tool_use block"),

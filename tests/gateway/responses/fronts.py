@@ -26,6 +26,7 @@ class Transcriber(ByteTokenizer):
         tools: Sequence[ToolDefinition] = (),
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         arguments: Mapping[str, Any] = {},
     ) -> list[int]:
         lines = [
