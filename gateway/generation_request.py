@@ -22,7 +22,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     the model's chat template, what begins an answer is left out unless ``add_generation_prompt``,
     the answer goes on with the last message if ``continue_final_message``,
     ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
-    given out if ``include_reasoning``.
+    given out if ``include_reasoning``, log-probabilities of the prompt if
+    ``tells_prompt_logprobs``; without ``tells_completion`` all that is given out is the prompt.
     """
 
     model: str
@@ -47,6 +48,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     include_reasoning: bool = True
+    tells_prompt_logprobs: bool = False
+    tells_completion: bool = True
 
     @property
     def num_prompt_characters(self) -> int:

@@ -89,6 +89,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
     Prompts are found in the prefix cache by requests with the same ``cache_salt`` only.
+    With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities of the
+    prompt's tokens, each with so many alternatives.
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -127,6 +129,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     n: int | None = None
     metadata: dict[str, str] | None = None
     cache_salt: str | None = None
+    prompt_logprobs: int | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,7 +204,8 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of these: each of them
     gets ``n`` choices. ``logprobs`` is the number of alternatives for each token.
 
-    ``max_tokens`` is 16 if it is not given, as in OpenAI's API.
+    ``max_tokens`` is 16 if it is not given, as in OpenAI's API, and 0 only with ``echo``: no more
+    than the prompt is given out then, for which a token is made.
     """
 
     prompt: Any
@@ -287,6 +291,19 @@ class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: tuple[TopLogprob, ...] = ()
 
 
+class PromptTokenInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of the prompt, or another that might have stood there, with its natural-log
+    probability. ``rank`` is 1 for the likeliest, null for one that is not among the likeliest."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id, those that might have stood at each place of the prompt; null at its first.
+PromptTokens = tuple[dict[int, PromptTokenInfo] | None, ...]
+
+
 class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a chat choice."""
 
@@ -305,13 +322,15 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did."""
+    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did.
+    ``prompt_logprobs`` are of its prompt, if they were asked for."""
 
     text: str
     finish_reason: str
     stop_reason: str | int | None = None
     index: int = 0
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptTokens | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

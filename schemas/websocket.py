@@ -181,21 +181,25 @@ class ToolStep(_ServerMessage, frozen=True, kw_only=True, tag="tool_step"):
 
 
 class ChoiceDone(_ServerMessage, frozen=True, kw_only=True, tag="choice_done"):
-    """One of several choices has ended; ``done`` follows the last of them."""
+    """One of several choices has ended; ``done`` follows the last of them. ``stop_reason`` is the
+    stop string or the id of the stop token that ended it, if one did."""
 
     id: str
     request_id: str
     choice: int
     finish_reason: str
+    stop_reason: str | int | None = None
 
 
 class Done(_ServerMessage, frozen=True, kw_only=True, tag="done"):
-    """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled. ``usage`` is of
+    """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled; ``stop_reason``
+    is the stop string or the id of the stop token that ended it, if one did. ``usage`` is of
     all choices; it is there unless it was cancelled."""
 
     id: str
     request_id: str
     finish_reason: str
+    stop_reason: str | int | None = None
     usage: UsageInfo | None = None
 
 

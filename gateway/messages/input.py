@@ -15,10 +15,10 @@ from schemas.anthropic.requests import (
     ContentBlock,
     GivenMessage,
     MessagesRequest,
+    MessagesTool,
     MessagesToolChoice,
     TextBlock,
     ThinkingBlock,
-    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -217,7 +217,7 @@ def _chat_request(request: MessagesRequest, messages: tuple[Message, ...]) -> Ch
     )
 
 
-def _tool(tool: Tool, where: str) -> FunctionTool:
+def _tool(tool: MessagesTool, where: str) -> FunctionTool:
     if tool.type not in (None, "custom"):
         raise ParameterError(
             f"{where}.type",

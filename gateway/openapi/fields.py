@@ -92,6 +92,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
     "guided_json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
     "guided_choice": _CHOICE,
     "guided_whitespace_pattern": _PATTERN,
+    "prompt_logprobs": _LOGPROBS,
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
@@ -108,6 +109,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "Generate": _CHAT | {"prompt": {"anyOf": [*_PROMPT, _NULL]}},
     "CompletionRequest": _GENERATION
     | {
+        "max_tokens": {"minimum": 0},  # with echo
         "logprobs": _LOGPROBS,
         "prompt": {
             "anyOf": [*_PROMPT, {"type": "array", "minItems": 1, "items": {"anyOf": _PROMPT}}]
@@ -123,6 +125,16 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
         "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
     },
+    "MessagesRequest": {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p")}
+    | {
+        "max_tokens": {"minimum": 1},
+        "messages": {"minItems": 1},
+        "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
+        "tools": {"maxItems": MAX_TOOLS},
+    },
+    "MessagesTool": {"name": _FUNCTION_NAME},
+    "Metadata": {"user_id": _LABEL},
+    "Thinking": {"budget_tokens": {"minimum": 0}},
     "StructuredOutputs": {
         "json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
         "choice": _CHOICE,

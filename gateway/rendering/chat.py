@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from gateway.rendering.logprobs import logprob_infos
+from gateway.rendering.logprobs import logprob_infos, prompt_tokens
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_chat
 from gateway.request.response_reader import ResponseReader
@@ -110,6 +110,7 @@ class ChatRenderer:
                 metadata=self._request.metadata or msgspec.UNSET,
                 session=response.session or msgspec.UNSET,
                 tool_steps=tuple(self._steps) or msgspec.UNSET,
+                prompt_logprobs=prompt_tokens(response, 0),
             )
         )
 

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from gateway.models import TokenizerLike
+from gateway.request.response_reader import ResponseReader
 from schemas.frames import TokenLogprob
-from schemas.openai import CompletionLogprobs, LogprobInfo, TopLogprob
+from schemas.openai import (
+    CompletionLogprobs,
+    LogprobInfo,
+    PromptTokenInfo,
+    PromptTokens,
+    TopLogprob,
+)
 
 
 def logprob_infos(
@@ -52,6 +61,28 @@ def completion_logprobs(
         top_logprobs=tuple(None if one is None else _top(tokenizer, one) for one in logprobs),
         text_offset=tuple(offsets),
     )
+
+
+def prompt_tokens(response: ResponseReader, choice: int) -> PromptTokens | msgspec.UnsetType:
+    """Those of the choice's prompt, if the request asked for them."""
+    if not response.request.tells_prompt_logprobs:
+        return msgspec.UNSET
+    tokenizer = response.model.tokenizer
+    return tuple(
+        None if one is None else _by_id(tokenizer, one) for one in response.prompt_logprobs(choice)
+    )
+
+
+def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptTokenInfo]:
+    ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top, 1)}
+    return {
+        token_id: PromptTokenInfo(
+            logprob=logprob,
+            rank=rank,
+            decoded_token=tokenizer.token_bytes(token_id).decode(errors="replace"),
+        )
+        for token_id, (logprob, rank) in ({one.token_id: (one.logprob, None)} | ranked).items()
+    }
 
 
 def _top(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.errors import Refusal
 from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from gateway.rendering.logprobs import completion_logprobs
+from gateway.rendering.logprobs import completion_logprobs, prompt_tokens
 from gateway.rendering.rendering import BodyEndpoint
 from gateway.request.parsing import parse_completion
 from gateway.request.response_reader import ResponseReader
@@ -28,7 +28,12 @@ class CompletionRenderer:
         self._to_echo = {
             i for i in range(num_choices) if response.request.echo and not (had and had[i])
         }
-        is_plain = num_choices == 1 and not self._to_echo and not self._head.is_continuous
+        is_plain = (
+            num_choices == 1
+            and not self._to_echo
+            and not self._head.is_continuous
+            and response.request.tells_completion
+        )
         self.plain = (
             (self._text_befores[0], _AFTER_TEXT + self._head.after(0))
             if is_plain and response.request.sampling.logprobs is None
@@ -46,6 +51,8 @@ class CompletionRenderer:
     def part(self, part: Part) -> bytes:
         if isinstance(part, TextPart):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
+            if not self._response.request.tells_completion:
+                return echoed
             if part.logprobs:
                 return echoed + self._event(part.choice, part.text, self._lists(part))
             if not part.text:
@@ -93,6 +100,8 @@ class CompletionRenderer:
         prompt, prompt_lists = "", None
         if response.request.echo:
             prompt, prompt_lists = self._echo(index)
+        if not response.request.tells_completion:
+            return self._choice_of(index, prompt, prompt_lists)
         lists = None
         if response.request.sampling.logprobs is not None:
             chosen = self._logprobs[index]
@@ -101,12 +110,19 @@ class CompletionRenderer:
             )
             if prompt_lists is not None:
                 lists = _joined(prompt_lists, lists)
+        return self._choice_of(index, prompt + response.choices[index].text, lists)
+
+    def _choice_of(
+        self, index: int, text: str, lists: CompletionLogprobs | None
+    ) -> CompletionChoice:
+        choice = self._response.choices[index]
         return CompletionChoice(
             index=index,
-            text=prompt + response.choices[index].text,
-            finish_reason=response.choices[index].reason,
-            stop_reason=response.choices[index].stop_reason,
+            text=text,
+            finish_reason=choice.reason,
+            stop_reason=choice.stop_reason,
             logprobs=lists,
+            prompt_logprobs=prompt_tokens(self._response, index),
         )
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:

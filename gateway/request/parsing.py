@@ -83,19 +83,23 @@ def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
 
 def parse_chat(request: ChatCompletionRequest) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
-    _check_stream_options(request)
+    _check_stream(request)
     return _parse_chat(request, request.messages)
 
 
 def parse_completion(request: CompletionRequest) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
-    _check_stream_options(request)
+    _check_stream(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ParameterError("best_of", "best_of must be n: all completions are given out.")
     for name in ("session_id", "session_keep"):
         if getattr(request, name) is not None:
             raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     text, token_ids, others = _prompts(request.prompt)
+    # An engine makes no fewer tokens than one.
+    is_prompt_only = request.max_tokens == 0 and bool(request.echo)
+    if is_prompt_only:
+        request = msgspec.structs.replace(request, max_tokens=1)
     sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
     if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
         raise ParameterError(
@@ -103,6 +107,10 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
         )
     echo = bool(request.echo)
     if echo and request.logprobs is not None:
+        if request.prompt_logprobs not in (None, request.logprobs):
+            raise ParameterError(
+                "prompt_logprobs", "prompt_logprobs must be logprobs where echo asks for both."
+            )
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
     return _generation_request(
         request,
@@ -111,11 +119,14 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
         prompt_token_ids=token_ids,
         other_prompts=others,
         echo=echo,
+        tells_completion=not is_prompt_only,
     )
 
 
 def parse_generate(message: Generate) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
+    if message.prompt_logprobs is not None:
+        raise ParameterError("prompt_logprobs", "prompt_logprobs does not go over a WebSocket.")
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
@@ -208,6 +219,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
         user=_user(request),
         session_id=_label("session_id", request.session_id),
         cache_salt=_cache_salt(request),
+        tells_prompt_logprobs=request.prompt_logprobs is not None,
         **fields,
     )
 
@@ -240,6 +252,7 @@ def _sampling(
         "allowed_token_ids": request.allowed_token_ids,
         "grammar": grammar_of(request),
         "logprobs": logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
         "n": request.n,
     }
     if isinstance(request, ChatFields):
@@ -333,7 +346,9 @@ def _label(param: str, value: str | None) -> str:
     return value
 
 
-def _check_stream_options(request: ChatCompletionRequest | CompletionRequest) -> None:
+def _check_stream(request: ChatCompletionRequest | CompletionRequest) -> None:
+    if request.stream and request.prompt_logprobs is not None:
+        raise ParameterError("prompt_logprobs", "prompt_logprobs does not go with stream: true.")
     if request.stream_options is None:
         return
     if not request.stream:

@@ -73,6 +73,7 @@ _INSTEAD = {
     "session_id": "give previous_response_id",
     "session_keep": "give previous_response_id",
     "n": "one request makes one answer",
+    "prompt_logprobs": "ask chat completions for them",
 }
 # How chat completions, which share the rules, spell what is spelled otherwise here.
 _RESPELLED = {

@@ -70,7 +70,7 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | tuple[ContentBlock, ...]
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
     What stands behind ``strict`` are hints that change nothing here."""
 
@@ -140,7 +140,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    tools: tuple[Tool, ...] | None = None
+    tools: tuple[MessagesTool, ...] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

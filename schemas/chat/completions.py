@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from schemas.chat.messages import MessageToolCall
-from schemas.openai import ChoiceLogprobs, UsageInfo
+from schemas.openai import ChoiceLogprobs, PromptTokens, UsageInfo
 from schemas.sessions import SessionInfo
 
 
@@ -45,7 +45,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
-    ours: how the kept conversation was fitted, and which of its own tools the gateway ran."""
+    ours: how the kept conversation was fitted, and which of its own tools the gateway ran.
+    ``prompt_logprobs`` are there if they were asked for."""
 
     id: str
     created: int
@@ -57,3 +58,4 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
     tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptTokens | msgspec.UnsetType = msgspec.UNSET

@@ -110,7 +110,12 @@ class SocketRequest:
                 assert self.response is not None
                 if len(self.response.choices) > 1:
                     return encode(
-                        ChoiceDone(**self._names, choice=part.choice, finish_reason=part.reason)
+                        ChoiceDone(
+                            **self._names,
+                            choice=part.choice,
+                            finish_reason=part.reason,
+                            stop_reason=part.stop_reason,
+                        )
                     )
         return b""
 
@@ -119,10 +124,11 @@ class SocketRequest:
         refusal = response.refusal
         if refusal is not None and not (response.was_cancelled and refusal.code == "cancelled"):
             return self.refuse(refusal)
-        usage = response.usage
+        usage, first = response.usage, response.choices[0]
         return Done(
             **self._names,
-            finish_reason=response.choices[0].reason if refusal is None else "cancelled",
+            finish_reason=first.reason if refusal is None else "cancelled",
+            stop_reason=first.stop_reason if refusal is None else None,
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
         )
 

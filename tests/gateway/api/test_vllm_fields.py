@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from tests.gateway.resuming.clients import opened, send, until
 from tests.support.running_gateway import MODEL, RunningGateway
 
 _CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "one. two"}]}
@@ -144,3 +145,75 @@ async def test_what_does_not_go_with_a_last_message_to_go_on_with(
             **_CHAT, extra_body={"continue_final_message": True} | fields
         )
     assert refused.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_stopped_an_answer_is_told_over_a_socket(front: RunningGateway, n: int) -> None:
+    front.worker.stop_reason = "."
+    async with opened(front) as socket:
+        await send(socket, "generate", id="a", **_CHAT, n=n)
+        messages = await until(socket, "done")
+    ends = [one for one in messages if one["type"] in ("choice_done", "done")]
+    assert [one["stop_reason"] for one in ends] == ["."] * (1 if n == 1 else 3)
+
+
+async def test_log_probabilities_of_a_chats_prompt(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**_CHAT, extra_body={"prompt_logprobs": 1})
+    assert answer.model_extra is not None
+    first, *others = answer.model_extra["prompt_logprobs"]
+    assert first is None
+    said = _CHAT["messages"][0]["content"][1:]
+    told = [place[str(ord(c))]["decoded_token"] for place, c in zip(others, said, strict=True)]
+    assert "".join(told) == said
+    assert {entry["rank"] for place in others for entry in place.values()} <= {1, None}
+    plain = await client.chat.completions.create(**_CHAT)
+    assert "prompt_logprobs" not in (plain.model_extra or {})
+
+
+async def test_log_probabilities_of_each_prompt(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=["abc", "de"], extra_body={"prompt_logprobs": 0}
+    )
+    told = [(choice.model_extra or {})["prompt_logprobs"] for choice in answer.choices]
+    assert [[list(place or {}) for place in one] for one in told] == [
+        [[], ["98"], ["99"]],
+        [[], ["101"]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"stream": True, "prompt_logprobs": 1}),
+        ("chat/completions", {"prompt_logprobs": -1}),
+        ("completions", {"echo": True, "logprobs": 2, "prompt_logprobs": 1}),
+        ("responses", {"prompt_logprobs": 1}),
+    ],
+)
+async def test_log_probabilities_that_are_not_told(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    asked = {
+        "chat/completions": _CHAT,
+        "completions": {"model": MODEL, "prompt": "x"},
+        "responses": {"model": MODEL, "input": "x"},
+    }[path]
+    refused = await http.post(f"/v1/{path}", json=asked | fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+async def test_a_prompt_alone(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["abc", "de"], "max_tokens": 0, "echo": True}
+    answer = await client.completions.create(**asked, logprobs=1)
+    assert [choice.text for choice in answer.choices] == ["abc", "de"]
+    tokens = [choice.logprobs.tokens for choice in answer.choices if choice.logprobs is not None]
+    assert tokens == [["a", "b", "c"], ["d", "e"]]
+    text = ["", ""]
+    async for chunk in await client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            text[choice.index] += choice.text
+    assert text == ["abc", "de"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model=MODEL, prompt="abc", max_tokens=0)
+    assert refused.value.param == "max_tokens"

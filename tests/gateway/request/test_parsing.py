@@ -141,7 +141,6 @@ def test_values_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
         ("min_tokens", -1),
         ("bad_words", [""]),
         ("bad_words", "word"),
-        ("prompt_logprobs", 1),
         ("logprobs", 3),
         ("top_logprobs", 3),
         ("session_keep", 1),
