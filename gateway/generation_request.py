@@ -23,7 +23,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     the answer goes on with the last message if ``continue_final_message``,
     ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
     given out if ``include_reasoning``, log-probabilities of the prompt if
-    ``tells_prompt_logprobs``; without ``tells_completion`` all that is given out is the prompt.
+    ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
+    ``tells_completion`` all that is given out is the prompt.
     """
 
     model: str
@@ -49,6 +50,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     include_reasoning: bool = True
     tells_prompt_logprobs: bool = False
+    tells_token_ids: bool = False
     tells_completion: bool = True
 
     @property

@@ -193,11 +193,13 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``. With ``return_token_ids`` the answer tells the ids of its
+    tokens and of the prompt's."""
 
     messages: tuple[Message, ...]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,7 +207,8 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     gets ``n`` choices. ``logprobs`` is the number of alternatives for each token.
 
     ``max_tokens`` is 16 if it is not given, as in OpenAI's API, and 0 only with ``echo``: no more
-    than the prompt is given out then, for which a token is made.
+    than the prompt is given out then, for which a token is made. With ``return_token_ids`` choices
+    tell the ids of their tokens and of their prompt's.
     """
 
     prompt: Any
@@ -216,43 +219,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     echo: bool | None = None
     suffix: Any = None
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them, with
-    what begins an answer if ``add_generation_prompt``, or up to the end of the last message's text
-    if ``continue_final_message``."""
-
-    model: str
-    prompt: str | None = None
-    messages: tuple[Message, ...] | None = None
-    tools: tuple[FunctionTool, ...] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool | None = None
-
-
-class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """``token_strs`` are the tokens as the tokenizer spells them, if they were asked for."""
-
-    tokens: tuple[int, ...]
-    count: int
-    max_model_len: int
-    token_strs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/detokenize``: token ids back to text."""
-
-    model: str
-    tokens: tuple[int, ...]
-    skip_special_tokens: bool = False
-
-
-class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    prompt: str
+    return_token_ids: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,6 +267,8 @@ class PromptTokenInfo(msgspec.Struct, frozen=True, kw_only=True):
     decoded_token: str
 
 
+# None: a completion was too large to be kept with them.
+TokenIds = tuple[int, ...] | None
 # By token id, those that might have stood at each place of the prompt; null at its first.
 PromptTokens = tuple[dict[int, PromptTokenInfo] | None, ...]
 
@@ -323,7 +292,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did.
-    ``prompt_logprobs`` are of its prompt, if they were asked for."""
+    ``prompt_logprobs`` are of its prompt, if they were asked for, and so are the ids of the
+    prompt's tokens and of its own."""
 
     text: str
     finish_reason: str
@@ -331,6 +301,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptTokens | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

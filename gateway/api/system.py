@@ -22,16 +22,15 @@ from gateway.transport.http import json_response
 from gateway.transport.proxies import is_forwarded
 from runtime.addresses import is_loopback
 from runtime.metrics_server import bears_token, build_version
-from schemas.errors import MillraceError, ParameterError
-from schemas.jobs import Tier
-from schemas.openai import (
+from schemas.chat.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
-    ModelCard,
-    ModelList,
     TokenizeRequest,
     TokenizeResponse,
 )
+from schemas.errors import MillraceError, ParameterError
+from schemas.jobs import Tier
+from schemas.openai import ModelCard, ModelList
 from schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)

@@ -14,7 +14,7 @@ from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
 from gateway.rendering.rendering import Endpoint, Prepared
 from gateway.request.detached_client import NULL_CLIENT
-from gateway.request.job_maker import bare_job
+from gateway.request.job_maker import bare_job, prompt_token_ids
 from gateway.request.response_reader import AcceptedRequest, ResponseReader
 from gateway.streams.stored_results import end_of, frames_of
 from gateway.streams.stream import OpenStream
@@ -128,7 +128,14 @@ class _GenerationOrder(BatchOrder):
         if any(_lacks_logprobs(request, result) for result in results):
             raise LogprobsLostError
         created_s = self.jobs[0].received_ns // _NS_PER_S
-        accepted = AcceptedRequest(request, self.caller, self.model, self.request_id, created_s)
+        accepted = AcceptedRequest(
+            request,
+            self.caller,
+            self.model,
+            self.request_id,
+            created_s,
+            prompt_token_ids=prompt_token_ids(self.jobs, request),
+        )
         response = ResponseReader(accepted, self.gateway.metrics.gaps)
         for job, result in zip(self.jobs, results, strict=True):
             response.add_choice(_replayed(job, result))

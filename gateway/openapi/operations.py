@@ -32,18 +32,20 @@ from schemas.anthropic.answers import MessageAnswer, MessageEvent, MessagesError
 from schemas.anthropic.requests import MessagesRequest
 from schemas.batches import Batch, BatchList, BatchRequest
 from schemas.chat.completions import ChatCompletion
+from schemas.chat.tokenizing import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from schemas.embeddings import EmbeddingList, EmbeddingRequest
 from schemas.files import FileDeleted, FileList, FileObject
 from schemas.openai import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
     ModelCard,
     ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
 )
 from schemas.response_events import ResponseEvent
 from schemas.responses import (

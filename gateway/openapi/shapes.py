@@ -11,6 +11,7 @@ from schemas.chat.completions import ToolStepInfo
 from schemas.openai import (
     ChoiceLogprobs,
     CompletionLogprobs,
+    TokenIds,
     UsageInfo,
 )
 from schemas.sessions import SessionInfo
@@ -48,6 +49,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +63,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     usage: UsageInfo | msgspec.UnsetType | None = msgspec.UNSET
     session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
     tool_step: ToolStepInfo | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +74,8 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

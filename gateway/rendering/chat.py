@@ -8,6 +8,7 @@ from gateway.errors import Refusal
 from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from gateway.rendering.logprobs import logprob_infos, prompt_tokens
 from gateway.rendering.rendering import BodyEndpoint
+from gateway.rendering.token_ids import ToldTokens
 from gateway.request.parsing import parse_chat
 from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import (
@@ -43,7 +44,13 @@ class ChatRenderer:
         num_choices = len(response.choices)
         self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
-        is_plain = num_choices == 1 and not self._with_logprobs and not self._head.is_continuous
+        self._told = ToldTokens(response) if response.request.tells_token_ids else None
+        is_plain = (
+            num_choices == 1
+            and not self._with_logprobs
+            and self._told is None
+            and not self._head.is_continuous
+        )
         self.plain = (
             (self._text_befores[0], _AFTER_TEXT + self._head.after(0)) if is_plain else None
         )
@@ -53,14 +60,18 @@ class ChatRenderer:
     def first(self) -> bytes:
         role: dict[str, object] = {"role": "assistant", "content": ""}
         events = b"".join(self._delta(i, role) for i in range(len(self._befores)))
+        if self._told is not None:
+            told = self._response.prompt_token_ids(0)
+            ids = self._head.after_first("prompt_token_ids", told)
+            events = events.replace(self._head.after(0), ids, 1)
         if self._response.session is not None:
             events += self._head.without_choices("session", self._response.session)
         return events
 
     def part(self, part: Part) -> bytes:
         if type(part) is TextPart:
-            if part.logprobs:
-                return self._text_with_logprobs(part)
+            if part.logprobs or self._told:
+                return self._delta(part.choice, {"content": part.text}, part)
             if not part.text:
                 return b""
             text = self._text_befores[part.choice] + encode(part.text)
@@ -92,8 +103,10 @@ class ChatRenderer:
         return sse_failure(refusal)
 
     def add(self, part: Part) -> None:
-        if isinstance(part, TextPart | ReasoningPart) and part.logprobs:
+        if isinstance(part, TextPart | ReasoningPart):
             self._logprobs[part.choice] += self._infos(part)
+            if self._told is not None:
+                self._told.add(part)
         elif isinstance(part, StepPart):
             self._steps.append(ToolStepInfo(**part._asdict()))
 
@@ -111,6 +124,7 @@ class ChatRenderer:
                 session=response.session or msgspec.UNSET,
                 tool_steps=tuple(self._steps) or msgspec.UNSET,
                 prompt_logprobs=prompt_tokens(response, 0),
+                prompt_token_ids=response.prompt_token_ids(0) if self._told else msgspec.UNSET,
             )
         )
 
@@ -145,30 +159,35 @@ class ChatRenderer:
             logprobs=ChoiceLogprobs(content=tuple(self._logprobs[index]))
             if self._with_logprobs
             else None,
+            token_ids=self._told.of_choice(index) if self._told else msgspec.UNSET,
         )
 
     def _reasoning(self, part: ReasoningPart) -> bytes:
         """Servers of thinking models call it by two names, and clients read one or the other."""
         text = part.text if self._response.request.include_reasoning else ""
         delta: dict[str, object] = {"reasoning_content": text, "reasoning": text} if text else {}
-        if part.logprobs:
-            return self._delta(part.choice, delta, self._infos(part))
+        if part.logprobs or self._told:
+            return self._delta(part.choice, delta, part)
         return self._delta(part.choice, delta) if delta else b""
 
     def _infos(self, part: TextPart | ReasoningPart) -> tuple[LogprobInfo, ...]:
         return logprob_infos(self._response.model.tokenizer, part.logprobs)
 
-    def _text_with_logprobs(self, part: TextPart) -> bytes:
-        return self._delta(part.choice, {"content": part.text}, self._infos(part))
-
     def _delta(
-        self, choice: int, delta: dict[str, object], infos: tuple[LogprobInfo, ...] | None = None
+        self,
+        choice: int,
+        delta: dict[str, object],
+        told_of: TextPart | ReasoningPart | None = None,
     ) -> bytes:
+        """A chunk with what was asked for about the tokens of ``told_of``."""
         body = b',"delta":' + encode(delta)
-        if infos is None:
+        if told_of is None or not told_of.logprobs:
             body += _NO_LOGPROBS
         else:
+            infos = self._infos(told_of)
             body += b',"logprobs":' + encode(ChoiceLogprobs(content=infos)) + _NOT_FINISHED
+        if told_of is not None and self._told is not None:
+            body += b',"token_ids":' + encode(self._told.of_part(told_of))
         return self._befores[choice] + body + self._head.after(choice)
 
 

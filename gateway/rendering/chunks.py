@@ -77,6 +77,11 @@ class SseHead:
         usage = self._response.choices[choice].usage_so_far
         return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
 
+    def after_first(self, name: str, value: object) -> bytes:
+        """The end of a chunk of the first choice that also has a field beside its choices."""
+        field = f'}}],"{name}":'.encode() + encode(value)
+        return field + self.after(0).removeprefix(b"}]")
+
     def without_choices(self, name: str, value: object) -> bytes:
         """An event with a field beside an empty list of choices."""
         field = f',"choices":[],"{name}":'.encode()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gateway.errors import Refusal
 from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from gateway.rendering.logprobs import completion_logprobs, prompt_tokens
 from gateway.rendering.rendering import BodyEndpoint
+from gateway.rendering.token_ids import ToldTokens
 from gateway.request.parsing import parse_completion
 from gateway.request.response_reader import ResponseReader
 from gateway.streams.parts import ChoiceEnd, Part, TextPart
@@ -28,8 +31,11 @@ class CompletionRenderer:
         self._to_echo = {
             i for i in range(num_choices) if response.request.echo and not (had and had[i])
         }
+        self._told = ToldTokens(response) if response.request.tells_token_ids else None
+        self._told_prompts = {i for i in range(num_choices) if had and had[i]}
         is_plain = (
             num_choices == 1
+            and self._told is None
             and not self._to_echo
             and not self._head.is_continuous
             and response.request.tells_completion
@@ -53,8 +59,9 @@ class CompletionRenderer:
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             if not self._response.request.tells_completion:
                 return echoed
-            if part.logprobs:
-                return echoed + self._event(part.choice, part.text, self._lists(part))
+            if part.logprobs or self._told:
+                lists = self._lists(part) if part.logprobs else None
+                return echoed + self._event(part.choice, part.text, lists, part)
             if not part.text:
                 return echoed
             text = self._text_befores[part.choice] + encode(part.text) + _AFTER_TEXT
@@ -75,6 +82,8 @@ class CompletionRenderer:
     def add(self, part: Part) -> None:
         if isinstance(part, TextPart):
             self._logprobs[part.choice] += part.logprobs
+            if self._told is not None:
+                self._told.add(part)
 
     def whole(self) -> bytes:
         response = self._response
@@ -115,7 +124,7 @@ class CompletionRenderer:
     def _choice_of(
         self, index: int, text: str, lists: CompletionLogprobs | None
     ) -> CompletionChoice:
-        choice = self._response.choices[index]
+        choice, told = self._response.choices[index], self._told
         return CompletionChoice(
             index=index,
             text=text,
@@ -123,6 +132,8 @@ class CompletionRenderer:
             stop_reason=choice.stop_reason,
             logprobs=lists,
             prompt_logprobs=prompt_tokens(self._response, index),
+            prompt_token_ids=self._response.prompt_token_ids(index) if told else msgspec.UNSET,
+            token_ids=told.of_choice(index) if told else msgspec.UNSET,
         )
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
@@ -145,9 +156,20 @@ class CompletionRenderer:
         self._lengths[index] = len(text)
         return self._event(index, text, lists)
 
-    def _event(self, index: int, text: str, lists: CompletionLogprobs | None) -> bytes:
-        logprobs = b',"logprobs":' + encode(lists) + b',"finish_reason":null'
-        return self._text_befores[index] + encode(text) + logprobs + self._head.after(index)
+    def _event(
+        self,
+        index: int,
+        text: str,
+        lists: CompletionLogprobs | None,
+        told_of: TextPart | None = None,
+    ) -> bytes:
+        more = b',"logprobs":' + encode(lists) + b',"finish_reason":null'
+        if self._told is not None and index not in self._told_prompts:
+            self._told_prompts.add(index)
+            more += b',"prompt_token_ids":' + encode(self._response.prompt_token_ids(index))
+        if self._told is not None and told_of is not None:
+            more += b',"token_ids":' + encode(self._told.of_part(told_of))
+        return self._text_befores[index] + encode(text) + more + self._head.after(index)
 
     def _lists(self, part: TextPart) -> CompletionLogprobs:
         token_ids = [one.token_id for one in part.logprobs]

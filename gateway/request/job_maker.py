@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
 
 from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
-from gateway.request.index import RequestState
+from gateway.request.index import PromptTokenIds, RequestState
 from gateway.tenancy.caller import Caller
 from gateway.tools.catalogue import ToolCatalogue
 from registry.tokenizers.prompt_pool import PromptPool, num_characters
@@ -147,6 +148,13 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
+
+
+def prompt_token_ids(jobs: Sequence[Job], request: GenerationRequest) -> PromptTokenIds:
+    """Of each prompt of the request that ``jobs`` are of, if they are to be told."""
+    if not request.tells_token_ids:
+        return ()
+    return tuple(job.prompt_token_ids or () for job in jobs[:: request.sampling.n])
 
 
 def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:

@@ -220,6 +220,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
         session_id=_label("session_id", request.session_id),
         cache_salt=_cache_salt(request),
         tells_prompt_logprobs=request.prompt_logprobs is not None,
+        tells_token_ids=bool(getattr(request, "return_token_ids", None)),
         **fields,
     )
 

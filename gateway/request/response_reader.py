@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from gateway.errors import Refusal, refusal_of_end
 from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
-from gateway.request.index import RequestState
+from gateway.request.index import PromptTokenIds, RequestState
 from gateway.streams.choice import Choice
 from gateway.streams.parts import Part
 from gateway.streams.stream import OpenStream
@@ -35,6 +35,7 @@ class AcceptedRequest:
     created_s: int
     session: SessionInfo | None = None
     idempotency_key: str = ""
+    prompt_token_ids: PromptTokenIds = ()
 
     @classmethod
     def of(
@@ -49,6 +50,7 @@ class AcceptedRequest:
             state.created_ns // _NS_PER_S,
             state.session,
             state.idempotency_key,
+            state.prompt_token_ids,
         )
 
 
@@ -65,6 +67,7 @@ class ResponseReader:
         self.request_id = accepted.request_id
         self.created_s = accepted.created_s
         self.session = accepted.session
+        self._prompt_token_ids = accepted.prompt_token_ids
         self.first_indices = first_indices
         self.own_tools = frozenset(accepted.request.server_tools)
         self.choices: list[Choice] = []
@@ -152,6 +155,10 @@ class ResponseReader:
         if number:
             return request.other_prompts[number - 1]
         return request.prompt if request.prompt is not None else request.prompt_token_ids or ()
+
+    def prompt_token_ids(self, choice: int) -> tuple[int, ...]:
+        """Of the choice's prompt, if the ids of tokens are to be told."""
+        return self._prompt_token_ids[choice // self.request.sampling.n]
 
     def prompt_logprobs(self, choice: int) -> tuple[TokenLogprob | None, ...]:
         return self.choices[choice].stream.reader.prompt_logprobs

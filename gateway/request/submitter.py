@@ -12,7 +12,7 @@ from gateway.generation_request import GenerationRequest
 from gateway.models import Models, ServedModelLike
 from gateway.request.admission import tier_of
 from gateway.request.index import RequestIndex, RequestState
-from gateway.request.job_maker import JobMaker, job_of
+from gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
 from gateway.request.job_publisher import JobPublisher
 from gateway.request.model_choice import ModelChoice
 from gateway.request.response_reader import AcceptedRequest
@@ -87,7 +87,8 @@ class RequestSubmitter:
             keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
             base = job_of(state, request_id, keep_transcript=keep_transcript)
             jobs = await self._maker.jobs(base, request, model, caller)
-            state = replace(state, reasoning=jobs[0].sampling.reasoning)
+            told_ids = prompt_token_ids(jobs, request)
+            state = replace(state, reasoning=jobs[0].sampling.reasoning, prompt_token_ids=told_ids)
             if trace is not None:
                 jobs = [trace.add_context(job) for job in jobs]
             context.admission.check_queue(request.model)

@@ -130,6 +130,11 @@ class Choice:
             return turns
         return [*turns, ChatMessage("assistant", text, tool_calls=calls)]
 
+    def token_ids(self, first_index: int, num_tokens: int) -> tuple[int, ...]:
+        """Of this round; ``first_index`` counts the tokens of all rounds."""
+        begin = first_index - self._base
+        return tuple(self.stream.reader.token_ids[begin : begin + num_tokens])
+
     @property
     def usage(self) -> Usage:
         """Of all rounds so far."""

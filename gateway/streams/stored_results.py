@@ -23,6 +23,7 @@ from schemas.frames import (
 from schemas.jobs import JobResult
 from schemas.records import Status
 
+UNKNOWN_TOKEN_ID = -1
 _SHED_RETRY_S = 1.0
 
 
@@ -72,5 +73,6 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
 def _token_ids(result: JobResult) -> tuple[int, ...]:
     if result.text and not result.token_ids:
         # The result was too large to be stored with its ids; it can be read as a whole only.
-        return (0,) * (result.usage.completion_tokens if result.usage is not None else 1)
+        num_tokens = result.usage.completion_tokens if result.usage is not None else 1
+        return (UNKNOWN_TOKEN_ID,) * num_tokens
     return result.token_ids

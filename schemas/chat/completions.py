@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from schemas.chat.messages import MessageToolCall
-from schemas.openai import ChoiceLogprobs, PromptTokens, UsageInfo
+from schemas.openai import ChoiceLogprobs, PromptTokens, TokenIds, UsageInfo
 from schemas.sessions import SessionInfo
 
 
@@ -34,19 +34,21 @@ class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did."""
+    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did;
+    ``token_ids`` are there if they were asked for."""
 
     message: AssistantMessage
     finish_reason: str
     stop_reason: str | int | None = None
     index: int = 0
     logprobs: ChoiceLogprobs | None = None
+    token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
     ours: how the kept conversation was fitted, and which of its own tools the gateway ran.
-    ``prompt_logprobs`` are there if they were asked for."""
+    ``prompt_logprobs`` and ``prompt_token_ids`` are there if they were asked for."""
 
     id: str
     created: int
@@ -59,3 +61,4 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     session: SessionInfo | msgspec.UnsetType = msgspec.UNSET
     tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptTokens | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET

@@ -12,6 +12,8 @@ import pytest
 from tests.gateway.resuming.clients import opened, send, until
 from tests.support.running_gateway import MODEL, RunningGateway
 
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "one. two"}]}
 
 
@@ -217,3 +219,47 @@ async def test_a_prompt_alone(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.completions.create(model=MODEL, prompt="abc", max_tokens=0)
     assert refused.value.param == "max_tokens"
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    lines = [line for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"n": 2}, {"tools": [TOOL]}])
+async def test_token_ids_of_a_chat(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    """Whole and streamed they are the same, wherever the text is held back meanwhile."""
+    said = f"Look. {CALL}"
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": said}],
+        "return_token_ids": True,
+    } | fields
+    expected = [list(range(len(said)))] * fields.get("n", 1)  # the stand-in numbers its tokens
+    whole = (await http.post("/v1/chat/completions", json=asked)).json()
+    assert bytes(whole["prompt_token_ids"]) == said.encode()
+    assert [choice["token_ids"] for choice in whole["choices"]] == expected
+    answer = await http.post("/v1/chat/completions", json=asked | {"stream": True})
+    first, *chunks = chunks_of(answer.text)
+    assert bytes(first["prompt_token_ids"]) == said.encode()
+    assert not any("prompt_token_ids" in chunk for chunk in chunks)
+    ids: list[list[int]] = [[] for _ in expected]
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        ids[choice["index"]] += choice.get("token_ids", [])
+    assert ids == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"echo": True}])
+async def test_token_ids_of_completions(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    asked = {"model": MODEL, "prompt": ["abc", "de"], "return_token_ids": True} | fields
+    whole = (await http.post("/v1/completions", json=asked)).json()
+    assert [bytes(choice["prompt_token_ids"]) for choice in whole["choices"]] == [b"abc", b"de"]
+    assert [choice["token_ids"] for choice in whole["choices"]] == [[0, 1, 2], [0, 1]]
+    answer = await http.post("/v1/completions", json=asked | {"stream": True})
+    prompts: list[list[int]] = [[], []]
+    ids: list[list[int]] = [[], []]
+    for choice in (choice for chunk in chunks_of(answer.text) for choice in chunk["choices"]):
+        prompts[choice["index"]] += choice.get("prompt_token_ids", [])
+        ids[choice["index"]] += choice.get("token_ids", [])
+    assert [bytes(prompt) for prompt in prompts] == [b"abc", b"de"]
+    assert ids == [[0, 1, 2], [0, 1]]

@@ -158,3 +158,15 @@ async def test_an_answer_longer_than_an_entry_of_the_log(
     assert await bus.objects.names(batch.id) == []
     assert await bus.journal.names(subjects.batch_log(batch.id)) == []
     assert await bus.journal.names(subjects.open_batch()) == []
+
+
+async def test_token_ids_and_those_of_prompts_are_told(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    body = {"model": MODEL, "prompt": ["abc", "de"], "n": 2, "return_token_ids": True}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    batch = await front.end(await front.begin([line], "/v1/completions"))
+    (answer,) = await front.lines(batch.output_file_id)
+    choices = answer["response"]["body"]["choices"]
+    told = [(bytes(one["prompt_token_ids"]), len(one["token_ids"])) for one in choices]
+    assert told == [(b"abc", 3), (b"abc", 3), (b"de", 2), (b"de", 2)]

@@ -55,6 +55,20 @@ async def test_one_answer_for_one_key(pair: Pair) -> None:
         assert bad.json()["error"]["param"] == "idempotency-key"
 
 
+async def test_token_ids_are_told_again(pair: Pair) -> None:
+    body = CHAT | {"stream": False, "return_token_ids": True}
+    headers = {"Idempotency-Key": "k-ids"}
+    async with (
+        httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=pair.second.url, timeout=10) as other,
+    ):
+        first = await http.post(PATH, json=body, headers=headers)
+        pair.worker.forget(first.json()["id"])
+        stored = await other.post(PATH, json=body, headers=headers)
+    assert len(first.json()["prompt_token_ids"]) == first.json()["usage"]["prompt_tokens"]
+    assert stored.json() == first.json()
+
+
 async def test_equal_requests_at_the_same_time_are_one(pair: Pair) -> None:
     body = CHAT | {"stream": False}
     headers = {"Idempotency-Key": "k-2"}
