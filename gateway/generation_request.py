@@ -21,8 +21,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
     the model's chat template, what begins an answer is left out unless ``add_generation_prompt``,
     the answer goes on with the last message if ``continue_final_message``,
-    ``cache_salt`` keeps its prompt apart in prefix caches. Thoughts are
-    given out if ``include_reasoning``, log-probabilities of the prompt if
+    ``cache_salt`` keeps its prompt apart in prefix caches, of which the last
+    ``truncate_prompt_tokens`` count if that is given (-1: as many as there is room for). Thoughts
+    are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt.
     """
@@ -43,6 +44,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     session_id: str = ""
     cache_salt: str = ""
+    truncate_prompt_tokens: int | None = None
     session_keep: int | None = None
     echo: bool = False
     chat_template_kwargs: dict[str, Any] = {}

@@ -180,13 +180,33 @@ class ServedModel:
             )
 
     def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
-        """Raises ContextLengthError for a prompt that fills the window and more: mostly before it
-        is tokenised."""
-        window_tokens = self.context_window_tokens
+        """Raises ContextLengthError for a prompt that fills the window and more and is not to be
+        truncated: mostly before it is tokenised."""
+        num_kept = self._num_kept(job)
+        token_ids = self._whole_prompt(job, None if num_kept else self.context_window_tokens)
+        return token_ids if num_kept is None else token_ids[-num_kept:]
+
+    def _num_kept(self, job: Job) -> int | None:
+        """How many tokens of the prompt may stay, if a longer one is to be truncated."""
+        wanted, window_tokens = job.truncate_prompt_tokens, self.context_window_tokens
+        if wanted is None:
+            return None
+        if wanted == -1:
+            room = 0 if job.pooling is not None else (job.sampling.max_tokens or 1)
+            return max(window_tokens - room, 1)
+        if not 1 <= wanted <= window_tokens:
+            raise ParameterError(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens must be -1 or between 1 and {window_tokens}, got {wanted}",
+            )
+        return wanted
+
+    def _whole_prompt(self, job: Job, window_tokens: int | None) -> tuple[int, ...]:
+        """Of ``window_tokens`` at most, if that is given."""
         token_ids: Sequence[int] = ()
         if job.prompt_token_ids is not None:
             field, token_ids = "prompt_token_ids", job.prompt_token_ids
-            if len(token_ids) > window_tokens:
+            if window_tokens is not None and len(token_ids) > window_tokens:
                 raise self._too_long(job, len(token_ids))
         try:
             if job.messages is not None:
@@ -273,6 +293,7 @@ def _prepared(
         chat_template_kwargs={},
         add_generation_prompt=True,
         continue_final_message=False,
+        truncate_prompt_tokens=None,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
     )

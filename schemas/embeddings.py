@@ -15,7 +15,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """``input`` is a text, a list of texts, a list of token ids or a list of such lists.
 
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
-    ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own.
+    ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
+    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
     """
 
     model: str
@@ -25,6 +26,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     user: str | None = None
     pooling: Pooling | None = None
     normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,7 +73,8 @@ class Job(
     to the model with ``messages``; ``chat_template_kwargs`` are further variables of its chat
     template, such as ``enable_thinking``, and what begins an answer is in its prompt if
     ``add_generation_prompt``; with ``continue_final_message`` the completion goes on with the last
-    message, which is the assistant's. ``pooling`` asks for the prompt's embedding instead of a
+    message, which is the assistant's. Of its prompt the last ``truncate_prompt_tokens`` are kept
+    (-1: as many as there is room for). ``pooling`` asks for the prompt's embedding instead of a
     completion; nothing of ``sampling`` has a meaning then. ``model`` "auto" lets the scheduler
     choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
@@ -94,6 +95,7 @@ class Job(
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncate_prompt_tokens: int | None = None
     sampling: SamplingOptions = SamplingOptions()
     pooling: Pooling | None = None
     reply: str = ""

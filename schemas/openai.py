@@ -89,8 +89,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
     Prompts are found in the prefix cache by requests with the same ``cache_salt`` only.
-    With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities of the
-    prompt's tokens, each with so many alternatives.
+    Of a longer prompt the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as there is
+    room for). With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities
+    of the prompt's tokens, each with so many alternatives.
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -130,6 +131,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     metadata: dict[str, str] | None = None
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,6 +190,8 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    documents: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     safety_identifier: str | None = None

@@ -162,6 +162,7 @@ class Embeddings:
         return msgspec.structs.replace(
             job,
             pooling=asked.pooling or model.embedding_defaults.pooling,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
             reply=gateway.gateway_id,
             batch_frames=True,
             user=user_of(asked),

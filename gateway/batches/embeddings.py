@@ -41,6 +41,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             store_result=True,
             user=user_of(asked),
             pooling=asked.pooling or model.embedding_defaults.pooling,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)

@@ -65,6 +65,7 @@ def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
 
 _CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
 _PATTERN: Schema = {"minLength": 1, "maxLength": grammar_fields.MAX_PATTERN_CHARACTERS}
+_NUM_KEPT: Schema = {"minimum": -1}
 # By the keyword that a number, text, array or object in the field takes on.
 SAMPLING: dict[str, Schema] = {
     "max_tokens": {"minimum": 1},
@@ -93,6 +94,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
     "guided_choice": _CHOICE,
     "guided_whitespace_pattern": _PATTERN,
     "prompt_logprobs": _LOGPROBS,
+    "truncate_prompt_tokens": _NUM_KEPT,
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
@@ -149,6 +151,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": {
         "dimensions": {"minimum": 1},
+        "truncate_prompt_tokens": _NUM_KEPT,
         "user": _LABEL,
         "input": {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1},
     },

@@ -106,6 +106,8 @@ class JobMaker:
         self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> Job:
         """The job with token ids, within the windows of model and caller."""
+        if request.truncate_prompt_tokens is not None:
+            job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
         tools = self._tools_of(request)
         sampling = _sampling(request, model, tools)
         with_tools = tools if job.messages is not None else ()

@@ -55,6 +55,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
+    "priority": (None, 0),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "chat_template": (None,),
+    "documents": NOTHING,
 }
 
 # Fields that only messages can have.
@@ -219,6 +224,7 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
         user=_user(request),
         session_id=_label("session_id", request.session_id),
         cache_salt=_cache_salt(request),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         tells_prompt_logprobs=request.prompt_logprobs is not None,
         tells_token_ids=bool(getattr(request, "return_token_ids", None)),
         **fields,

@@ -74,6 +74,7 @@ _INSTEAD = {
     "session_keep": "give previous_response_id",
     "n": "one request makes one answer",
     "prompt_logprobs": "ask chat completions for them",
+    "truncate_prompt_tokens": "give truncation",
 }
 # How chat completions, which share the rules, spell what is spelled otherwise here.
 _RESPELLED = {

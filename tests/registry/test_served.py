@@ -103,6 +103,45 @@ def test_a_prompt_is_tokenised_and_the_rest_filled_in(served: ServedModel) -> No
     assert again == ready
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "mill wheel water stone"},
+        {"prompt_token_ids": tuple(range(3, 20))},
+        {"messages": (ChatMessage("user", "mill wheel water stone"),)},
+        {"prompt": "mill wheel water stone", "pooling": Pooling.MEAN},
+    ],
+)
+def test_a_prompt_is_truncated_to_its_end(served: ServedModel, fields: dict[str, Any]) -> None:
+    whole = served.prepare(job(**fields), random.Random(1)).prompt_token_ids or ()
+    kept = served.prepare(job(**fields, truncate_prompt_tokens=3), random.Random(1))
+    assert kept.prompt_token_ids == whole[-3:]
+    assert served.prepare(kept, random.Random(2)) == kept
+    longer = served.prepare(job(**fields, truncate_prompt_tokens=-1), random.Random(1))
+    assert longer.prompt_token_ids == whole
+
+
+@pytest.mark.parametrize(("pooling", "room"), [(None, 5), (Pooling.MEAN, 0)])
+def test_a_prompt_is_truncated_to_what_there_is_room_for(
+    served: ServedModel, pooling: Pooling | None, room: int
+) -> None:
+    asked = job(
+        None if pooling else SamplingParams(max_tokens=5),
+        prompt="mill " * 1_000,
+        pooling=pooling,
+        truncate_prompt_tokens=-1,
+    )
+    ready = served.prepare(asked, random.Random(1))
+    assert len(ready.prompt_token_ids or ()) == CONTEXT_WINDOW_TOKENS - room
+
+
+@pytest.mark.parametrize("num_kept", [0, -2, CONTEXT_WINDOW_TOKENS + 1])
+def test_what_a_prompt_cannot_be_truncated_to(served: ServedModel, num_kept: int) -> None:
+    with pytest.raises(ParameterError) as refused:
+        served.prepare(job(prompt="mill", truncate_prompt_tokens=num_kept), random.Random(1))
+    assert refused.value.param == "truncate_prompt_tokens"
+
+
 def test_messages(served: ServedModel) -> None:
     messages = (ChatMessage("user", "mill"),)
     ready = served.prepare(job(messages=messages), random.Random(1))

@@ -263,3 +263,43 @@ async def test_token_ids_of_completions(http: httpx.AsyncClient, fields: dict[st
         ids[choice["index"]] += choice.get("token_ids", [])
     assert [bytes(prompt) for prompt in prompts] == [b"abc", b"de"]
     assert ids == [[0, 1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_jobs"),
+    [
+        ("chat/completions", _CHAT | {"n": 2}, 2),
+        ("completions", {"model": MODEL, "prompt": ["ab", "cd"]}, 2),
+        ("embeddings", {"model": MODEL, "input": ["ab", "cd"]}, 2),
+    ],
+)
+async def test_each_prompt_is_truncated(
+    front: RunningGateway, http: httpx.AsyncClient, path: str, body: dict[str, Any], num_jobs: int
+) -> None:
+    answer = await http.post(f"/v1/{path}", json=body | {"truncate_prompt_tokens": 1})
+    assert answer.status_code == 200
+    assert [job.truncate_prompt_tokens for job in front.worker.jobs] == [1] * num_jobs
+
+
+_NEUTRAL: dict[str, Any] = {
+    "priority": 0,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "chat_template": None,
+    "documents": [],
+}
+
+
+async def test_what_vllms_clients_send_that_asks_for_nothing(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**_CHAT, extra_body=_NEUTRAL)
+    assert answer.choices[0].message.content == "one. two"
+
+
+@pytest.mark.parametrize(
+    "field", ["priority", "use_beam_search", "length_penalty", "chat_template", "documents"]
+)
+async def test_what_is_not_honoured_of_vllms_fields(client: openai.AsyncOpenAI, field: str) -> None:
+    asks: Any = {"chat_template": "{{ messages }}", "documents": [{"text": "x"}]}.get(field, 3)
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**_CHAT, extra_body={field: asks})
+    assert refused.value.param == field
