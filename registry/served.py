@@ -182,24 +182,9 @@ class ServedModel:
     def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
         """Raises ContextLengthError for a prompt that fills the window and more and is not to be
         truncated: mostly before it is tokenised."""
-        num_kept = self._num_kept(job)
+        num_kept = num_kept_tokens(job, self.context_window_tokens)
         token_ids = self._whole_prompt(job, None if num_kept else self.context_window_tokens)
         return token_ids if num_kept is None else token_ids[-num_kept:]
-
-    def _num_kept(self, job: Job) -> int | None:
-        """How many tokens of the prompt may stay, if a longer one is to be truncated."""
-        wanted, window_tokens = job.truncate_prompt_tokens, self.context_window_tokens
-        if wanted is None:
-            return None
-        if wanted == -1:
-            room = 0 if job.pooling is not None else (job.sampling.max_tokens or 1)
-            return max(window_tokens - room, 1)
-        if not 1 <= wanted <= window_tokens:
-            raise ParameterError(
-                "truncate_prompt_tokens",
-                f"truncate_prompt_tokens must be -1 or between 1 and {window_tokens}, got {wanted}",
-            )
-        return wanted
 
     def _whole_prompt(self, job: Job, window_tokens: int | None) -> tuple[int, ...]:
         """Of ``window_tokens`` at most, if that is given."""
@@ -255,6 +240,23 @@ class ServedModel:
             return wanted
         usual = self.sampling_defaults.max_tokens
         return left if usual is None else min(left, max(usual, sampling.min_tokens))
+
+
+def num_kept_tokens(job: Job, window_tokens: int) -> int | None:
+    """How many tokens of the job's prompt stay at most, if a longer one is to be truncated. Raises
+    ParameterError."""
+    wanted = job.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    if wanted == -1:
+        room = 0 if job.pooling is not None else (job.sampling.max_tokens or 1)
+        return max(window_tokens - room, 1)
+    if not 1 <= wanted <= window_tokens:
+        raise ParameterError(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens must be -1 or between 1 and {window_tokens}, got {wanted}",
+        )
+    return wanted
 
 
 def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:

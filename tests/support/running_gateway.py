@@ -17,7 +17,7 @@ from gateway.models import Models
 from gateway.server import Server, listen
 from gateway.tools.catalogue import ToolCatalogue
 from registry.pricing import UNPRICED
-from registry.served import EmbeddingSettings
+from registry.served import EmbeddingSettings, num_kept_tokens
 from runtime.clock import SystemClock
 from runtime.redis.link import RedisLink
 from runtime.tracing import Tracing
@@ -86,6 +86,8 @@ class ByteModel:
         assert token_ids is not None
         if any(not 0 <= token_id <= 255 for token_id in token_ids):
             raise ParameterError("prompt_token_ids", "a token id is not in the vocabulary")
+        num_kept = num_kept_tokens(job, CONTEXT_WINDOW_TOKENS)
+        token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)
         wanted = job.sampling.max_tokens
         if left < (wanted or 1):
@@ -101,6 +103,7 @@ class ByteModel:
             prompt=None,
             messages=None,
             chat_template_kwargs={},
+            truncate_prompt_tokens=None,
             prompt_token_ids=token_ids,
             sampling=sampling,
         )

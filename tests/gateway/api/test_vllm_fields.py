@@ -278,7 +278,7 @@ async def test_each_prompt_is_truncated(
 ) -> None:
     answer = await http.post(f"/v1/{path}", json=body | {"truncate_prompt_tokens": 1})
     assert answer.status_code == 200
-    assert [job.truncate_prompt_tokens for job in front.worker.jobs] == [1] * num_jobs
+    assert [len(job.prompt_token_ids or ()) for job in front.worker.jobs] == [1] * num_jobs
 
 
 _NEUTRAL: dict[str, Any] = {
