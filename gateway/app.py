@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from gateway.api import pages
 from gateway.api.batches import BatchesApi
-from gateway.api.embeddings import Embeddings
+from gateway.api.embeddings import embedding_endpoints
 from gateway.api.files import FilesApi
 from gateway.api.generations import GenerationHandler
 from gateway.api.limits import LimitsApi
 from gateway.api.messages import MessagesApi, MessagesEndpoint
 from gateway.api.ops import OpsApi
 from gateway.api.responses import ResponsesApi, ResponsesEndpoint
+from gateway.api.scores import scoring_endpoints
 from gateway.api.sessions import SessionsApi
 from gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from gateway.api.socket.websocket import WebSocketHandler
@@ -116,10 +117,11 @@ def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
 
 
 def _starlette(gateway: Gateway) -> Starlette:
+    pooled = [*embedding_endpoints(gateway), *scoring_endpoints(gateway)]
     return Starlette(
         routes=[
             *Api(gateway).routes(),
-            *Embeddings(gateway).routes(),
+            *(route for one in pooled for route in one.routes()),
             *ResponsesApi(gateway).routes(),
             *MessagesApi(gateway).routes(),
             *FilesApi(gateway).routes(),

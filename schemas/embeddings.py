@@ -29,6 +29,12 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     truncate_prompt_tokens: int | None = None
 
 
+class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /pooling``. Embeddings are all that there is."""
+
+    task: Literal["embed"] | None = None
+
+
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
     """The embedding of input ``index``: an array of numbers, or their bytes (little-endian float32)
     in base64."""
@@ -44,6 +50,10 @@ class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, num_tokens: int) -> EmbeddingUsage:
+        return cls(prompt_tokens=num_tokens, total_tokens=num_tokens)
+
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The answer, in the order of the inputs."""
@@ -52,3 +62,96 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     usage: EmbeddingUsage
     object: str = "list"
+
+
+class PoolingObject(msgspec.Struct, frozen=True, kw_only=True):
+    """As ``EmbeddingObject``."""
+
+    index: int
+    data: msgspec.Raw
+    object: str = "pooling"
+
+
+class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the inputs."""
+
+    id: str
+    created: int
+    data: tuple[PoolingObject, ...]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class RerankedText(msgspec.Struct, frozen=True, kw_only=True):
+    """A document."""
+
+    text: str
+
+
+class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Texts are compared by the cosine of their embeddings, with the model's own ``pooling`` unless
+    one is named."""
+
+    model: str
+    user: str | None = None
+    pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/score``: how like one another the first and the second texts are, pair by pair; a
+    single first text is compared with each second one. ``queries`` and ``documents`` are other
+    names of ``text_1`` and ``text_2``."""
+
+    text_1: str | tuple[str, ...] | None = None
+    text_2: str | tuple[str, ...] | None = None
+    queries: str | tuple[str, ...] | None = None
+    documents: str | tuple[str, ...] | None = None
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """Of pair ``index``, between -1 and 1."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the pairs."""
+
+    id: str
+    created: int
+    model: str
+    data: tuple[Score, ...]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/rerank``, as Jina's and Cohere's APIs and vLLM's servers have it. The best
+    ``top_n`` documents are given out (0 or nothing: all), with their texts unless
+    ``return_documents`` is false."""
+
+    query: str
+    documents: tuple[str | RerankedText, ...]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Document ``index`` of the request; the score is between -1 and 1."""
+
+    index: int
+    relevance_score: float
+    document: RerankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, the most relevant document first."""
+
+    id: str
+    model: str
+    results: tuple[RerankResult, ...]
+    usage: EmbeddingUsage

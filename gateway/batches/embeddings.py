@@ -39,7 +39,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         base = replace(
             bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
             store_result=True,
-            user=user_of(asked),
+            user=user_of(asked.user),
             pooling=asked.pooling or model.embedding_defaults.pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
         )

@@ -105,6 +105,15 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "tools": {"maxItems": MAX_TOOLS},
     "tool_choice": _tool_choice({"function": closed_object({"name": _STRING})}, "function"),
 }
+_INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
+_POOLED: dict[str, Schema] = {"truncate_prompt_tokens": _NUM_KEPT, "user": _LABEL}
+_EMBEDDING: dict[str, Schema] = _POOLED | {"dimensions": {"minimum": 1}, "input": _INPUTS}
+_VECTOR: Schema = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "number"}},
+        _STRING | {"contentEncoding": "base64"},
+    ]
+}
 # By component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
@@ -149,20 +158,13 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
-    "EmbeddingRequest": {
-        "dimensions": {"minimum": 1},
-        "truncate_prompt_tokens": _NUM_KEPT,
-        "user": _LABEL,
-        "input": {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1},
-    },
-    "EmbeddingObject": {
-        "embedding": {
-            "anyOf": [
-                {"type": "array", "items": {"type": "number"}},
-                _STRING | {"contentEncoding": "base64"},
-            ]
-        }
-    },
+    "EmbeddingRequest": _EMBEDDING,
+    "PoolingRequest": _EMBEDDING,
+    "ScoreRequest": _POOLED | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
+    "RerankRequest": _POOLED
+    | {"query": {"minLength": 1}, "documents": _INPUTS, "top_n": {"minimum": 0}},
+    "EmbeddingObject": {"embedding": _VECTOR},
+    "PoolingObject": {"data": _VECTOR},
     "Response": {"tool_choice": {"description": "As it was asked for."}},
 }
 

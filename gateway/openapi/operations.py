@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from itertools import chain
 
+from gateway.api.embeddings import POOLING_ROUTE
 from gateway.api.limits import CallerLimits
 from gateway.api.messages import COUNT_TOKENS
+from gateway.api.scores import RERANK_PATHS, SCORE_PATHS
 from gateway.api.sessions import SessionDeleted
 from gateway.api.system import (
     DETOKENIZE_PATHS,
@@ -38,7 +40,16 @@ from schemas.chat.tokenizing import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from schemas.embeddings import EmbeddingList, EmbeddingRequest
+from schemas.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+    RerankList,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from schemas.files import FileDeleted, FileList, FileObject
 from schemas.openai import (
     ChatCompletionRequest,
@@ -81,6 +92,28 @@ def _tokenize(path: str, name: str) -> Operation:
         body=TokenizeRequest,
         example={"model": "demo", "prompt": "Hello!"},
         own_errors=(404, 500),
+    )
+
+
+def _rerank(path: str, name: str) -> Operation:
+    return generate(
+        path,
+        name,
+        "The documents that are most like a query, by their embeddings",
+        RerankList,
+        body=RerankRequest,
+        example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
+    )
+
+
+def _score(path: str, name: str) -> Operation:
+    return generate(
+        path,
+        name,
+        "How like one another texts are, by their embeddings",
+        ScoreList,
+        body=ScoreRequest,
+        example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
     )
 
 
@@ -212,6 +245,16 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             body=EmbeddingRequest,
             example={"model": "demo", "input": ["Hello!", "Good morning."]},
         ),
+        generate(
+            POOLING_ROUTE,
+            "createPooling",
+            "Embed texts, as vLLM's servers tell of it",
+            PoolingList,
+            body=PoolingRequest,
+            example={"model": "demo", "input": ["Hello!", "Good morning."]},
+        ),
+        *map(_rerank, RERANK_PATHS, ("rerank", "rerankAsCohere", "rerankAtRoot")),
+        *map(_score, SCORE_PATHS, ("score", "scoreAtRoot")),
     ),
     "models": (
         get("/v1/models", "listModels", "The models that may be asked for", ModelList),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -17,24 +17,40 @@ from schemas.jobs import MAX_LABEL_CHARACTERS, Job
 
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 
-Input = str | tuple[int, ...]
+
+class Input(NamedTuple):
+    """A text, or token ids, that an embedding is made of: ``where`` it stands in the field
+    ``param``."""
+
+    given: str | tuple[int, ...]
+    param: str
+    where: str
 
 
 def inputs_of(asked: EmbeddingRequest) -> list[Input]:
     """The texts and token ids to embed. Raises ParameterError."""
     given = asked.input
     if isinstance(given, str):
-        return [given]
-    if not given:
-        raise ParameterError("input", "input must not be empty")
+        return [Input(given, "input", "input")]
     kinds = set(map(type, given))
     if kinds == {int}:
-        return [cast("tuple[int, ...]", given)]
+        return [Input(cast("tuple[int, ...]", given), "input", "input")]
+    if kinds and kinds not in ({str}, {tuple}):
+        raise ParameterError(
+            "input", "input must be texts, token ids or lists of token ids, not mixed"
+        )
+    return inputs_in("input", cast("tuple[str | tuple[int, ...], ...]", given))
+
+
+def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]:
+    """Those of a field that is a list. Raises ParameterError."""
+    if not given:
+        raise ParameterError(param, f"{param} must not be empty")
     if len(given) > MAX_INPUTS:
-        raise ParameterError("input", f"input takes at most {MAX_INPUTS} items, got {len(given)}")
-    if kinds in ({str}, {tuple}):
-        return list(cast("tuple[Input, ...]", given))
-    raise ParameterError("input", "input must be texts, token ids or lists of token ids, not mixed")
+        raise ParameterError(param, f"{param} takes at most {MAX_INPUTS} items, got {len(given)}")
+    if len(given) == 1:
+        return [Input(given[0], param, param)]
+    return [Input(one, param, f"{param}[{i}]") for i, one in enumerate(given)]
 
 
 async def jobs_of(
@@ -46,11 +62,11 @@ async def jobs_of(
         # Nothing is drawn for an embedding, so any seed will do.
         seeds = random.Random(base.request_id)
         return [
-            _prepare(base, index, one, is_list=len(inputs) > 1, model=model, seeds=seeds)
-            for index, one in enumerate(inputs)
+            _prepare(base, index, one, model=model, seeds=seeds) for index, one in enumerate(inputs)
         ]
 
-    return await prompts.run(base.tenant, sum(map(len, inputs)), prepare_all)
+    num_units = sum(len(one.given) for one in inputs)
+    return await prompts.run(base.tenant, num_units, prepare_all)
 
 
 def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
@@ -66,9 +82,9 @@ def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
     return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
 
 
-def user_of(asked: EmbeddingRequest) -> str:
+def user_of(given: str | None) -> str:
     """Raises ParameterError for a name that is too long."""
-    user = asked.user or ""
+    user = given or ""
     if len(user) > MAX_LABEL_CHARACTERS:
         raise ParameterError("user", f"user must have at most {MAX_LABEL_CHARACTERS} characters")
     return user
@@ -77,15 +93,14 @@ def user_of(asked: EmbeddingRequest) -> str:
 def _prepare(
     base: Job,
     index: int,
-    given: Input,
+    one: Input,
     *,
-    is_list: bool,
     model: ServedModelLike,
     seeds: random.Random,
 ) -> Job:
-    where = f"input[{index}]" if is_list else "input"
+    given, param, where = one
     if not given:
-        raise ParameterError("input", f"{where} must not be empty")
+        raise ParameterError(param, f"{where} must not be empty")
     text, token_ids = (given, None) if isinstance(given, str) else (None, given)
     request_id = f"{base.request_id}.{index}" if index else base.request_id
     job = msgspec.structs.replace(
@@ -96,4 +111,4 @@ def _prepare(
     except ParameterError as error:
         if error.param not in _PROMPT_FIELDS:
             raise
-        raise ParameterError("input", error.message.replace(error.param, where, 1)) from error
+        raise ParameterError(param, error.message.replace(error.param, where, 1)) from error

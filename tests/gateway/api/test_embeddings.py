@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from bus.tenancy.errors import LimitsUnreachableError
-from gateway.api.embeddings import MAX_JOBS_AT_ONCE
+from gateway.api.pooled import MAX_JOBS_AT_ONCE
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.limits import Limiter, Reservation

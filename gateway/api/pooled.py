@@ -1,0 +1,247 @@
+"""Requests whose answer is made of embeddings: a job for each input, answered together."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.core import Gateway
+from gateway.errors import refusal_of, refusal_of_end
+from gateway.models import ServedModelLike
+from gateway.rendering.embedding_jobs import Input, jobs_of
+from gateway.rendering.rendering import read_long
+from gateway.request.job_maker import bare_job
+from gateway.request.tracing import TRACEPARENT, RequestTrace
+from gateway.streams.usage import total_usage
+from gateway.tenancy.caller import Caller
+from gateway.transport.http import (
+    JSON,
+    ClientLeftError,
+    Receive,
+    header_of,
+    json_response,
+    new_request_id,
+    read_body,
+    wait_for_disconnect,
+)
+from schemas.embeddings import EmbeddingUsage
+from schemas.errors import MillraceError
+from schemas.frames import Done, TerminalFrame, Usage
+from schemas.jobs import Job
+from schemas.pooling import Pooling
+
+# Jobs of one request that are in the queue or run at a time.
+MAX_JOBS_AT_ONCE = 64
+
+_NS_PER_S = 1_000_000_000
+
+
+_MadeT = TypeVar("_MadeT")
+
+
+class AnswerHead(NamedTuple):
+    """What is known of an answer beside the embeddings: ``usage`` is of all inputs, ``created_s``
+    is UTC epoch."""
+
+    request_id: str
+    created_s: int
+    usage: EmbeddingUsage
+
+
+class PooledAnswer(ABC, Generic[_MadeT]):
+    """What is made of embeddings."""
+
+    @abstractmethod
+    def of_input(self, pooled: bytes) -> _MadeT:
+        """What is kept of an input's embedding, little-endian float32 as a worker pools it."""
+
+    @abstractmethod
+    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> object:
+        """The body, of what was made of each input."""
+
+
+class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that was understood. ``answer`` is asked once the model is known, and raises
+    ParameterError for what that cannot do."""
+
+    model: str
+    inputs: list[Input]
+    answer: Callable[[ServedModelLike], PooledAnswer[Any]]
+    user: str = ""
+    pooling: Pooling | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class _Made(NamedTuple):
+    """What became of one input."""
+
+    made: Any
+    usage: Usage
+
+
+class _EndedBadlyError(Exception):
+    """A job ended in something else than an embedding."""
+
+    def __init__(self, end: TerminalFrame) -> None:
+        super().__init__(type(end).__name__)
+        self.end = end
+
+
+class PooledEndpoint:
+    """One such endpoint, at each of ``paths``. ``read`` raises MillraceError for a body that cannot
+    be honoured."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        paths: Sequence[str],
+        id_prefix: str,
+        read: Callable[[bytes], PooledAsk],
+    ) -> None:
+        self._gateway = gateway
+        self._paths = paths
+        self._id_prefix = id_prefix
+        self._read = read
+
+    def routes(self) -> list[Route]:
+        return [Route(path, self.answer, methods=["POST"]) for path in self._paths]
+
+    async def answer(self, request: Request) -> Response:
+        """Answer, and tell of it in its trace if there is one."""
+        traces = self._gateway.traces
+        if traces is None:
+            return await self._answer(request, None)
+        traceparent = header_of(request.scope, TRACEPARENT)
+        trace = traces.start(traceparent, self._paths[0], request.method)
+        status, refusal = 500, None
+        try:
+            response = await self._answer(request, trace)
+            status = response.status_code
+        except MillraceError as error:
+            refusal = refusal_of(error)
+            status = refusal.status
+            raise
+        except ClientLeftError:
+            status = 499
+            raise
+        finally:
+            if trace is not None:
+                trace.finish(status, refusal)
+        return response if trace is None else _with_headers(response, trace.headers)
+
+    async def _answer(self, request: Request, trace: RequestTrace | None) -> Response:
+        """All inputs are embedded, or the whole request is an error; a client that leaves cancels
+        what is not done."""
+        caller = await self._gateway.identity.caller(request.scope)
+        request_id = new_request_id(self._id_prefix)
+        async with self._gateway.intake_limits.refusals_count(caller, request_id):
+            return await self._answer_to(request, caller, request_id, trace)
+
+    async def _answer_to(
+        self, request: Request, caller: Caller, request_id: str, trace: RequestTrace | None
+    ) -> Response:
+        gateway = self._gateway
+        body = await read_body(request.scope, request.receive, gateway.config)
+        await gateway.intake_limits.admit(caller, request_id, len(body))
+        asked = await read_long(gateway.prompts, caller, body, self._read)
+        model = await gateway.models.get(asked.model)
+        shape = asked.answer(model)
+        base = self._base_job(asked, request_id, model, caller)
+        if trace is not None:
+            trace.note_model(asked.model)
+            base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
+        jobs = await jobs_of(base, asked.inputs, model, gateway.prompts)
+        limit_headers = await gateway.admission.reserve(caller, request_id, model, jobs)
+        made: list[_Made | None] = [None] * len(jobs)
+        try:
+            await self._make(jobs, shape, made, request.receive)
+        except _EndedBadlyError as error:
+            refusal = refusal_of_end(error.end)
+            headers = [*refusal.headers, *limit_headers]
+            return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
+        finally:
+            usage = total_usage(one.usage for one in made if one is not None)
+            if trace is not None:
+                trace.note_usage(usage)
+            served = [None if one is None else one.usage for one in made]
+            gateway.admission.settle(request_id, model, served)
+        head = AnswerHead(
+            request_id,
+            jobs[0].received_ns // _NS_PER_S,
+            EmbeddingUsage.of(usage.prompt_tokens),
+        )
+        answer = shape.whole([one.made for one in made if one is not None], head)
+        return _with_headers(json_response(answer), limit_headers)
+
+    def _base_job(
+        self, asked: PooledAsk, request_id: str, model: ServedModelLike, caller: Caller
+    ) -> Job:
+        gateway = self._gateway
+        received_ns = gateway.clock.now_ns()
+        deadline_ns = received_ns + round(gateway.config.request_timeout_s * _NS_PER_S)
+        job = bare_job(asked.model, caller, request_id, caller.tier, received_ns, deadline_ns)
+        return msgspec.structs.replace(
+            job,
+            pooling=asked.pooling or model.embedding_defaults.pooling,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            reply=gateway.gateway_id,
+            batch_frames=True,
+            user=asked.user,
+        )
+
+    # --- jobs to embeddings ---
+
+    async def _make(
+        self,
+        jobs: Sequence[Job],
+        shape: PooledAnswer[Any],
+        made: list[_Made | None],
+        receive: Receive,
+    ) -> None:
+        """Fill ``made``. Raises _EndedBadlyError, ClientLeftError, or MillraceError for a job that
+        could not be published; the jobs that are under way are cancelled then."""
+        numbers = iter(range(len(jobs)))
+
+        async def work() -> None:
+            for number in numbers:
+                made[number] = await self._make_one(jobs[number], shape)
+
+        gone = asyncio.create_task(wait_for_disconnect(receive))
+        workers = {asyncio.create_task(work()) for _ in range(min(len(jobs), MAX_JOBS_AT_ONCE))}
+        pending: set[asyncio.Task[None]] = workers
+        try:
+            while pending:
+                await asyncio.wait({*pending, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    raise ClientLeftError
+                for worker in pending:
+                    if worker.done():
+                        worker.result()
+                pending = {worker for worker in pending if not worker.done()}
+        finally:
+            tasks = (*workers, gone)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _make_one(self, job: Job, shape: PooledAnswer[Any]) -> _Made:
+        reader, _ = await self._gateway.runner.run(job)
+        end = reader.terminal
+        assert end is not None
+        if not isinstance(end, Done):
+            raise _EndedBadlyError(end)
+        assert reader.usage is not None
+        return _Made(shape.of_input(reader.embedding), reader.usage)
+
+
+def _with_headers(response: Response, headers: Sequence[tuple[bytes, bytes]]) -> Response:
+    for name, value in headers:
+        response.headers[name.decode()] = value.decode()
+    return response
