@@ -119,3 +119,8 @@ def job_reservation(stream_sequence: int, request_id: str) -> str:
 def response_key(tenant: str, response_id: str) -> str:
     """An answer of the Responses API that may be continued, and the conversation before it."""
     return f"resp:{token(tenant)}:{token(response_id)}"
+
+
+def conversation_key(tenant: str, conversation_id: str) -> str:
+    """A conversation that answers of the Responses API are added to."""
+    return f"conv:{token(tenant)}:{token(conversation_id)}"

@@ -15,12 +15,13 @@ from gateway.api.batches import BatchesApi
 from gateway.api.embeddings import embedding_endpoints
 from gateway.api.files import FilesApi
 from gateway.api.generations import GenerationHandler
+from gateway.api.kept.conversations import ConversationsApi
+from gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
+from gateway.api.kept.sessions import SessionsApi
 from gateway.api.limits import LimitsApi
 from gateway.api.messages import MessagesApi, MessagesEndpoint
 from gateway.api.ops import OpsApi
-from gateway.api.responses import ResponsesApi, ResponsesEndpoint
 from gateway.api.scores import scoring_endpoints
-from gateway.api.sessions import SessionsApi
 from gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from gateway.api.socket.websocket import WebSocketHandler
 from gateway.api.system import Api
@@ -123,6 +124,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *Api(gateway).routes(),
             *(route for one in pooled for route in one.routes()),
             *ResponsesApi(gateway).routes(),
+            *ConversationsApi(gateway).routes(),
             *MessagesApi(gateway).routes(),
             *FilesApi(gateway).routes(),
             *BatchesApi(gateway).routes(),

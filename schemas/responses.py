@@ -240,6 +240,12 @@ class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=
     include_obfuscation: Any = None
 
 
+class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A conversation by its id."""
+
+    id: str
+
+
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/responses``.
 
@@ -247,7 +253,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
     the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``
     and ``prompt_cache_retention`` are hints that change nothing here. ``enable_thinking``,
-    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions. With
+    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions.
+    ``conversation`` is one that goes before the input, and that input and output are added to. With
     ``background`` the answer is made whether or not anybody waits for it.
     """
 
@@ -269,7 +276,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     access_programs: Any = None
     background: bool | None = None
     context_management: Any = None
-    conversation: Any = None
+    conversation: str | ConversationReference | None = None
     image: Any = None
     max_tool_calls: Any = None
     moderation: Any = None
@@ -281,6 +288,12 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     enable_thinking: bool | None = None
     thinking_token_budget: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def conversation_id(self) -> str:
+        """Of the conversation that it names; empty: it names none."""
+        given = self.conversation
+        return given.id if isinstance(given, ConversationReference) else given or ""
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -322,7 +335,8 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer with what asked for it. ``store`` says whether it can be referred to later."""
+    """An answer with what asked for it. ``store`` says whether it can be referred to later,
+    ``conversation`` which one it is added to."""
 
     id: str
     created_at: int
@@ -348,6 +362,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     error: FailureInfo | None = None
     incomplete_details: IncompleteDetails | None = None
     background: bool = False
+    conversation: ConversationReference | None = None
     object: Literal["response"] = "response"
 
 
@@ -376,8 +391,10 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept of an answer: the ``response`` as it was sent, and all the items before it; of
-    one in the background also the ``request``, without its input."""
+    one in the background also the ``request``, without its input, and how many of the items are not
+    of that (``num_earlier``)."""
 
     response: msgspec.Raw
     input: tuple[Item, ...]
     request: ResponsesRequest | None = None
+    num_earlier: int = 0

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from gateway.api.kept.conversations import MAX_NEW_ITEMS
 from gateway.request import grammar_fields, message_fields, parsing
 from gateway.responses import input as responses_input
 from schemas.embeddings import MAX_INPUTS
@@ -42,6 +43,7 @@ _JSON_SCHEMA_OR_TEXT: Schema = {"anyOf": [_JSON_SCHEMA, _STRING]}
 _TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _PROMPT: list[Schema] = [_STRING, _TOKEN_IDS]
 _ITEMS: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in get_args(GivenItem)]
+_METADATA: Schema = {"maxProperties": 16}
 _LABEL: Schema = {"maxLength": MAX_LABEL_CHARACTERS}
 _LOGPROBS: Schema = {"minimum": 0, "maximum": MAX_LOGPROBS}
 _FUNCTION_NAME: Schema = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
@@ -88,7 +90,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
     "service_tier": {"enum": ["auto", "default", "flex", "priority", *Tier, None]},
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "bad_words": {"maxItems": MAX_BAD_WORDS},
-    "metadata": {"maxProperties": 16},
+    "metadata": _METADATA,
     "logit_bias": {"maxProperties": MAX_LOGIT_BIASES, "propertyNames": {"pattern": "^[0-9]+$"}},
     "guided_json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
     "guided_choice": _CHOICE,
@@ -114,6 +116,7 @@ _VECTOR: Schema = {
         _STRING | {"contentEncoding": "base64"},
     ]
 }
+_NEW_ITEMS: Schema = {"maxItems": MAX_NEW_ITEMS, "items": {"anyOf": _ITEMS}}
 # By component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
@@ -146,6 +149,9 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "MessagesTool": {"name": _FUNCTION_NAME},
     "Metadata": {"user_id": _LABEL},
     "Thinking": {"budget_tokens": {"minimum": 0}},
+    "ConversationRequest": {"items": _NEW_ITEMS, "metadata": _METADATA},
+    "ConversationUpdate": {"metadata": _METADATA},
+    "NewItems": {"items": _NEW_ITEMS | {"minItems": 1}},
     "StructuredOutputs": {
         "json": {"anyOf": [_JSON_SCHEMA, _STRING, _NULL]},
         "choice": _CHOICE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 from gateway.api.embeddings import POOLING_ROUTE
+from gateway.api.kept.sessions import SessionDeleted
 from gateway.api.limits import CallerLimits
 from gateway.api.messages import COUNT_TOKENS
 from gateway.api.scores import RERANK_PATHS, SCORE_PATHS
-from gateway.api.sessions import SessionDeleted
 from gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
@@ -17,9 +17,11 @@ from gateway.api.system import (
     Version,
 )
 from gateway.api.tools import ServerToolList
+from gateway.openapi.conversations import CONVERSATIONS
 from gateway.openapi.fields import closed_object
 from gateway.openapi.operation import (
     JSON,
+    ORDER,
     Media,
     Operation,
     Query,
@@ -68,8 +70,6 @@ from schemas.responses import (
 )
 from schemas.sessions import SessionHistory
 
-_order = {"enum": ["asc", "desc"], "default": "desc"}
-_ORDER = Query("order", _order, "asc: the oldest first; desc: the newest first.")
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
@@ -233,9 +233,10 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "listInputItems",
             "The items before an answer, in pages",
             ItemList,
-            query=page(100, _ORDER),
+            query=page(100, ORDER),
         ),
     ),
+    "conversations": CONVERSATIONS,
     "embeddings": (
         generate(
             "/v1/embeddings",
@@ -275,7 +276,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "listFiles",
             "The caller's files, in pages",
             FileList,
-            query=page(10_000, _ORDER, _PURPOSE),
+            query=page(10_000, ORDER, _PURPOSE),
         ),
         get("/v1/files/{file_id}", "getFile", "One file's entry", FileObject),
         delete(

@@ -61,7 +61,6 @@ _ROLES = tuple(kind.role for kind in get_args(GivenMessage))
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
     "context_management": (None, []),
-    "conversation": (None,),
     "image": (None,),
     "max_tool_calls": (None,),
     "moderation": (None,),
@@ -130,6 +129,13 @@ def check_fields(request: ResponsesRequest) -> None:
         value = getattr(request, name)
         if value is not None and not (name == "n" and value == 1):
             raise ParameterError(name, f"{name} is not supported here; {instead}.")
+    if request.conversation is not None:
+        if not request.conversation_id:
+            raise ParameterError("conversation", "conversation must have an id.")
+        if request.previous_response_id is not None:
+            raise ParameterError(
+                "conversation", "Give one of conversation and previous_response_id."
+            )
     if request.background and request.store is False:
         raise ParameterError(
             "store", "An answer in the background is always kept; leave store out."
@@ -140,16 +146,18 @@ def check_fields(request: ResponsesRequest) -> None:
             raise ParameterError("include", f"include takes {' and '.join(INCLUDABLE)}.")
 
 
-def given_items(given: str | Sequence[msgspec.Raw]) -> tuple[Item | ItemReference, ...]:
-    """The items of ``input``; the id of one that has none is empty.
+def given_items(
+    given: str | Sequence[msgspec.Raw], field: str = "input"
+) -> tuple[Item | ItemReference, ...]:
+    """The items of ``field``; the id of one that has none is empty.
 
     Raises ParameterError naming the item and its field.
     """
     if isinstance(given, str):
         return (MessageItem(id="", role="user", content=(InputText(given),)),)
     if not given:
-        raise ParameterError("input", "input must hold at least one item.")
-    return tuple(_item(raw, f"input[{i}]") for i, raw in enumerate(given))
+        raise ParameterError(field, f"{field} must hold at least one item.")
+    return tuple(_item(raw, f"{field}[{i}]") for i, raw in enumerate(given))
 
 
 def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:

@@ -30,6 +30,7 @@ async def resolve(
     earlier: Sequence[Item],
     tenant: str,
     store: ResponseStore,
+    field: str = "input",
 ) -> tuple[Item, ...]:
     """The items, those that are named by their id from ``earlier`` or from the tenant's kept
     answers. Raises ItemNotFoundError, RedisUnreachableError, and ParameterError for items of too
@@ -43,11 +44,13 @@ async def resolve(
         if not isinstance(item, ItemReference):
             resolved.append(item)
             continue
-        param = f"input[{number}].id"
+        param = f"{field}[{number}].id"
         found = _OURS.fullmatch(item.id)
         if item.id not in known and found is not None and found[1] not in looked_up:
             if len(looked_up) == _MAX_ANSWERS:
-                message = f"input names items of more than {_MAX_ANSWERS} answers; send some whole."
+                message = (
+                    f"{field} names items of more than {_MAX_ANSWERS} answers; send some whole."
+                )
                 raise ParameterError(param, message)
             looked_up.add(found[1])
             stored = await store.get(tenant, _RESPONSE_ID.format(stem=found[1]))

@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.request.response_reader import ResponseReader
+from gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from gateway.responses.cursor import events_after
 from gateway.responses.input import named
 from gateway.responses.items import LENGTH, Describe, OutputItems
@@ -28,6 +29,7 @@ from schemas.response_events import (
     StreamError,
 )
 from schemas.responses import (
+    ConversationReference,
     FailureInfo,
     IncompleteDetails,
     InputTokensDetails,
@@ -50,8 +52,9 @@ _encode = msgspec.json.encode
 class ResponseRenderer:
     """A ``gateway.rendering.rendering.Renderer``. ``given`` are the items of the request's input,
     ``earlier`` those before them; ``conversation`` is both, with ids. ``store`` None: the answer is
-    not to be kept. Of its events, those after the sequence number ``after`` are given out. Of an
-    answer in the background it is a ``gateway.request.response_stream.Keeper``."""
+    not to be kept. ``conversations`` has the one that the request names. Of its events, those after
+    the sequence number ``after`` are given out. Of an answer in the background it is a
+    ``gateway.request.response_stream.Keeper``."""
 
     plain: tuple[bytes, bytes] | None = None
 
@@ -64,6 +67,8 @@ class ResponseRenderer:
         store: ResponseStore | None,
         describe: Describe,
         after: int = -1,
+        *,
+        conversations: ConversationStore | None = None,
     ) -> None:
         stem = response.request_id.rpartition("-")[2]
         self.request = request
@@ -71,6 +76,9 @@ class ResponseRenderer:
         self._tools = tuple(map(_on_one_line, request.tools or ()))
         self._response_stream = response
         self.conversation = (*earlier, *named(given, stem, earlier))
+        self.num_earlier = len(earlier)
+        self._conversation_id = request.conversation_id
+        self._conversations = conversations
         self._store = store
         self._items = OutputItems(stem, len(_FIRST), describe)
         self._had = response.choices[0].had
@@ -121,13 +129,18 @@ class ResponseRenderer:
 
     @property
     def must_store(self) -> bool:
-        return self._store is not None and not self.request.background
+        is_kept = self._store is not None or bool(self._conversation_id)
+        return is_kept and not self.request.background
 
     async def store(self) -> None:
         """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
-        an answer that is there is not withheld for that."""
-        if self._store is None or self.request.background:
+        an answer that is there is not withheld for that; and by no ``conversation`` that it could
+        not be added to one."""
+        if self.request.background:
             return  # what is in the background is kept by whoever reads it there
+        await self._add_to_conversation()
+        if self._store is None:
+            return
         try:
             await self._store.put(
                 self._response_stream.caller.tenant, self._final(), self.conversation
@@ -148,12 +161,32 @@ class ResponseRenderer:
         whoever asks for it later reads it again."""
         assert self._store is not None
         tenant = self._response_stream.caller.tenant
+        if self._response_stream.refusal is None:
+            await self._add_to_conversation()
         try:
             await self._store.end(tenant, self._ended(), self.conversation, self.request)
         except RedisUnreachableError:
             _log.warning(
                 "the end of an answer could not be kept",
                 extra={"request_id": self._response_stream.request_id},
+            )
+
+    async def _add_to_conversation(self) -> None:
+        """Once, whoever reads the answer's end."""
+        if not self._conversation_id:
+            return
+        response, conversations = self._response_stream, self._conversations
+        assert conversations is not None
+        items = (*self.conversation[self.num_earlier :], *self._items.items())
+        try:
+            await conversations.append(
+                response.caller.tenant, self._conversation_id, items, response.request_id
+            )
+        except (RedisUnreachableError, ConversationNotFoundError):
+            self._conversation_id = ""
+            _log.warning(
+                "an answer could not be added to its conversation",
+                extra={"request_id": response.request_id},
             )
 
     def _ended(self) -> Response:
@@ -220,6 +253,9 @@ class ResponseRenderer:
             truncation=request.truncation or "disabled",
             user=request.user,
             background=bool(request.background),
+            conversation=ConversationReference(self._conversation_id)
+            if self._conversation_id
+            else None,
         )
 
 

@@ -112,11 +112,16 @@ class ResponseStore:
         await self._insist("SET", key, packed, "EX", self._ttl_s)
 
     async def begin(
-        self, tenant: str, response: Response, items: tuple[Item, ...], request: ResponsesRequest
+        self,
+        tenant: str,
+        response: Response,
+        items: tuple[Item, ...],
+        request: ResponsesRequest,
+        num_earlier: int,
     ) -> None:
         """Keep an answer in the background that is yet to be made, unless it is kept already.
         Raises RedisUnreachableError."""
-        packed = await _pack(response, items, request)
+        packed = await _pack(response, items, request, num_earlier)
         key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
 
@@ -156,12 +161,17 @@ class ResponseStore:
 
 
 async def _pack(
-    response: Response, items: tuple[Item, ...], request: ResponsesRequest | None
+    response: Response,
+    items: tuple[Item, ...],
+    request: ResponsesRequest | None,
+    num_earlier: int = 0,
 ) -> bytes:
     body = msgspec.Raw(_encoder.encode(response))
     if request is not None:
         request = msgspec.structs.replace(request, input="")
-    plain = _encoder.encode(StoredResponse(response=body, input=items, request=request))
+    plain = _encoder.encode(
+        StoredResponse(response=body, input=items, request=request, num_earlier=num_earlier)
+    )
     return await in_thread_if(
         len(plain) > _MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
     )

@@ -116,6 +116,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     response_max_bytes: int = 8 * 1024 * 1024
     """Size of such an answer, with the conversation before it, above which it is not kept."""
 
+    conversation_ttl_s: float = 30 * 86_400.0
+    """How long a conversation of the Conversations API is kept after its last change."""
+
     max_file_bytes: int = 100 * 1024 * 1024
     """Size of an uploaded file."""
 

@@ -180,8 +180,8 @@ async def test_answers_are_what_it_describes(http: httpx.AsyncClient) -> None:
     ):
         validator(component).validate((await http.get(path)).json())
     for operation in OPERATIONS:
-        if operation.example is None or operation.name == "createBatch":
-            continue
+        if "model" not in (operation.example or {}):
+            continue  # it is about what is kept, which there is none of here
         body = operation.example | {"model": MODEL}
         answer = await http.post(operation.path, json=body)
         assert answer.status_code == 200, answer.text

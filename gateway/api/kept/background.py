@@ -15,6 +15,7 @@ from gateway.request.detached_client import DetachedClient
 from gateway.request.response_reader import ResponseReader
 from gateway.request.response_stream import ResponseStream
 from gateway.request.resuming import UnknownRequestError
+from gateway.responses.conversations import ConversationStore
 from gateway.responses.renderer import ResponseRenderer
 from gateway.responses.store import (
     ResponseNotFoundError,
@@ -70,6 +71,7 @@ class BackgroundResponses:
     def __init__(self, gateway: Gateway, store: ResponseStore) -> None:
         self._gateway = gateway
         self._store = store
+        self._conversations = ConversationStore(gateway.redis, gateway.config)
 
     async def begin(
         self, render: Callable[[ResponseReader], ResponseRenderer], response: ResponseStream
@@ -79,7 +81,9 @@ class BackgroundResponses:
         renderer = render(response)
         tenant, queued = response.caller.tenant, renderer.queued()
         try:
-            await self._store.begin(tenant, queued, renderer.conversation, renderer.request)
+            await self._store.begin(
+                tenant, queued, renderer.conversation, renderer.request, renderer.num_earlier
+            )
         except BaseException:
             response.abort("failed")
             raise
@@ -127,8 +131,16 @@ class BackgroundResponses:
         """Of an answer in the background; gives out the events ``after`` a sequence number."""
         assert stored.request is not None
         describe = partial(logprob_infos, response.model.tokenizer)
+        earlier, given = stored.input[: stored.num_earlier], stored.input[stored.num_earlier :]
         return ResponseRenderer(
-            stored.request, response, stored.input, (), self._store, describe, after
+            stored.request,
+            response,
+            earlier,
+            given,
+            self._store,
+            describe,
+            after,
+            conversations=self._conversations,
         )
 
     async def _cancel(self, caller: Caller, response_id: str, stored: StoredResponse) -> None:

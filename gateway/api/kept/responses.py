@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from gateway.api.background import BackgroundResponses, NotInBackgroundError
 from gateway.api.counted_reading import counted_body
 from gateway.api.following import follow
-from gateway.api.paging import is_ascending, limit_of, list_response
+from gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
+from gateway.api.kept.items_page import check_items_query, check_query, items_page
 from gateway.core import Gateway
 from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
@@ -22,8 +22,8 @@ from gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
 from gateway.request.admission import tier_of
 from gateway.request.parsing import decode
 from gateway.request.response_reader import ResponseReader
+from gateway.responses.conversations import ConversationStore
 from gateway.responses.input import (
-    INCLUDABLE,
     check_fields,
     generation_request_of,
     given_items,
@@ -54,7 +54,6 @@ from schemas.errors import ParameterError, PayloadTooLargeError
 from schemas.responses import (
     InputTokens,
     Item,
-    ItemList,
     ItemReference,
     ResponseDeleted,
     ResponsesRequest,
@@ -63,8 +62,6 @@ from schemas.responses import (
 from schemas.tools import ToolDefinition
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
-_MAX_PAGE_ITEMS = 100
-_PAGE_ITEMS = 20
 
 
 class ResponsesEndpoint(Endpoint):
@@ -81,6 +78,7 @@ class ResponsesEndpoint(Endpoint):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._store = ResponseStore(gateway.redis, gateway.config)
+        self._conversations = ConversationStore(gateway.redis, gateway.config)
         self._background = BackgroundResponses(gateway, self._store)
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
 
@@ -89,6 +87,9 @@ class ResponsesEndpoint(Endpoint):
         request, said = await read_long(prompts, caller, body, self._read)
         previous = await self._previous(request.previous_response_id, caller)
         earlier = () if previous is None else conversation_of(previous)
+        if request.conversation_id:
+            kept = await self._conversations.get(caller.tenant, request.conversation_id)
+            earlier = kept.items
         given = await resolve(said, earlier, caller.tenant, self._store)
         items = (*earlier, *given)
         generation_request = await read_long(
@@ -107,6 +108,8 @@ class ResponsesEndpoint(Endpoint):
             generation_request = await fit_window(
                 generation_request, tools, model, caller, self._gateway.config, prompts
             )
+        if request.conversation_id:
+            self._conversations.check_room(items)
         keeps = await self._keeps(request, items)
         render = partial(self._renderer, request, earlier, given, keeps)
         return Prepared(
@@ -168,7 +171,15 @@ class ResponsesEndpoint(Endpoint):
     ) -> ResponseRenderer:
         store = self._store if keeps else None
         describe = partial(logprob_infos, response.model.tokenizer)
-        return ResponseRenderer(request, response, earlier, given, store, describe)
+        return ResponseRenderer(
+            request,
+            response,
+            earlier,
+            given,
+            store,
+            describe,
+            conversations=self._conversations,
+        )
 
 
 class ResponsesApi:
@@ -193,7 +204,7 @@ class ResponsesApi:
     async def response(self, request: Request) -> HttpResponse:
         """The answer as it was given, or is in the background so far; its events with ``stream``,
         those after ``starting_after``."""
-        _check_query(request, ("stream", "starting_after"))
+        check_query(request, ("stream", "starting_after"))
         is_stream, after = _is_stream(request), _starting_after(request)
         caller = await self._gateway.identity.caller(request.scope)
         response_id = request.path_params["response_id"]
@@ -232,14 +243,9 @@ class ResponsesApi:
 
     async def input_items(self, request: Request) -> HttpResponse:
         """All items that went before the answer, in pages, the newest first unless told."""
-        _check_query(request, ("after", "limit", "order"))
+        check_items_query(request)
         stored = await self._stored(request)
-        items = stored.input if is_ascending(request) else stored.input[::-1]
-        after = request.query_params.get("after")
-        if after is not None:
-            items = _behind(items, after)
-        page = items[: limit_of(request, _PAGE_ITEMS, _MAX_PAGE_ITEMS)]
-        return list_response(ItemList, page, len(items) > len(page))
+        return items_page(request, stored.input)
 
     async def _stored(self, request: Request) -> StoredResponse:
         caller = await self._gateway.identity.caller(request.scope)
@@ -291,19 +297,3 @@ def _starting_after(request: Request) -> int:
             "starting_after", "starting_after must be the sequence_number of an event."
         )
     return int(value)
-
-
-def _check_query(request: Request, known: Sequence[str]) -> None:
-    """``include`` changes nothing: what there is, is always there."""
-    for name, value in request.query_params.multi_items():
-        if name in ("include", "include[]") and value in INCLUDABLE:
-            continue
-        if name not in known:
-            raise ParameterError(name, f"{name} is not supported here; leave it out.")
-
-
-def _behind(items: tuple[Item, ...], after: str) -> tuple[Item, ...]:
-    for number, item in enumerate(items):
-        if item.id == after:
-            return items[number + 1 :]
-    raise ParameterError("after", "after must be the id of an item of this list.")

@@ -1,0 +1,1 @@
+"""Answers and conversations that are kept, and the endpoints over them."""

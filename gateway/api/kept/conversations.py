@@ -1,0 +1,170 @@
+"""``/v1/conversations``: conversations that answers of the Responses API are added to."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.api.kept.items_page import check_items_query, check_query, items_page
+from gateway.api.paging import list_response
+from gateway.core import Gateway
+from gateway.request.message_fields import check_metadata
+from gateway.request.parsing import decode
+from gateway.responses.conversations import ConversationNotFoundError, ConversationStore
+from gateway.responses.input import given_items, named
+from gateway.responses.references import ItemNotFoundError, resolve
+from gateway.responses.store import ResponseStore
+from gateway.tenancy.caller import Caller
+from gateway.transport.http import json_response, new_request_id, read_body
+from schemas.chat.conversations import (
+    Conversation,
+    ConversationDeleted,
+    ConversationRequest,
+    ConversationUpdate,
+    NewItems,
+)
+from schemas.errors import ParameterError
+from schemas.responses import Item, ItemList
+
+MAX_NEW_ITEMS = 20
+_NS_PER_S = 1_000_000_000
+
+_BodyT = TypeVar("_BodyT", ConversationRequest, ConversationUpdate, NewItems)
+
+
+class ConversationsApi:
+    """Starlette endpoints over one gateway; each tenant sees its own conversations."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._store = ConversationStore(gateway.redis, gateway.config)
+        self._responses = ResponseStore(gateway.redis, gateway.config)
+        self._new = msgspec.json.Decoder(ConversationRequest)
+        self._update = msgspec.json.Decoder(ConversationUpdate)
+        self._items = msgspec.json.Decoder(NewItems)
+
+    def routes(self) -> list[Route]:
+        one = "/v1/conversations/{conversation_id}"
+        return [
+            Route("/v1/conversations", self.create, methods=["POST"]),
+            Route(one, self.conversation, methods=["GET"]),
+            Route(one, self.update, methods=["POST"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/items", self.items, methods=["GET"]),
+            Route(f"{one}/items", self.add_items, methods=["POST"]),
+            Route(f"{one}/items/{{item_id}}", self.item, methods=["GET"]),
+            Route(f"{one}/items/{{item_id}}", self.delete_item, methods=["DELETE"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """A new one, with the items that are given."""
+        caller, asked = await self._read(request, self._new)
+        check_metadata(asked.metadata)
+        items = await self._given(asked.items or (), (), caller)
+        head = Conversation(
+            id=new_request_id("conv"),
+            created_at=self._gateway.clock.now_ns() // _NS_PER_S,
+            metadata=asked.metadata or {},
+        )
+        await self._store.create(caller.tenant, head)
+        if items:
+            await self._store.append(caller.tenant, head.id, items)
+        return json_response(head)
+
+    async def conversation(self, request: Request) -> Response:
+        caller = await self._gateway.identity.caller(request.scope)
+        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        return json_response(kept.head)
+
+    async def update(self, request: Request) -> Response:
+        """Other metadata, in the place of what it has."""
+        caller, asked = await self._read(request, self._update)
+        check_metadata(asked.metadata)
+        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        head = msgspec.structs.replace(kept.head, metadata=asked.metadata or {})
+        await self._store.update(caller.tenant, head)
+        return json_response(head)
+
+    async def delete(self, request: Request) -> Response:
+        """Forget it with its items. Answers that run then are added to none."""
+        caller = await self._gateway.identity.caller(request.scope)
+        conversation_id = _conversation_id(request)
+        if not await self._store.delete(caller.tenant, conversation_id):
+            raise ConversationNotFoundError(conversation_id)
+        return json_response(ConversationDeleted(id=conversation_id))
+
+    async def items(self, request: Request) -> Response:
+        """Its items, in pages."""
+        check_items_query(request)
+        caller = await self._gateway.identity.caller(request.scope)
+        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        return items_page(request, kept.items)
+
+    async def add_items(self, request: Request) -> Response:
+        """More items, behind all others."""
+        check_query(request, ())
+        caller, asked = await self._read(request, self._items)
+        if not asked.items:
+            raise ParameterError("items", "items must hold at least one item.")
+        conversation_id = _conversation_id(request)
+        kept = await self._store.get(caller.tenant, conversation_id)
+        items = await self._given(asked.items, kept.items, caller)
+        await self._store.append(caller.tenant, conversation_id, items)
+        return list_response(ItemList, items, has_more=False)
+
+    async def item(self, request: Request) -> Response:
+        check_query(request, ())
+        caller = await self._gateway.identity.caller(request.scope)
+        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        return json_response(kept.items[_place(request, kept.items)])
+
+    async def delete_item(self, request: Request) -> Response:
+        """Forget one item; what is left of the conversation."""
+        caller = await self._gateway.identity.caller(request.scope)
+        conversation_id = _conversation_id(request)
+        kept = await self._store.get(caller.tenant, conversation_id)
+        field = kept.fields[_place(request, kept.items)]
+        await self._store.delete_item(caller.tenant, conversation_id, field)
+        return json_response(kept.head)
+
+    async def _read(
+        self, request: Request, decoder: msgspec.json.Decoder[_BodyT]
+    ) -> tuple[Caller, _BodyT]:
+        caller = await self._gateway.identity.caller(request.scope)
+        body = await read_body(request.scope, request.receive, self._gateway.config)
+        return caller, decode(decoder, body)
+
+    async def _given(
+        self, raw: Sequence[msgspec.Raw], earlier: tuple[Item, ...], caller: Caller
+    ) -> tuple[Item, ...]:
+        """The items that are to be added to ``earlier``, each with an id of its own."""
+        if len(raw) > MAX_NEW_ITEMS:
+            raise ParameterError(
+                "items", f"items takes at most {MAX_NEW_ITEMS} at a time, got {len(raw)}."
+            )
+        if not raw:
+            return ()
+        said = given_items(raw, "items")
+        given = await resolve(said, earlier, caller.tenant, self._responses, "items")
+        items = named(given, secrets.token_hex(12), earlier)
+        self._store.check_room((*earlier, *items))
+        return items
+
+
+def _conversation_id(request: Request) -> str:
+    conversation_id: str = request.path_params["conversation_id"]
+    return conversation_id
+
+
+def _place(request: Request, items: Sequence[Item]) -> int:
+    item_id: str = request.path_params["item_id"]
+    for place, item in enumerate(items):
+        if item.id == item_id:
+            return place
+    raise ItemNotFoundError("item_id", item_id)

@@ -1,0 +1,65 @@
+"""The operations of the Conversations API."""
+
+from __future__ import annotations
+
+from gateway.openapi.operation import ORDER, delete, get, page, post
+from schemas.chat.conversations import (
+    Conversation,
+    ConversationDeleted,
+    ConversationRequest,
+    ConversationUpdate,
+    NewItems,
+)
+from schemas.responses import Item, ItemList
+
+_ONE = "/v1/conversations/{conversation_id}"
+_HELLO = {"type": "message", "role": "user", "content": "Hello!"}
+
+CONVERSATIONS = (
+    post(
+        "/v1/conversations",
+        "createConversation",
+        "Begin a conversation that answers are added to",
+        Conversation,
+        body=ConversationRequest,
+        example={"items": [_HELLO], "metadata": {"topic": "mills"}},
+        own_errors=(404,),
+    ),
+    get(_ONE, "getConversation", "A conversation without its items", Conversation),
+    post(
+        _ONE,
+        "updateConversation",
+        "Give a conversation other metadata",
+        Conversation,
+        body=ConversationUpdate,
+        example={"metadata": {"topic": "rivers"}},
+    ),
+    delete(_ONE, "deleteConversation", "Forget a conversation", ConversationDeleted),
+    get(
+        f"{_ONE}/items",
+        "listConversationItems",
+        "The items of a conversation, in pages",
+        ItemList,
+        query=page(100, ORDER),
+    ),
+    post(
+        f"{_ONE}/items",
+        "createConversationItems",
+        "Add items to a conversation",
+        ItemList,
+        body=NewItems,
+        example={"items": [_HELLO]},
+    ),
+    get(
+        f"{_ONE}/items/{{item_id}}",
+        "getConversationItem",
+        "An item of a conversation",
+        Item,
+    ),
+    delete(
+        f"{_ONE}/items/{{item_id}}",
+        "deleteConversationItem",
+        "Forget an item of a conversation",
+        Conversation,
+    ),
+)

@@ -1,0 +1,145 @@
+"""Conversations that answers are added to, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from bus import redis_keys
+from runtime.redis.link import RedisLink, Script, reachable
+from runtime.redis.protocol import Argument
+from runtime.retry import retry
+from schemas.chat.conversations import Conversation
+from schemas.config import GatewayConfig
+from schemas.errors import MillraceError, PayloadTooLargeError
+from schemas.jobs import MAX_NAME_CHARACTERS
+from schemas.responses import Item
+
+_log = logging.getLogger(__name__)
+
+_HEAD = b"head"
+_ITEM = b"i:"
+# The link tries again a second after a failure.
+_DELAYS_S = (0.5, 0.5, 0.5)
+_GONE, _ADDED_BEFORE = -1, 0
+# KEYS: the conversation's. ARGV: its time to live in seconds, what the items are added by (empty:
+# nobody asks twice), and the items.
+_APPEND = Script(
+    """
+if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+if ARGV[2] ~= '' and redis.call('HSETNX', KEYS[1], 'm:' .. ARGV[2], 1) == 0 then return 0 end
+for i = 3, #ARGV do
+  local number = redis.call('HINCRBY', KEYS[1], 'next', 1)
+  redis.call('HSET', KEYS[1], 'i:' .. string.format('%012d', number), ARGV[i])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+return 1
+"""
+)
+# KEYS: the conversation's. ARGV: its time to live in seconds, its head.
+_UPDATE = Script(
+    """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'head', ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+return 1
+"""
+)
+
+_encode = msgspec.json.encode
+_decode_head = msgspec.json.Decoder(Conversation).decode
+_decode_item = msgspec.json.Decoder(Item).decode
+
+
+class ConversationNotFoundError(MillraceError, code="conversation_not_found", http_status=404):
+    """No conversation of that id is kept for this tenant."""
+
+    param = "conversation"
+
+    def __init__(self, conversation_id: str) -> None:
+        super().__init__(
+            f"There is no conversation {conversation_id!r:.100}: it was deleted or expired."
+        )
+
+
+class KeptConversation(NamedTuple):
+    """``fields`` has where each item is kept."""
+
+    head: Conversation
+    items: tuple[Item, ...]
+    fields: tuple[bytes, ...]
+
+
+class ConversationStore:
+    """Each tenant's own conversations, for ``conversation_ttl_s`` after their last change. Without
+    a link Redis counts as unreachable. Everything raises RedisUnreachableError."""
+
+    def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
+        self._link = link
+        self._ttl_s = round(config.conversation_ttl_s)
+        self._max_bytes = config.response_max_bytes
+
+    async def create(self, tenant: str, head: Conversation) -> None:
+        """Keep a new one, without items."""
+        link, key = reachable(self._link), _key(tenant, head.id)
+        await link.call("HSET", key, _HEAD, _encode(head))
+        await link.call("EXPIRE", key, self._ttl_s)
+
+    async def get(self, tenant: str, conversation_id: str) -> KeptConversation:
+        """Raises ConversationNotFoundError."""
+        link = reachable(self._link)
+        if len(conversation_id) > MAX_NAME_CHARACTERS:
+            raise ConversationNotFoundError(conversation_id)
+        kept: dict[bytes, bytes] = await link.call("HGETALL", _key(tenant, conversation_id))
+        if _HEAD not in kept:
+            raise ConversationNotFoundError(conversation_id)
+        fields = tuple(sorted(field for field in kept if field.startswith(_ITEM)))
+        items = tuple(_decode_item(kept[field]) for field in fields)
+        return KeptConversation(_decode_head(kept[_HEAD]), items, fields)
+
+    def check_room(self, items: Sequence[Item]) -> None:
+        """Raises PayloadTooLargeError for more than a conversation may have."""
+        num_bytes = len(_encode(items))
+        if num_bytes > self._max_bytes:
+            raise PayloadTooLargeError(num_bytes, self._max_bytes)
+
+    async def append(
+        self, tenant: str, conversation_id: str, items: Sequence[Item], added_by: str = ""
+    ) -> None:
+        """Add items behind all others, unless that was done before by who is ``added_by``. Raises
+        ConversationNotFoundError."""
+        link, key = reachable(self._link), _key(tenant, conversation_id)
+        arguments: list[Argument] = [self._ttl_s, added_by, *map(_encode, items)]
+        added = await retry(
+            lambda: link.evaluate(_APPEND, [key], arguments), _DELAYS_S, asyncio.sleep
+        )
+        if added == _GONE:
+            raise ConversationNotFoundError(conversation_id)
+        if added == _ADDED_BEFORE:
+            _log.debug("an answer had been added before", extra={"request_id": added_by})
+
+    async def update(self, tenant: str, head: Conversation) -> None:
+        """Raises ConversationNotFoundError."""
+        link = reachable(self._link)
+        arguments = (self._ttl_s, _encode(head))
+        if not await link.evaluate(_UPDATE, [_key(tenant, head.id)], arguments):
+            raise ConversationNotFoundError(head.id)
+
+    async def delete(self, tenant: str, conversation_id: str) -> bool:
+        """Whether there was one."""
+        link = reachable(self._link)
+        if len(conversation_id) > MAX_NAME_CHARACTERS:
+            return False
+        return bool(await link.call("DEL", _key(tenant, conversation_id)))
+
+    async def delete_item(self, tenant: str, conversation_id: str, field: bytes) -> None:
+        """Forget the item that ``KeptConversation.fields`` has there."""
+        await reachable(self._link).call("HDEL", _key(tenant, conversation_id), field)
+
+
+def _key(tenant: str, conversation_id: str) -> str:
+    return redis_keys.conversation_key(tenant, conversation_id)
