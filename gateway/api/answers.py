@@ -33,8 +33,10 @@ _STATUS_WAIT_S = 3.0
 class Answers:
     """Of one gateway. Each call gives the HTTP status that was sent, 499 if the client left."""
 
-    def __init__(self, gateway: Gateway, shaped: Callable[[Refusal], Refusal]) -> None:
-        """``shaped`` makes of a refusal what its client reads."""
+    def __init__(
+        self, gateway: Gateway, shaped: Callable[[Refusal], Refusal] = lambda refusal: refusal
+    ) -> None:
+        """``shaped`` makes of a refusal what its client reads, if not OpenAI's."""
         self._gateway = gateway
         self._shaped = shaped
 

@@ -43,7 +43,7 @@ async def follow(
         except UnknownRequestError:
             raise ResponseNotFoundError(response_id) from None
         try:
-            answers = Answers(gateway, lambda refusal: refusal)
+            answers = Answers(gateway)
             return await answers.follow(response, client, writer, send, render(response), headers)
         finally:
             writer.release()

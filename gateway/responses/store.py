@@ -106,10 +106,11 @@ class ResponseStore:
         await self._insist("PING")
 
     async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
-        """Keep an answer and the items before it. Raises RedisUnreachableError."""
+        """Keep an answer and the items before it, unless it is kept already: who tells of its end
+        again may know of more items than there were before it. Raises RedisUnreachableError."""
         packed = await _pack(response, items, None)
         key = redis_keys.response_key(tenant, response.id)
-        await self._insist("SET", key, packed, "EX", self._ttl_s)
+        await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
 
     async def begin(
         self,

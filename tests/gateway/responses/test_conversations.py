@@ -127,6 +127,8 @@ async def test_an_answer_is_added_once_whoever_tells_of_its_end(
     answers.append(await other.responses.create(**options))
     assert len({answer.id for answer in answers}) == 1
     assert await texts(one, made.id) == ["Hi", "user:Hi"]
+    before = await other.responses.input_items.list(answers[0].id)
+    assert [text_of(item) for item in before.data] == ["Hi"]  # type: ignore[arg-type]
     for client in (one, other):
         await client.close()
 
