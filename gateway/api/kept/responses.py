@@ -235,8 +235,12 @@ class ResponsesApi:
         return json_response(InputTokens(input_tokens=num_tokens))
 
     async def delete(self, request: Request) -> HttpResponse:
+        """Forget an answer; one that is made in the background is made no more."""
         caller = await self._gateway.identity.caller(request.scope)
         response_id = request.path_params["response_id"]
+        stored = await self._store.get(caller.tenant, response_id)
+        if stored is not None and is_background(stored) and not is_over(stored):
+            await self._background.cancel(caller, response_id)
         if not await self._store.delete(caller.tenant, response_id):
             raise ResponseNotFoundError(response_id)
         return json_response(ResponseDeleted(id=response_id))

@@ -220,3 +220,19 @@ async def test_a_key_begins_one(front: RunningGateway) -> None:
         ]
     assert len({answer["id"] for answer in answers}) == 1
     assert len(front.worker.jobs) == 1
+
+
+async def test_one_that_is_deleted_is_made_no_more(
+    front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    front.worker.stop_before = 3
+    begun = await client.responses.create(model=MODEL, input="slow", background=True)
+    await eventually(lambda: front.worker.num_running == 1)
+    async with client_of(second) as other:
+        await other.responses.delete(begun.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.responses.retrieve(begun.id)
+    await eventually(lambda: front.worker.cancelled == [begun.id])
+    await eventually(lambda: front.worker.num_running == 0)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(begun.id)
