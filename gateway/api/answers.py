@@ -150,8 +150,8 @@ class Answers:
         refusal = response.refusal
         if refusal is None:
             await renderer.store()
-        elif refusal.retry_after_s is not None and response.idempotency_key:
-            await self._gateway.idempotency.release(response)
+        else:
+            await self._gateway.idempotency.release_of_failure(response)
         return refusal
 
     async def _early_parts(self, response: ResponseStream, client: HttpClient) -> list[Part]:

@@ -71,8 +71,11 @@ class Idempotency:
         finally:
             self._submitting.discard(known_id)
 
-    async def release(self, response: ResponseStream) -> None:
-        """The response failed in a way that may pass: let the key be tried again."""
+    async def release_of_failure(self, response: ResponseStream) -> None:
+        """Let the key of a response be tried again if that failed in a way that may pass."""
+        refusal = response.refusal
+        if refusal is None or refusal.retry_after_s is None or not response.idempotency_key:
+            return
         await self._index.release(
             response.caller.tenant, response.idempotency_key, response.request_id
         )

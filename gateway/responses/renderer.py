@@ -53,8 +53,8 @@ class ResponseRenderer:
     """A ``gateway.rendering.rendering.Renderer``. ``given`` are the items of the request's input,
     ``earlier`` those before them; ``conversation`` is both, with ids. ``store`` None: the answer is
     not to be kept. ``conversations`` has the one that the request names. Of its events, those after
-    the sequence number ``after`` are given out. Of an answer in the background it is a
-    ``gateway.request.response_stream.Keeper``."""
+    the sequence number ``after`` are given out. An answer in the background is kept by
+    ``keep``."""
 
     plain: tuple[bytes, bytes] | None = None
 

@@ -12,6 +12,7 @@ from gateway.core import Gateway
 from gateway.errors import DrainingError
 from gateway.rendering.logprobs import logprob_infos
 from gateway.request.detached_client import DetachedClient
+from gateway.request.idempotency import Idempotency
 from gateway.request.response_reader import ResponseReader
 from gateway.request.response_stream import ResponseStream
 from gateway.request.resuming import UnknownRequestError
@@ -23,6 +24,7 @@ from gateway.responses.store import (
     is_background,
     is_over,
 )
+from gateway.streams.parts import Part
 from gateway.streams.stream import Client, OpenStream
 from gateway.tenancy.caller import Caller
 from schemas.control import CancelReason
@@ -63,6 +65,24 @@ class _Waiting(Client):
             raise DrainingError("This gateway is shutting down. Send the request again.")
 
 
+class _BackgroundKeeper:
+    """A ``gateway.request.response_stream.Keeper``."""
+
+    def __init__(
+        self, renderer: ResponseRenderer, response: ResponseStream, idempotency: Idempotency
+    ) -> None:
+        self._renderer = renderer
+        self._response = response
+        self._idempotency = idempotency
+
+    def add(self, part: Part) -> None:
+        self._renderer.add(part)
+
+    async def keep(self) -> None:
+        await self._renderer.keep()
+        await self._idempotency.release_of_failure(self._response)
+
+
 class BackgroundResponses:
     """The answer's record says that it is on its way, until the gateway that holds it has read its
     end. If that gateway is gone, the next one that is asked holds it: the queue has the job, and
@@ -87,7 +107,7 @@ class BackgroundResponses:
         except BaseException:
             response.abort("failed")
             raise
-        response.detach(None, "", renderer)
+        response.detach(None, "", self._keeper(renderer, response))
         stored = await self.look(response.caller, response.request_id)
         return msgspec.json.encode(queued) if stored is None else bytes(stored.response)
 
@@ -103,7 +123,8 @@ class BackgroundResponses:
         except UnknownRequestError:
             return None  # older than what is known of any request
         if adopted is not None:
-            adopted.detach(None, "", self.renderer(stored, adopted))
+            keeper = self._keeper(self.renderer(stored, adopted), adopted)
+            adopted.detach(None, "", keeper)
         if not await self._has_begun(response_id):
             return stored
         response = msgspec.structs.replace(_decode(stored.response), status="in_progress")
@@ -142,6 +163,9 @@ class BackgroundResponses:
             after,
             conversations=self._conversations,
         )
+
+    def _keeper(self, renderer: ResponseRenderer, response: ResponseStream) -> _BackgroundKeeper:
+        return _BackgroundKeeper(renderer, response, self._gateway.idempotency)
 
     async def _cancel(self, caller: Caller, response_id: str, stored: StoredResponse) -> None:
         client = _Waiting()

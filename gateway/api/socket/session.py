@@ -345,9 +345,8 @@ class SocketSession(Client):
         self._forget(request)
         message = request.end(response)
         response.finish()
-        refusal = response.refusal
-        if refusal is not None and refusal.retry_after_s is not None and response.is_kept:
-            self._spawn(self._gateway.idempotency.release(response), request)
+        if response.refusal is not None:
+            self._spawn(self._gateway.idempotency.release_of_failure(response), request)
         return message
 
     def _say_refusal(self, request: SocketRequest, refusal: Refusal) -> None:

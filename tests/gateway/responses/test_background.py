@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 
 from schemas.config import RedisConfig
+from schemas.frames import Failed
 from tests.gateway.responses.fronts import transcribing_models
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
@@ -236,3 +237,31 @@ async def test_one_that_is_deleted_is_made_no_more(
     await eventually(lambda: front.worker.num_running == 0)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(begun.id)
+
+
+@pytest.mark.parametrize("may_pass", [False, True])
+async def test_the_key_of_one_that_failed_may_be_tried_again_if_that_may_pass(
+    front: RunningGateway, client: openai.AsyncOpenAI, may_pass: bool
+) -> None:
+    front.worker.end_with = Failed(code="engine_failed", message="It broke.", retryable=may_pass)
+    asked: Any = {
+        "model": MODEL,
+        "input": "x",
+        "background": True,
+        "extra_headers": {"Idempotency-Key": "k-background"},
+    }
+    first = await client.responses.create(**asked)
+    failed = await over(client, first.id)
+    assert failed.status == "failed"
+    front.worker.end_with = None
+
+    async def is_another() -> bool:
+        again = await client.responses.create(**asked)
+        return bool(again.id != first.id)
+
+    if not may_pass:
+        assert not await is_another()
+        return
+    await eventually(is_another)
+    again = await over(client, (await client.responses.create(**asked)).id)
+    assert again.output_text == "user:x"
