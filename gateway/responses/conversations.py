@@ -86,7 +86,8 @@ class ConversationStore:
     async def create(self, tenant: str, head: Conversation) -> None:
         """Keep a new one, without items."""
         link, key = reachable(self._link), _key(tenant, head.id)
-        await link.call("HSET", key, _HEAD, _encode(head))
+        put = ("HSET", key, _HEAD, _encode(head))
+        await retry(lambda: link.call(*put), _DELAYS_S, asyncio.sleep)
         await link.call("EXPIRE", key, self._ttl_s)
 
     async def get(self, tenant: str, conversation_id: str) -> KeptConversation:

@@ -129,15 +129,16 @@ class ResponseRenderer:
 
     @property
     def must_store(self) -> bool:
-        is_kept = self._store is not None or bool(self._conversation_id)
-        return is_kept and not self.request.background
+        return self._store is not None or bool(self._conversation_id)
 
     async def store(self) -> None:
         """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
         an answer that is there is not withheld for that; and by no ``conversation`` that it could
         not be added to one."""
         if self.request.background:
-            return  # what is in the background is kept by whoever reads it there
+            # So does whoever holds it, but this client may ask for it as soon as it knows.
+            await self.keep()
+            return
         await self._add_to_conversation()
         if self._store is None:
             return
