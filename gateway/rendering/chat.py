@@ -59,11 +59,11 @@ class ChatRenderer:
 
     def first(self) -> bytes:
         role: dict[str, object] = {"role": "assistant", "content": ""}
-        events = b"".join(self._delta(i, role) for i in range(len(self._befores)))
+        chunks = [self._delta(i, role) for i in range(len(self._befores))]
         if self._told is not None:
-            told = self._response.prompt_token_ids(0)
-            ids = self._head.after_first("prompt_token_ids", told)
-            events = events.replace(self._head.after(0), ids, 1)
+            told = self._head.after_first("prompt_token_ids", self._response.prompt_token_ids(0))
+            chunks[0] = chunks[0].removesuffix(self._head.after(0)) + told
+        events = b"".join(chunks)
         if self._response.session is not None:
             events += self._head.without_choices("session", self._response.session)
         return events
