@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from bus import redis_keys
+from gateway.responses.store import MAX_INLINE_BYTES, insist
 from runtime.redis.link import RedisLink, Script, reachable
 from runtime.redis.protocol import Argument
-from runtime.retry import retry
+from runtime.tasks import in_thread_if
 from schemas.chat.conversations import Conversation
 from schemas.config import GatewayConfig
 from schemas.errors import MillraceError, PayloadTooLargeError
 from schemas.jobs import MAX_NAME_CHARACTERS
 from schemas.responses import Item
 
-_log = logging.getLogger(__name__)
-
 _HEAD = b"head"
 _ITEM = b"i:"
-# The link tries again a second after a failure.
-_DELAYS_S = (0.5, 0.5, 0.5)
-_GONE, _ADDED_BEFORE = -1, 0
 # KEYS: the conversation's. ARGV: its time to live in seconds, what the items are added by (empty:
 # nobody asks twice), and the items.
 _APPEND = Script(
     """
-if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
-if ARGV[2] ~= '' and redis.call('HSETNX', KEYS[1], 'm:' .. ARGV[2], 1) == 0 then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if ARGV[2] ~= '' and redis.call('HSETNX', KEYS[1], 'm:' .. ARGV[2], 1) == 0 then return 1 end
 for i = 3, #ARGV do
   local number = redis.call('HINCRBY', KEYS[1], 'next', 1)
   redis.call('HSET', KEYS[1], 'i:' .. string.format('%012d', number), ARGV[i])
@@ -40,10 +34,10 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 )
-# KEYS: the conversation's. ARGV: its time to live in seconds, its head.
-_UPDATE = Script(
+# KEYS: the conversation's. ARGV: its time to live in seconds, its head, whether it is new (0 or 1).
+_PUT = Script(
     """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+if ARGV[3] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], 'head', ARGV[2])
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
@@ -85,10 +79,7 @@ class ConversationStore:
 
     async def create(self, tenant: str, head: Conversation) -> None:
         """Keep a new one, without items."""
-        link, key = reachable(self._link), _key(tenant, head.id)
-        put = ("HSET", key, _HEAD, _encode(head))
-        await retry(lambda: link.call(*put), _DELAYS_S, asyncio.sleep)
-        await link.call("EXPIRE", key, self._ttl_s)
+        await self._put(tenant, head, is_new=True)
 
     async def get(self, tenant: str, conversation_id: str) -> KeptConversation:
         """Raises ConversationNotFoundError."""
@@ -99,7 +90,11 @@ class ConversationStore:
         if _HEAD not in kept:
             raise ConversationNotFoundError(conversation_id)
         fields = tuple(sorted(field for field in kept if field.startswith(_ITEM)))
-        items = tuple(_decode_item(kept[field]) for field in fields)
+        num_bytes = sum(map(len, kept.values()))
+        items = await in_thread_if(
+            num_bytes > MAX_INLINE_BYTES,
+            lambda: tuple(_decode_item(kept[field]) for field in fields),
+        )
         return KeptConversation(_decode_head(kept[_HEAD]), items, fields)
 
     def check_room(self, items: Sequence[Item]) -> None:
@@ -115,19 +110,12 @@ class ConversationStore:
         ConversationNotFoundError."""
         link, key = reachable(self._link), _key(tenant, conversation_id)
         arguments: list[Argument] = [self._ttl_s, added_by, *map(_encode, items)]
-        added = await retry(
-            lambda: link.evaluate(_APPEND, [key], arguments), _DELAYS_S, asyncio.sleep
-        )
-        if added == _GONE:
+        if not await insist(lambda: link.evaluate(_APPEND, [key], arguments)):
             raise ConversationNotFoundError(conversation_id)
-        if added == _ADDED_BEFORE:
-            _log.debug("an answer had been added before", extra={"request_id": added_by})
 
     async def update(self, tenant: str, head: Conversation) -> None:
         """Raises ConversationNotFoundError."""
-        link = reachable(self._link)
-        arguments = (self._ttl_s, _encode(head))
-        if not await link.evaluate(_UPDATE, [_key(tenant, head.id)], arguments):
+        if not await self._put(tenant, head, is_new=False):
             raise ConversationNotFoundError(head.id)
 
     async def delete(self, tenant: str, conversation_id: str) -> bool:
@@ -140,6 +128,12 @@ class ConversationStore:
     async def delete_item(self, tenant: str, conversation_id: str, field: bytes) -> None:
         """Forget the item that ``KeptConversation.fields`` has there."""
         await reachable(self._link).call("HDEL", _key(tenant, conversation_id), field)
+
+    async def _put(self, tenant: str, head: Conversation, *, is_new: bool) -> bool:
+        """Whether it is there now."""
+        link, key = reachable(self._link), _key(tenant, head.id)
+        arguments = (self._ttl_s, _encode(head), int(is_new))
+        return bool(await insist(lambda: link.evaluate(_PUT, [key], arguments)))
 
 
 def _key(tenant: str, conversation_id: str) -> str:

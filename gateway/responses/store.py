@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -26,9 +28,11 @@ from schemas.responses import (
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 # Fast rather than small: text shrinks to a third anyway.
 _COMPRESSION = 1
-_MAX_INLINE_BYTES = 65_536
+MAX_INLINE_BYTES = 65_536
 # The link tries again a second after a failure.
 _DELAYS_S = (0.5, 0.5, 0.5)
 
@@ -146,7 +150,7 @@ class ResponseStore:
         packed = await link.call("GET", redis_keys.response_key(tenant, response_id))
         if packed is None:
             return None
-        return await in_thread_if(len(packed) > _MAX_INLINE_BYTES, lambda: _unpack(packed))
+        return await in_thread_if(len(packed) > MAX_INLINE_BYTES, lambda: _unpack(packed))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether there was one. Raises RedisUnreachableError."""
@@ -156,9 +160,13 @@ class ResponseStore:
         return bool(await link.call("DEL", redis_keys.response_key(tenant, response_id)))
 
     async def _insist(self, *command: Argument) -> None:
-        """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
         link = reachable(self._link)
-        await retry(lambda: link.call(*command), _DELAYS_S, asyncio.sleep)
+        await insist(lambda: link.call(*command))
+
+
+async def insist(call: Callable[[], Awaitable[_T]]) -> _T:
+    """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
+    return await retry(call, _DELAYS_S, asyncio.sleep)
 
 
 async def _pack(
@@ -174,7 +182,7 @@ async def _pack(
         StoredResponse(response=body, input=items, request=request, num_earlier=num_earlier)
     )
     return await in_thread_if(
-        len(plain) > _MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
+        len(plain) > MAX_INLINE_BYTES, lambda: zlib.compress(plain, _COMPRESSION)
     )
 
 

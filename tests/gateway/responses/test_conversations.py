@@ -12,7 +12,8 @@ import pytest
 from openai.types.conversations import ConversationItem
 
 from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
+from gateway.responses.conversations import ConversationStore
+from runtime.redis.link import RedisLink, RedisUnreachableError
 from schemas.config import GatewayConfig, RedisConfig
 from schemas.frames import Failed
 from tests.gateway.responses.fronts import says, transcribing_models
@@ -210,6 +211,35 @@ async def test_a_conversation_that_is_deleted_meanwhile(
     front.worker.gate.set()
     answer = await asking
     assert (answer.conversation, answer.output_text) == (None, "user:Hi")
+
+
+async def test_an_answer_that_cannot_be_added_says_so(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await client.conversations.create()
+
+    async def unreachable(*_arguments: Any) -> None:
+        raise RedisUnreachableError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ConversationStore, "append", unreachable)
+        answer = await client.responses.create(model=MODEL, conversation=made.id, input="Hi")
+    assert (answer.conversation, answer.output_text) == (None, "user:Hi")
+    assert await texts(client, made.id) == []
+
+
+async def test_a_conversation_is_kept_for_a_while_only(
+    client: openai.AsyncOpenAI, redis: RedisConfig
+) -> None:
+    """Also one that was changed, and one that is as long as it may be read inline and more."""
+    made = await client.conversations.create(items=[message("x" * 100_000)])
+    await client.conversations.update(made.id, metadata={"a": "b"})
+    link = RedisLink(redis)
+    (key,) = await link.call("KEYS", "conv:*")
+    ttl_s = await link.call("TTL", key)
+    await link.close()
+    assert 0 < ttl_s <= GatewayConfig().conversation_ttl_s
+    assert await texts(client, made.id) == ["x" * 100_000]
 
 
 async def test_turns_at_the_same_time_are_added_whole(client: openai.AsyncOpenAI) -> None:
