@@ -139,7 +139,12 @@ class Gateway:
             self.intake_limits,
             settings.request_timeout_s,
         )
-        self.maker = JobMaker(self.tools.catalogue, seed_source or random.Random(), self.prompts)
+        self.maker = JobMaker(
+            self.tools.catalogue,
+            seed_source or random.Random(),
+            self.prompts,
+            trusts_templates=settings.trust_request_chat_template,
+        )
         self.runner = JobRunner(
             bus,
             settings,

@@ -18,12 +18,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
     None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
     those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
-    asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of
-    the model's chat template, what begins an answer is left out unless ``add_generation_prompt``,
-    the answer goes on with the last message if ``continue_final_message``,
-    ``cache_salt`` keeps its prompt apart in prefix caches, of which the last
-    ``truncate_prompt_tokens`` count if that is given (-1: as many as there is room for). Thoughts
-    are given out if ``include_reasoning``, log-probabilities of the prompt if
+    asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of the
+    model's chat template, or of ``chat_template`` in its place; what begins an answer is left out
+    unless ``add_generation_prompt``, the answer goes on with the last message if
+    ``continue_final_message``, ``cache_salt`` keeps its prompt apart in prefix caches, of which the
+    last ``truncate_prompt_tokens`` count if that is given (-1: as many as there is room for).
+    Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt.
     """
@@ -47,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     session_keep: int | None = None
     echo: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -77,6 +77,9 @@ class ServedModelLike(Protocol):
 
     @property
     def embedding_defaults(self) -> EmbeddingSettings: ...
+
+    def with_chat_template(self, source: str) -> Self:
+        """The same with the template of a request. Raises ParameterError("chat_template")."""
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -44,6 +44,9 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS_FIELD = "chat_template_kwargs"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "loop", "self"})
 CONTINUE_FIELD = "continue_final_message"
+# The field that gives a template in place of the model's, and how long that may be.
+TEMPLATE_FIELD = "chat_template"
+_MAX_GIVEN_CHARACTERS = 65_536
 # Of the private use area: nobody's text has it, and if it did, ours would be the last.
 _MARK = "\ue0c0\ue0c1\ue0c0"
 # Whether the model is to think, as templates call it, and efforts that are none.
@@ -85,7 +88,7 @@ class ChatTemplate:
     message; one that does neither, or in no format that is known here, never sees any of it: all is
     told in plain text then. ``tool_source`` is the template to use where there are tools, if that
     is another one. ``reasoning_format`` is how the model marks its thoughts, as the template shows;
-    None: it has none.
+    None: it has none. Refusals call it ``called``.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class ChatTemplate:
         now: Callable[[], datetime.datetime] = _local_now,
         tool_format: ToolFormat | None = None,
         tool_source: str | None = None,
+        called: str = "the model's chat template",
     ) -> None:
+        self._called = called
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -182,9 +187,9 @@ class ChatTemplate:
             except _RENDER_ERRORS as error:
                 refusal = refusal or error
             else:
-                return _up_to_mark(text) if continue_final_message else text
+                return _up_to_mark(text, self._called) if continue_final_message else text
         raise ParameterError(
-            "messages", f"the model's chat template refuses these messages: {refusal}"
+            "messages", f"{self._called} refuses these messages: {refusal}"
         ) from refusal
 
     def _ways_to_tell(
@@ -247,6 +252,29 @@ class ChatTemplate:
         return variables
 
 
+@lru_cache(maxsize=64)
+def given_template(
+    source: str, special_tokens: tuple[tuple[str, str], ...], tool_format: ToolFormat | None
+) -> ChatTemplate:
+    """A template that came with a request, for a model that writes calls in ``tool_format``; that
+    of a client is mostly the same each time. Raises ParameterError("chat_template") for one that is
+    no template, or too long."""
+    if len(source) > _MAX_GIVEN_CHARACTERS:
+        raise ParameterError(
+            TEMPLATE_FIELD, f"{TEMPLATE_FIELD} may have {_MAX_GIVEN_CHARACTERS} characters at most."
+        )
+    try:
+        return ChatTemplate(
+            source,
+            dict(special_tokens),
+            TEMPLATE_FIELD,
+            tool_format=tool_format,
+            called=f"the {TEMPLATE_FIELD} of this request",
+        )
+    except (CheckpointError, RecursionError) as error:
+        raise ParameterError(TEMPLATE_FIELD, f"{error}") from error
+
+
 def _marked(message: ChatMessage) -> ChatMessage:
     """A message with a mark where it is to be continued, which no template trims away."""
     if message.role != "assistant" or message.tool_calls:
@@ -258,12 +286,12 @@ def _marked(message: ChatMessage) -> ChatMessage:
     return replace(message, content=message.content + _MARK)
 
 
-def _up_to_mark(text: str) -> str:
+def _up_to_mark(text: str, called: str) -> str:
     before, mark, _ = text.rpartition(_MARK)
     if not mark:
         raise ParameterError(
             CONTINUE_FIELD,
-            f"{CONTINUE_FIELD}: the model's chat template does not tell that of the last message.",
+            f"{CONTINUE_FIELD}: {called} does not tell that of the last message.",
         )
     return before
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -74,6 +75,13 @@ class ServedModel:
     def reasoning_format(self) -> ReasoningFormat | None:
         """How the model marks its thoughts; None if it has none."""
         return self.tokenizer.reasoning_format
+
+    def with_chat_template(self, source: str) -> Self:
+        """The same model with a chat template that came with a request: calls and thoughts are
+        marked as ever. Raises ParameterError("chat_template") for one that is none."""
+        model = copy.copy(self)
+        model.tokenizer = self.tokenizer.with_chat_template(source)
+        return model
 
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
         """The job with ``prompt_token_ids`` in place of prompt or messages and tools, a seed and

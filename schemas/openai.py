@@ -161,6 +161,8 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints that change nothing here;
     ``safety_identifier`` is the newer name of ``user``.
 
+    ``chat_template`` (Jinja) is used in place of the model's own, where the setting
+    ``gateway.trust_request_chat_template`` allows it.
     ``chat_template_kwargs`` are variables of the model's chat template; ``enable_thinking`` and
     ``reasoning_effort`` are two of them. After ``thinking_token_budget`` tokens of thoughts the
     model is made to answer. What begins an answer is left out of the prompt if
@@ -190,7 +192,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Any = None
+    chat_template: str | None = None
     documents: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -104,11 +104,15 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
-        return await self._read_by(request, self._tokenize_decoder, _tokenized)
+        return await self._read_by(request, self._tokenize_decoder, self._tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids; bytes that are no whole character show as U+FFFD."""
         return await self._read_by(request, self._detokenize_decoder, _detokenized)
+
+    def _tokenized(self, asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
+        self._gateway.maker.check_template(asked.chat_template)
+        return _tokenized(asked, model)
 
     async def _read_by(
         self,
@@ -177,6 +181,8 @@ class Api:
 
 
 def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
+    if asked.chat_template is not None:
+        model = model.with_chat_template(asked.chat_template)
     if (asked.prompt is None) == (asked.messages is None):
         raise ParameterError("prompt", "Give exactly one of prompt and messages.")
     if asked.messages is not None:
@@ -187,10 +193,10 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
             continue_final_message=asked.continue_final_message,
             arguments=asked.chat_template_kwargs or {},
         )
-    elif asked.tools or asked.chat_template_kwargs:
-        name = "tools" if asked.tools else "chat_template_kwargs"
-        raise ParameterError(name, f"{name} goes with messages, not with prompt.")
     else:
+        for name in ("tools", "chat_template", "chat_template_kwargs"):
+            if getattr(asked, name):
+                raise ParameterError(name, f"{name} goes with messages, not with prompt.")
         tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
     spellings = map(model.tokenizer.spelling, tokens)
     return TokenizeResponse(

@@ -73,11 +73,17 @@ def bare_job(
 
 class JobMaker:
     """Tokenises, within the windows of model and caller. Raises MillraceError for what cannot be
-    honoured."""
+    honoured, which includes chat templates of requests unless ``trusts_templates``."""
 
     def __init__(
-        self, tools: ToolCatalogue, seed_source: random.Random, prompts: PromptPool
+        self,
+        tools: ToolCatalogue,
+        seed_source: random.Random,
+        prompts: PromptPool,
+        *,
+        trusts_templates: bool = False,
     ) -> None:
+        self._trusts_templates = trusts_templates
         self._tools = tools
         self._seed_source = seed_source
         self._prompts = prompts
@@ -108,13 +114,18 @@ class JobMaker:
         """The job with token ids, within the windows of model and caller."""
         if request.truncate_prompt_tokens is not None:
             job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
+        self.check_template(request.chat_template)
         tools = self._tools_of(request)
+        if tools and request.chat_template is not None and model.tool_format is None:
+            raise ParameterError(
+                "tools", "tools need a model with a chat template, not only one of the request's."
+            )
         sampling = _sampling(request, model, tools)
         with_tools = tools if job.messages is not None else ()
         if with_tools is not job.tools or sampling is not job.sampling:
             job = replace(job, sampling=sampling, tools=with_tools)
         try:
-            prepare = partial(model.prepare, job, self._seed_source)
+            prepare = partial(_prepared, model, request.chat_template, job, self._seed_source)
             job = await self._prompts.run(job.tenant, num_characters(job), prepare)
         except ParameterError as error:
             if error.param != "prompt_token_ids":
@@ -124,6 +135,15 @@ class JobMaker:
         if caller.context_tokens is None:
             return job
         return _within_context(job, request.sampling.max_tokens, caller.context_tokens)
+
+    def check_template(self, source: str | None) -> None:
+        """Raises ParameterError("chat_template") for one, unless requests may bring theirs."""
+        if source is not None and not self._trusts_templates:
+            raise ParameterError(
+                "chat_template",
+                "chat_template is not taken from requests here, unless the gateway's setting "
+                "trust_request_chat_template is on.",
+            )
 
     def _tools_of(self, request: GenerationRequest) -> tuple[ToolDefinition, ...]:
         if request.tool_choice.mode is ToolMode.NONE:
@@ -178,6 +198,14 @@ def _sampling(
         model.tool_format, tools, request.tool_choice, request.parallel_tool_calls, sampling.grammar
     )
     return sampling if grammar is None else replace(sampling, grammar=grammar)
+
+
+def _prepared(
+    model: ServedModelLike, chat_template: str | None, job: Job, seed_source: random.Random
+) -> Job:
+    if chat_template is not None:
+        model = model.with_chat_template(chat_template)
+    return model.prepare(job, seed_source)
 
 
 def _of_one_choice(sampling: SamplingOptions) -> SamplingOptions:

@@ -58,12 +58,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
-    "chat_template": (None,),
     "documents": NOTHING,
 }
 
 # Fields that only messages can have.
-_OF_MESSAGES = ("chat_template_kwargs", "enable_thinking", "thinking_token_budget")
+_OF_MESSAGES = ("chat_template", "chat_template_kwargs", "enable_thinking", "thinking_token_budget")
 
 # Entries of an object have no name of their own there.
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
@@ -159,6 +158,8 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
             )
     if request.session_id is not None and (request.n or 1) > 1:
         raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
+    if request.session_id is not None and request.chat_template is not None:
+        raise ParameterError("chat_template", "chat_template does not go with session_id.")
     tools = tools_of(request.tools)
     server_tools = tuple(dict.fromkeys(request.server_tools or ()))
     _check_prompt_end(request)
@@ -173,6 +174,7 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         tool_choice=tool_choice_of(request.tool_choice, names),
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
+        chat_template=request.chat_template,
         chat_template_kwargs=_template_arguments(request),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),

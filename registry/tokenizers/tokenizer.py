@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
 import msgspec
 import tokenizers
 
-from registry.chat_template import NO_ARGUMENTS, ChatTemplate
+from registry.chat_template import NO_ARGUMENTS, ChatTemplate, given_template
 from registry.checkpoints.json_fields import JsonFields, read_json_object
 from registry.tokenizers.text_rules import TextRules, text_rules
 from registry.tokenizers.token_bytes import (
@@ -59,11 +61,13 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         rules: TextRules = TextRules(),  # noqa: B008  (immutable)
         reasoning_format: ReasoningFormat | None = None,
+        special_texts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.rules = rules
         self.reasoning_format = reasoning_format
         self._backend = backend
         self._chat_template = chat_template
+        self._special_texts = special_texts
         self.table = table
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
@@ -98,7 +102,8 @@ class Tokenizer:
         spec: dict[str, Any] = msgspec.json.decode(backend.to_str())
         tokens = _tokens(backend)
         table = _table(file, spec, tokens)
-        template = ChatTemplate.load(path, settings, _special_texts(settings), tool_format)
+        special_texts = _special_texts(settings)
+        template = ChatTemplate.load(path, settings, special_texts, tool_format)
         if reasoning_format is None and template is not None:
             reasoning_format = template.reasoning_format
         return cls(
@@ -108,7 +113,16 @@ class Tokenizer:
             template,
             text_rules(spec, tokens, [table.bytes_of(i) for i in range(len(tokens))]),
             None if reasoning_format == "none" else reasoning_format,
+            special_texts,
         )
+
+    def with_chat_template(self, source: str) -> Self:
+        """The same with a template that came with a request. Raises ParameterError("chat_template")
+        for one that is none."""
+        tokenizer = copy.copy(self)
+        special_texts = tuple(self._special_texts.items())
+        tokenizer._chat_template = given_template(source, special_texts, self.tool_format)
+        return tokenizer
 
     @property
     def tool_format(self) -> ToolFormat | None:

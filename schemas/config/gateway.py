@@ -92,6 +92,11 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0
     """Deadline of a request."""
 
+    trust_request_chat_template: bool = False
+    """Whether requests may bring a ``chat_template`` of their own. Templates are programs: they run
+    in a sandbox that keeps them from everything else, but not from taking long or much memory, so
+    this is for gateways whose callers are all trusted."""
+
     replay_probe_s: float = 2.0
     """Silence after which the worker is asked for what is missing of an answer."""
 

@@ -148,6 +148,40 @@ def test_messages(served: ServedModel) -> None:
     assert ready.prompt_token_ids == tuple(served.tokenizer.encode_chat(messages))
 
 
+def test_messages_in_the_template_of_a_request(tmp_path: Path) -> None:
+    """Also for a model that has none; calls and thoughts are marked as the model does it."""
+    path = write_checkpoint(tmp_path / "tiny")
+    messages = (ChatMessage("user", "mill"),)
+    asked = job(messages=messages)
+    for file in (None, path / "tokenizer_config.json"):
+        if file is not None:
+            settings = json.loads(file.read_text())
+            del settings["chat_template"]
+            file.write_text(json.dumps(settings))
+        served = ServedModel.load(load_catalogue("").with_model(str(path)), "tiny")
+        own = served.with_chat_template("{{ eos_token }}{{ messages[0].content | upper }}")
+        ready = own.prepare(asked, random.Random(1))
+        assert served.tokenizer.decode(ready.prompt_token_ids or (), False) == "<|end|>MILL"
+        assert (served.tool_format is None) == (file is not None)
+        assert own.reasoning_format == served.reasoning_format
+        with pytest.raises(
+            ParameterError, match="chat_template of this request refuses"
+        ) as refused:
+            served.with_chat_template("{{ missing.x.y }}").prepare(asked, random.Random(1))
+        assert refused.value.param == "messages"
+    with pytest.raises(ParameterError, match="prompt instead of messages"):
+        served.prepare(asked, random.Random(1))
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages", "{% bad %}", "x" * 65_537, "{{ " + "(" * 5_000 + "1" + ")" * 5_000]
+)
+def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> None:
+    with pytest.raises(ParameterError) as refused:
+        served.with_chat_template(source)
+    assert refused.value.param == "chat_template"
+
+
 def test_tools_are_described_with_the_messages(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "tiny", max_position_embeddings=4_096)
     served = ServedModel.load(load_catalogue("").with_model(str(path)), "tiny")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -36,7 +37,11 @@ MODEL = "echo"
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are token ids; a conversation is its last message."""
+    """UTF-8 bytes are token ids; a conversation is its last message, behind the template of the
+    request if that brings one."""
+
+    def __init__(self, template: str = "") -> None:
+        self._template = template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -50,7 +55,7 @@ class ByteTokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] = {},
     ) -> list[int]:
-        return list(messages[-1].content.encode())
+        return list((self._template + messages[-1].content).encode())
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode(errors="replace")
@@ -76,6 +81,11 @@ class ByteModel:
         self.sampling_defaults = SamplingDefaults()
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
+
+    def with_chat_template(self, source: str) -> Self:
+        model = copy.copy(self)
+        model.tokenizer = ByteTokenizer(source)
+        return model
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         token_ids = job.prompt_token_ids

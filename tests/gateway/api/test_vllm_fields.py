@@ -9,8 +9,9 @@ import httpx
 import openai
 import pytest
 
+from schemas.config import GatewayConfig
 from tests.gateway.resuming.clients import opened, send, until
-from tests.support.running_gateway import MODEL, RunningGateway
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -303,3 +304,40 @@ async def test_what_is_not_honoured_of_vllms_fields(client: openai.AsyncOpenAI, 
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**_CHAT, extra_body={field: asks})
     assert refused.value.param == field
+
+
+_TEMPLATE = {"chat_template": "> "}
+
+
+async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None:
+    """In every way to ask with messages; others are refused it."""
+    async with (
+        running_gateway(GatewayConfig(trust_request_chat_template=True)) as front,
+        openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client,
+        httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+    ):
+        answer = await client.chat.completions.create(**_CHAT, extra_body=_TEMPLATE)
+        assert answer.choices[0].message.content == "> one. two"
+        told = (await http.post("/v1/tokenize", json=_CHAT | _TEMPLATE)).json()
+        assert bytes(told["tokens"]) == b"> one. two"
+        for body, param in (
+            (_CHAT | _TEMPLATE | {"session_id": "s"}, "chat_template"),
+            (_CHAT | {"chat_template": 3}, "chat_template"),
+        ):
+            refused = await http.post("/v1/chat/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        texts = {"model": MODEL, "prompt": "x"} | _TEMPLATE
+        for path in ("completions", "tokenize"):
+            refused = await http.post(f"/v1/{path}", json=texts)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+
+
+async def test_a_template_of_a_request_is_not_trusted_otherwise(
+    front: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    for path in ("chat/completions", "tokenize"):
+        refused = await http.post(f"/v1/{path}", json=_CHAT | _TEMPLATE)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "chat_template")
+        assert "trust_request_chat_template" in error["message"]
+    assert not front.worker.jobs
