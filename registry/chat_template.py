@@ -62,7 +62,11 @@ _RENDER_ERRORS = (
     ArithmeticError,
     AttributeError,
     RecursionError,
+    MemoryError,
 )
+# What Python's own compiler raises of code that jinja makes, which has limits that jinja's language
+# has not: loops within loops within loops, numbers of thousands of digits.
+_COMPILE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def _local_now() -> datetime.datetime:
@@ -189,7 +193,7 @@ class ChatTemplate:
             else:
                 return _up_to_mark(text, self._called) if continue_final_message else text
         raise ParameterError(
-            "messages", f"{self._called} refuses these messages: {refusal}"
+            "messages", f"{self._called} refuses these messages: {_told(refusal)}"
         ) from refusal
 
     def _ways_to_tell(
@@ -271,7 +275,7 @@ def given_template(
             tool_format=tool_format,
             called=f"the {TEMPLATE_FIELD} of this request",
         )
-    except (CheckpointError, RecursionError) as error:
+    except CheckpointError as error:
         raise ParameterError(TEMPLATE_FIELD, f"{error}") from error
 
 
@@ -320,6 +324,8 @@ def _compiled(
         template = environment.from_string(parsed)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
+    except _COMPILE_ERRORS as error:
+        raise CheckpointError(f"{origin} cannot be compiled: {_told(error)}.") from error
     # Copied for each rendering, which takes a chain of mappings longer than the rendering itself.
     template.globals = dict(template.globals)
     return template, names
@@ -344,6 +350,11 @@ def _sources(setting: Any, origin: str) -> tuple[str | None, str | None]:
     if not isinstance(setting, str | None) or not isinstance(tool_source, str | None):
         raise CheckpointError(f"{origin} must be a template or a list of named ones.")
     return setting, tool_source
+
+
+def _told(error: Exception | None) -> str:
+    """Its words; that memory ended comes without any."""
+    return f"{error}" or type(error).__name__
 
 
 def _raise_exception(message: str) -> NoReturn:

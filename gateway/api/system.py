@@ -20,6 +20,7 @@ from gateway.request.parsing import decode
 from gateway.tenancy.identity import AuthenticationError
 from gateway.transport.http import json_response
 from gateway.transport.proxies import is_forwarded
+from registry.tokenizers.prompt_pool import num_characters_with
 from runtime.addresses import is_loopback
 from runtime.metrics_server import bears_token, build_version
 from schemas.chat.tokenizing import (
@@ -104,15 +105,11 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
-        return await self._read_by(request, self._tokenize_decoder, self._tokenized)
+        return await self._read_by(request, self._tokenize_decoder, _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids; bytes that are no whole character show as U+FFFD."""
         return await self._read_by(request, self._detokenize_decoder, _detokenized)
-
-    def _tokenized(self, asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
-        self._gateway.maker.check_template(asked.chat_template)
-        return _tokenized(asked, model)
 
     async def _read_by(
         self,
@@ -124,10 +121,13 @@ class Api:
         read and answered off the event loop."""
         gateway = self._gateway
         async with counted_body(gateway, request) as (caller, body):
-            read = partial(gateway.prompts.run, caller.tenant, len(body))
-            asked = await read(lambda: decode(decoder, body))
+            read = partial(gateway.prompts.run, caller.tenant)
+            asked = await read(len(body), lambda: decode(decoder, body))
+            template = asked.chat_template if isinstance(asked, TokenizeRequest) else None
+            gateway.maker.check_template(template)
             model = await gateway.models.get(asked.model)
-            answered = await read(lambda: msgspec.json.encode(answer(asked, model)))
+            length = num_characters_with(template, len(body))
+            answered = await read(length, lambda: msgspec.json.encode(answer(asked, model)))
         return Response(answered, media_type="application/json")
 
     async def healthz(self, _request: Request) -> Response:
@@ -181,11 +181,11 @@ class Api:
 
 
 def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
-    if asked.chat_template is not None:
-        model = model.with_chat_template(asked.chat_template)
     if (asked.prompt is None) == (asked.messages is None):
         raise ParameterError("prompt", "Give exactly one of prompt and messages.")
     if asked.messages is not None:
+        if asked.chat_template is not None:
+            model = model.with_chat_template(asked.chat_template)
         tokens = model.tokenizer.encode_chat(
             chat_messages(asked.messages),
             tools_of(asked.tools),

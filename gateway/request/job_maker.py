@@ -13,7 +13,7 @@ from gateway.models import ServedModelLike
 from gateway.request.index import PromptTokenIds, RequestState
 from gateway.tenancy.caller import Caller
 from gateway.tools.catalogue import ToolCatalogue
-from registry.tokenizers.prompt_pool import PromptPool, num_characters
+from registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
 from registry.tool_formats import call_grammar
 from schemas.errors import ParameterError
 from schemas.jobs import Job, Source, Tier
@@ -126,7 +126,8 @@ class JobMaker:
             job = replace(job, sampling=sampling, tools=with_tools)
         try:
             prepare = partial(_prepared, model, request.chat_template, job, self._seed_source)
-            job = await self._prompts.run(job.tenant, num_characters(job), prepare)
+            length = num_characters_with(request.chat_template, num_characters(job))
+            job = await self._prompts.run(job.tenant, length, prepare)
         except ParameterError as error:
             if error.param != "prompt_token_ids":
                 raise

@@ -149,6 +149,14 @@ def num_characters(job: Job) -> int:
     return len(job.prompt or "") + len(job.prompt_token_ids or ()) + messages + tools
 
 
+def num_characters_with(chat_template: str | None, num_characters: int) -> int:
+    """As how much text a prompt counts that a request's own template makes, if it has one: what
+    callers wrote may take any time, and no event loop is to wait for it."""
+    if chat_template is None:
+        return num_characters
+    return max(num_characters, MAX_INLINE_CHARACTERS + 1)
+
+
 def _give_memory_back() -> None:
     """The allocator keeps what was freed, in each thread's arena. Other systems than glibc's have
     no such call, and need none."""

@@ -174,12 +174,38 @@ def test_messages_in_the_template_of_a_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ messages", "{% bad %}", "x" * 65_537, "{{ " + "(" * 5_000 + "1" + ")" * 5_000]
+    "source",
+    [
+        "{{ messages",
+        "{% bad %}",
+        "x" * 65_537,
+        "{{ " + "(" * 5_000 + "1" + ")" * 5_000,
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{% if 1 %}" * 110 + "{% endif %}" * 110,
+        "{% continue %}",
+        "{{ " + "9" * 5_000 + " }}",
+    ],
 )
 def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> None:
     with pytest.raises(ParameterError) as refused:
         served.with_chat_template(source)
     assert refused.value.param == "chat_template"
+
+
+def test_what_a_template_of_a_request_must_not_do(served: ServedModel) -> None:
+    """It is refused for that, with words."""
+    for source in (
+        "{{ 'a' * 10**15 }}",
+        "{{ messages[0].content * 10**15 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% include 'x' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ):
+        given = served.with_chat_template(source)
+        asked = job(messages=(ChatMessage("user", "mill"),))
+        with pytest.raises(ParameterError, match=r"refuses these messages: \w") as refused:
+            given.prepare(asked, random.Random(1))
+        assert refused.value.param == "messages"
 
 
 def test_tools_are_described_with_the_messages(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 
 from schemas.config import GatewayConfig
 from tests.gateway.resuming.clients import opened, send, until
-from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -326,10 +327,35 @@ async def test_a_request_brings_its_own_template_where_that_is_allowed() -> None
         ):
             refused = await http.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        async with opened(front) as socket:
+            await send(socket, "generate", id="a", **_CHAT, **_TEMPLATE)
+            told = await until(socket, "done")
+            text = "".join(one["text"] for one in told if one["type"] == "delta")
+            assert text == "> one. two"
         texts = {"model": MODEL, "prompt": "x"} | _TEMPLATE
         for path in ("completions", "tokenize"):
             refused = await http.post(f"/v1/{path}", json=texts)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+
+
+async def test_a_template_of_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the request is: what it does may take any time."""
+    threads: list[int] = []
+    with_template = ByteModel.with_chat_template
+
+    def noted(model: ByteModel, source: str) -> ByteModel:
+        threads.append(threading.get_ident())
+        return with_template(model, source)
+
+    monkeypatch.setattr(ByteModel, "with_chat_template", noted)
+    async with (
+        running_gateway(GatewayConfig(trust_request_chat_template=True)) as front,
+        httpx.AsyncClient(base_url=front.url, timeout=10) as http,
+    ):
+        for path in ("chat/completions", "tokenize"):
+            assert (await http.post(f"/v1/{path}", json=_CHAT | _TEMPLATE)).status_code == 200
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_a_template_of_a_request_is_not_trusted_otherwise(
