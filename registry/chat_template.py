@@ -323,7 +323,8 @@ def _compiled(
         names = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "load"}
         template = environment.from_string(parsed)
     except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(f"{origin}, line {error.lineno}: {error.message}.") from error
+        message = (error.message or "no template").rstrip(".")
+        raise CheckpointError(f"{origin}, line {error.lineno}: {message}.") from error
     except _COMPILE_ERRORS as error:
         raise CheckpointError(f"{origin} cannot be compiled: {_told(error)}.") from error
     # Copied for each rendering, which takes a chain of mappings longer than the rendering itself.

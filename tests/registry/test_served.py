@@ -190,6 +190,8 @@ def test_what_is_no_template_of_a_request(served: ServedModel, source: str) -> N
     with pytest.raises(ParameterError) as refused:
         served.with_chat_template(source)
     assert refused.value.param == "chat_template"
+    assert refused.value.message.endswith(".")
+    assert not refused.value.message.endswith("..")
 
 
 def test_what_a_template_of_a_request_must_not_do(served: ServedModel) -> None:

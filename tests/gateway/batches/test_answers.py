@@ -6,8 +6,11 @@ import base64
 import json
 
 from bus import subjects
+from schemas.config import GatewayConfig, RedisConfig
 from tests.support.batch_system import (
     BatchGateway,
+    Connect,
+    batch_gateway,
     by_id,
     chat_line,
 )
@@ -109,6 +112,7 @@ async def test_what_cannot_be_honoured_is_in_the_error_file(
         chat_line("tier", "hello", service_tier="priority"),
         chat_line("field", "hello", colour="red"),
         chat_line("hot", "hello", temperature=99),
+        chat_line("template", "hello", chat_template="> "),
         {**chat_line("model", "hello"), "body": {"model": "nope", "messages": []}},
         chat_line("broken", "break"),
     ]
@@ -116,7 +120,7 @@ async def test_what_cannot_be_honoured_is_in_the_error_file(
     assert batch.status == "completed"
     counts = batch.request_counts
     assert counts is not None
-    assert (counts.completed, counts.failed) == (1, 8)
+    assert (counts.completed, counts.failed) == (1, 9)
     assert set(by_id(await front.lines(batch.output_file_id))) == {"good"}
     errors = by_id(await front.lines(batch.error_file_id))
     found = {
@@ -130,9 +134,22 @@ async def test_what_cannot_be_honoured_is_in_the_error_file(
         "tier": (400, "service_tier"),
         "field": (400, "colour"),
         "hot": (400, "temperature"),
+        "template": (400, "chat_template"),
         "model": (400, "messages"),
         "broken": (500, None),
     }
+
+
+async def test_a_template_of_a_line_where_that_is_allowed(
+    connect: Connect, redis: RedisConfig, worker: BatchWorker
+) -> None:
+    config = GatewayConfig(trust_request_chat_template=True)
+    async with batch_gateway(connect, redis, config) as front:
+        line = chat_line("c", "hello", chat_template="> ")
+        batch = await front.end(await front.begin([line]))
+        (answer,) = await front.lines(batch.output_file_id)
+    (choice,) = answer["response"]["body"]["choices"]
+    assert choice["message"]["content"] == "> hello"
 
 
 async def test_a_request_that_was_shed_is_asked_again(
