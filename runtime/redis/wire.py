@@ -16,14 +16,19 @@ from runtime.redis.protocol import MalformedReplyError, Reply, ReplyReader
 
 _SentT = TypeVar("_SentT")
 
+# How often silence is looked at before it is believed. A machine that paused, or had no CPU time
+# for us and the server, makes one look late, and not the others.
+_LOOKS = 4
+
 
 class RedisWire(asyncio.Protocol, Generic[_SentT]):
     """Takes over a connection that redis-py has made: its server is found and trusted, and has
     taken our credentials.
 
     What is sent is kept until its reply comes, in order, and goes to ``on_reply`` with that.
-    Silence of ``timeout_s`` while replies are missing, and whatever else ends the connection, is
-    told to ``on_lost`` once, with what has no reply; nothing comes after that.
+    Silence of ``timeout_s`` (to a quarter more) while replies are missing, and whatever else ends
+    the connection, is told to ``on_lost`` once, with what has no reply; nothing comes after that.
+    Time in which this process stood still does not count as the server's silence.
 
     A pipeline of redis-py is a task, several timeouts and some twenty coroutines for each batch:
     most of the CPU time that a request's few commands take.
@@ -36,13 +41,13 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
         on_reply: Callable[[_SentT, Reply], None],
         on_lost: Callable[[Sequence[_SentT], Exception], None],
     ) -> None:
-        self._timeout_s = timeout_s
+        self._look_s = timeout_s / _LOOKS
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._reader = ReplyReader()
         self._sent: deque[_SentT] = deque()
-        self._last_heard_s = 0.0
+        self._silent_looks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_lost = False
         writer = connection._writer
@@ -59,9 +64,9 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
     def send(self, data: bytes, sent: Sequence[_SentT]) -> None:
         """Write ``data``, commands of which each has one of ``sent``."""
         if not self._sent:
-            self._last_heard_s = self._loop.time()
+            self._silent_looks = 0
             if self._timer is None:
-                self._timer = self._loop.call_later(self._timeout_s, self._check)
+                self._timer = self._loop.call_later(self._look_s, self._look)
         self._sent.extend(sent)
         self._transport.write(data)
 
@@ -82,7 +87,7 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
         except MalformedReplyError as error:
             self._lose(RedisError(str(error)))
             return
-        self._last_heard_s = self._loop.time()
+        self._silent_looks = 0
         for reply in replies:
             if self._is_lost:
                 return
@@ -99,13 +104,14 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
         if not self._is_lost:
             self._on_lost(self.close(), error)
 
-    def _check(self) -> None:
+    def _look(self) -> None:
         """Rather than by a timer for each batch, silence is found by one that looks again."""
         self._timer = None
         if not self._sent:
             return
-        left_s = self._last_heard_s + self._timeout_s - self._loop.time()
-        if left_s > 0.0:
-            self._timer = self._loop.call_later(left_s, self._check)
+        self._silent_looks += 1
+        # The first look may come at once after what was sent or heard.
+        if self._silent_looks <= _LOOKS:
+            self._timer = self._loop.call_later(self._look_s, self._look)
         else:
             self._lose(RedisTimeoutError("no reply in time"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -122,6 +123,24 @@ async def test_a_late_reply_is_nobodys(link: RedisLink, redis_server: RedisServe
             return False
 
     await eventually(is_back, 10.0, "Redis is asked again")
+
+
+async def test_who_stood_still_itself_takes_nobody_for_silent(
+    link: RedisLink, redis_server: RedisServer
+) -> None:
+    """A machine that pauses, or has no CPU time to give, stops both ends."""
+    await link.call("SET", "a", "b")
+    redis_server.pause()
+    try:
+        reading = asyncio.create_task(link.call("GET", "a"))
+        for _ in range(3):
+            await asyncio.sleep(0)  # it is on its way then
+        time.sleep(0.6)  # noqa: ASYNC251  the fault: our event loop stands still, too
+        for _ in range(3):
+            await asyncio.sleep(0)  # it is the first to go on
+    finally:
+        redis_server.resume()
+    assert await reading == b"b"
 
 
 async def test_what_is_no_redis_is_parted_with() -> None:
