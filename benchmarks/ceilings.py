@@ -62,7 +62,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
         config,
         dtype=torch.bfloat16,
         device=device,
-        product=choose_product(CpuKernels(cpu_library(), torch.bfloat16)),
+        product=choose_product(CpuKernels(cpu_library(), torch.bfloat16), config),
     )
     columns = config.num_attention_heads * config.head_dim
     rates = machine_rates()

@@ -76,7 +76,7 @@ class ModelRunner:
             dtype=dtype,
             device=device,
             source=source,
-            product=Projection if kernels is None else choose_product(kernels),
+            product=Projection if kernels is None else choose_product(kernels, config),
         )
         cache = KVCache(
             config,

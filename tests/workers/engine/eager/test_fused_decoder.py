@@ -21,7 +21,6 @@ from workers.engine.batch import FlatBatch
 from workers.engine.eager.attention import TorchAttention
 from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
 from workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
-from workers.engine.eager.products import choose_product
 from workers.engine.engine import Engine
 from workers.engine.kv.cache import KVCache
 from workers.kernels.cpu import CpuKernels
@@ -170,42 +169,13 @@ def test_what_is_not_finite_stays_in_its_sequence(kernels: CpuKernels, tmp_path:
     assert hidden[: poisoned.start].isfinite().all()
 
 
-def test_products_are_those_that_took_less_time(kernels: CpuKernels) -> None:
-    now = 0.0
-
-    def clock() -> float:
-        return now
-
-    def slow(factor: float) -> CpuKernels:
-        class _Slow(CpuKernels):
-            def __init__(self) -> None:
-                self.has_products = True
-
-            def multiply(self, *_: object) -> None:
-                nonlocal now
-                now += factor
-
-        return _Slow()
-
-    def onednn(self: Projection, rows: torch.Tensor) -> torch.Tensor:
-        nonlocal now
-        now += 1.0
-        return rows
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Projection, "__call__", onednn)
-        assert choose_product(slow(1.1), clock) is Projection
-        assert isinstance(choose_product(slow(0.9), clock), partial)
-    assert choose_product(compiled(torch.float32)) is Projection
-
-
 def test_a_stream_has_the_same_tokens_alone_and_in_company(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: CpuKernels
 ) -> None:
     save_model(tmp_path, "Llama", **_LLAMA)
     monkeypatch.setattr(
         "workers.engine.eager.runner.choose_product",
-        lambda kernels: partial(PackedProjection, kernels),
+        lambda kernels, config: partial(PackedProjection, kernels),
     )
     settings = EngineConfig(device="cpu", dtype="bfloat16", num_blocks=64, max_batch_tokens=48)
 

@@ -1,0 +1,116 @@
+"""Which products an engine takes: those with which steps take less time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from tests.workers.checkpoints import save_model
+from tests.workers.kernels.compiled import compiled
+from workers.engine.batch import FlatBatch
+from workers.engine.eager import products
+from workers.engine.eager.fused_decoder import FusedDecoder
+from workers.engine.eager.products import choose_product, sample_config, time_ratio
+from workers.kernels.cpu import CpuKernels
+from workers.models.decoder import Decoder
+from workers.models.projection import Projection
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 90,
+}
+_WIDE = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+class _Clock:
+    """Stands still but for what is added to it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _config(tmp_path: Path, family: str = "Llama", **changes: Any) -> ModelConfig:
+    save_model(tmp_path, family, **_SMALL | changes)
+    return read_model_config(tmp_path)
+
+
+@pytest.fixture
+def kernels() -> CpuKernels:
+    return compiled(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("own_s", "is_own"), [(0.9, True), (1.1, False)])
+def test_products_are_those_whose_steps_took_less_time(
+    tmp_path: Path,
+    kernels: CpuKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    own_s: float,
+    is_own: bool,
+) -> None:
+    clock = _Clock()
+
+    def taking(seconds: float, of: type[Decoder[Any, Any]]) -> Any:
+        real = of.forward
+
+        def forward(self: Any, batch: FlatBatch) -> torch.Tensor:
+            clock.now_s += seconds
+            return real(self, batch)
+
+        return forward
+
+    for seconds, of in ((1.0, Decoder), (own_s, FusedDecoder)):
+        monkeypatch.setattr(of, "forward", taking(seconds, of))
+    product = choose_product(kernels, _config(tmp_path), clock)
+    assert isinstance(product, partial) if is_own else product is Projection
+
+
+def test_kernels_without_products_are_not_asked(tmp_path: Path) -> None:
+    assert choose_product(compiled(torch.float32), _config(tmp_path)) is Projection
+
+
+def test_a_first_time_and_what_disturbs_some_turns_do_not_count() -> None:
+    clock, batches = _Clock(), [products._batch([(0, 3)])] * 2
+    own_s = iter([9.0, 2.0, 7.0, 7.0, 2.0, 7.0] * 2)
+    other_s = iter([0.1, 5.0, 4.0, 4.0, 4.0, 4.0] * 2)
+
+    def step(seconds: Any) -> Any:
+        def run(_: FlatBatch) -> None:
+            clock.now_s += next(seconds)
+
+        return run
+
+    assert time_ratio(step(own_s), step(other_s), batches, clock) == 0.5
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("changes", [{}, _WIDE], ids=["small", "wide"])
+def test_every_model_has_a_sample_of_two_layers(
+    tmp_path: Path, kernels: CpuKernels, family: str, changes: dict[str, Any]
+) -> None:
+    config = msgspec.structs.replace(_config(tmp_path, family), **changes)
+    sample = sample_config(config)
+    assert sample.num_hidden_layers == 2
+    assert sample.hidden_size == min(config.hidden_size, 1024)
+    assert sample.num_attention_heads % sample.num_key_value_heads == 0
+    assert (sample.experts is None) == (config.experts is None)
+    assert choose_product(kernels, config) is not None
