@@ -90,7 +90,7 @@ class Gateway:
     """Owns what the endpoints share: streams, responses, limits, sessions, tools, the fleet's view.
 
     ``start`` before the first request, ``close`` after the last. Clients that have a socket are in
-    ``sockets``.
+    ``sockets``. ``has_new_batch`` is set for the runner of batches.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Gateway:
         self.exposure = config.metrics
         self.traces = None if tracing is None else RequestTraces(tracing, clock, settings)
         self.sockets: set[Socket] = set()
+        self.has_new_batch = asyncio.Event()
         self.write_coalescer = WriteCoalescer()
         self.metrics = Metrics()
         self.fleet = FleetView(clock)

@@ -8,7 +8,7 @@ import errno
 import gc
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from gateway.transport.certificate import Certificate, certificate_of
 from gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
 from gateway.transport.http import JSON, new_request_id, request_id_header
 from gateway.transport.http_writer import HttpWriter
+from runtime.http_server import ManagedServer
 from schemas.config import GatewayConfig
 from schemas.errors import ConfigError
 
@@ -35,7 +36,6 @@ _BACKLOG = 4_096
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1.0
 _LEAVING_S = 0.005
-_DATE_S = 1.0
 _MAX_HEAD_BYTES = 65_536
 _HEAD_TIMEOUT_S = 20.0
 _NOTSENT_LOWAT_BYTES = 16_384
@@ -102,7 +102,7 @@ class Server:
         if self._certificate is not None:
             config.load()
             config.ssl = self._certificate.context
-        self._server = _ManagedServer(config)
+        self._server = _GatewayServer(config)
 
     @property
     def port(self) -> int:
@@ -152,28 +152,13 @@ def tune_gc() -> None:
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
-class _ManagedServer(uvicorn.Server):
-    """Signals are handled by whoever runs the process; ``up`` is set once it accepts.
-
-    It ends when it is told to and when its last connection is gone, for neither of which uvicorn
-    looks more than ten times a second; at rest it wakes once a second instead, for the date.
-    """
+class _GatewayServer(ManagedServer):
+    """``up`` is set once it accepts; it ends when its last connection is gone, for which uvicorn
+    looks ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.up = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        """Have ``serve`` close every connection and return."""
-        self.should_exit = True
-        self._stopping.set()
-
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_DATE_S):
-                    await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in (*self.servers, *(sockets or ())):
@@ -192,10 +177,6 @@ class _ManagedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _HttpProtocol(HttpToolsProtocol):

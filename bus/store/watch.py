@@ -32,6 +32,10 @@ _ASK_EVERY_S = 5.0
 # Whoever connects to the bus sets the queue up as it is in good times.
 _ASSERT_EVERY_S = 5.0
 _MIB = 1024 * 1024
+# A disk is taken to fill no faster than this, and is looked at after so many intervals at the
+# latest.
+_FASTEST_BYTES_PER_S = 4 * 1024 * _MIB
+_MOST_INTERVALS = 5
 
 
 def free_bytes(folder: str) -> int:
@@ -55,7 +59,8 @@ def folders_of(config: StorageConfig) -> dict[str, str]:
 
 
 class StoreWatch:
-    """Looks at the stores every ``check_interval_s``.
+    """Looks at the stores every ``check_interval_s``, and less often while their disks have so much
+    room that nothing could fill it meanwhile.
 
     What it can see: the free room on the disks of the folders it was told of, streams that the
     message bus gave up (with ``storage``), and whether Redis can write (with ``redis``). Where
@@ -89,8 +94,16 @@ class StoreWatch:
 
     def start(self) -> None:
         """Look on and on, in a task that ``close`` ends."""
-        look = partial(self.look, spares_bus=True)
-        self._tasks.repeat(look, self._config.check_interval_s, self._clock, "stores")
+        self._tasks.repeat(partial(self.look, spares_bus=True), self.rest_s, self._clock, "stores")
+
+    def rest_s(self) -> float:
+        """How long to leave the stores alone after a look."""
+        interval_s = self._config.check_interval_s
+        if self._told or self._closed_s is not None or not self.free:
+            return interval_s
+        spare_bytes = min(self.free.values()) - self._config.min_free_bytes
+        num_intervals = int(spare_bytes / _FASTEST_BYTES_PER_S / interval_s)
+        return interval_s * max(1, min(num_intervals, _MOST_INTERVALS))
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -99,19 +112,26 @@ class StoreWatch:
         """Look at everything once; with ``spares_bus`` at what the bus has given up only now and
         then while all is well. Never raises for a store that cannot be seen just now: what was last
         seen of it stays."""
-        for store, folder in self._folders.items():
-            try:
-                self.free[store] = await asyncio.to_thread(self._read_free_bytes, folder)
-            except OSError as error:
-                logger.debug(
-                    "a disk cannot be looked at", extra={"store": store, "why": repr(error)}
-                )
+        if self._folders:
+            self.free |= await asyncio.to_thread(self._look_at_disks)
         self._note_short()
         if not spares_bus or self._is_bus_due():
             await self._look_at_bus()
         if self._redis is not None:
             await self._redis.look_for_room()
         self._tell()
+
+    def _look_at_disks(self) -> dict[str, int]:
+        """What is free, of the stores whose disks can be seen."""
+        free = {}
+        for store, folder in self._folders.items():
+            try:
+                free[store] = self._read_free_bytes(folder)
+            except OSError as error:
+                logger.debug(
+                    "a disk cannot be looked at", extra={"store": store, "why": repr(error)}
+                )
+        return free
 
     def is_short(self, store: str) -> bool:
         """Whether a store's disk is nearly full."""

@@ -41,6 +41,8 @@ def redis_config(url: str, store: Path) -> str:
             f"dir {folder}",
             "appendonly yes",
             'save ""',
+            # It looks after what expires once a second: what is asked for is looked at then, too.
+            "hz 1",
             "",
         ]
     )

@@ -51,7 +51,6 @@ class StoreRecovery:
     ) -> None:
         """``restart`` ends a process of that name, which is then started again."""
         self._watch = StoreWatch(config, clock, storage)
-        self._interval_s = config.check_interval_s
         self._restart = restart
         self._clock = clock
         self._say = say
@@ -61,7 +60,7 @@ class StoreRecovery:
     def start(self) -> None:
         """Look after the stores in a task, which ``close`` ends."""
         check = partial(self.check, spares_bus=True)
-        self._tasks.repeat(check, self._interval_s, self._clock, "store recovery")
+        self._tasks.repeat(check, self._watch.rest_s, self._clock, "store recovery")
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -77,6 +77,7 @@ class BatchesApi:
         )
         record = BatchRecord(batch=batch, caller=caller)
         await self._store.create(record, gateway.config.max_open_batches)
+        gateway.has_new_batch.set()
         return json_response(batch)
 
     async def retrieve(self, request: Request) -> Response:

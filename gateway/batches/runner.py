@@ -21,13 +21,16 @@ from gateway.batches.store import BatchStore
 from gateway.core import Gateway
 from gateway.errors import NotFoundError
 from gateway.rendering.rendering import Endpoint
+from runtime.clock import until_beat_s
 from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from runtime.tasks import Tasks
+from runtime.tasks import Tasks, wait_or_sleep
 from schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 4
+# While no gateway has a batch, one looks only each so many intervals: its own it is told of.
+_REST_SCANS = 5
 _MS_PER_S = 1_000
 _NS_PER_MS = 1_000_000
 # A batch that has no state after so long was never created: its gateway died on the way.
@@ -86,9 +89,9 @@ class BatchRunner:
         link = self._gateway.redis
         if link is not None:
             config, clock = self._gateway.config, self._gateway.clock
-            scan, renew = partial(self._scan, link), partial(self._renew, link)
+            renew = partial(self._renew, link)
             renewal_s = config.batch_lease_s / _RENEWALS_PER_LEASE
-            self._tasks.repeat(scan, config.batch_scan_s, clock, "look for batches")
+            self._tasks.spawn(self._scan_on(link), "look for batches")
             self._tasks.repeat(renew, renewal_s, clock, "renew the leases of batches")
 
     async def close(self) -> None:
@@ -112,25 +115,39 @@ class BatchRunner:
                     extra={"batch_id": batch_id, "cause": error.message},
                 )
 
-    async def _scan(self, link: RedisLink) -> None:
+    async def _scan_on(self, link: RedisLink) -> None:
+        gateway = self._gateway
+        while True:
+            gateway.has_new_batch.clear()
+            num_waiting = await self._scan(link)
+            num_intervals = 1 if num_waiting or self._runs else _REST_SCANS
+            sleep_s = until_beat_s(gateway.clock, num_intervals * gateway.config.batch_scan_s)
+            await wait_or_sleep(gateway.has_new_batch, gateway.clock, sleep_s)
+
+    async def _scan(self, link: RedisLink) -> int:
+        """How many batches wait for a gateway, as far as can be told."""
         try:
-            await self._look_for_batches(link)
+            return await self._look_for_batches(link)
         except (RedisUnreachableError, BusUnavailableError) as error:
             logger.debug("batches are looked for later", extra={"cause": error.message})
+        except Exception:
+            logger.exception("batches could not be looked for")
+        return 1
 
-    async def _look_for_batches(self, link: RedisLink) -> None:
+    async def _look_for_batches(self, link: RedisLink) -> int:
         waiting = [one for one in await self._store.open_batches() if one[1] not in self._runs]
         tenants = [running.tenant for running in self._runs.values()]
         for tenant, batch_id in in_turn(waiting, tenants):
             is_full = len(self._runs) >= self._gateway.config.max_batches_at_once
             other = self._to_leave_for(tenant) if is_full else None
             if is_full and other is None:
-                return
+                break
             key = redis_keys.batch_lease_key(batch_id)
             if await link.call("SET", key, self._holder, "NX", "PX", self._lease_ms):
                 self._begin(tenant, batch_id)
                 if other is not None:
                     await self._leave([other])
+        return len(waiting)
 
     def _to_leave_for(self, tenant: str) -> str | None:
         """The newest batch of the tenant that has most of the places here, if ``tenant`` is to have

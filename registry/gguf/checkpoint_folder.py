@@ -17,7 +17,7 @@ from registry.gguf.gguf_file import GgufFile, read_gguf
 from registry.gguf.parts import model_name_of, parts_of
 from registry.gguf.tokenizer import read_tokenizer
 from registry.gguf.vocabulary import Vocabulary
-from runtime.cache_folder import cache_folder
+from runtime.binaries import cache_folder
 from schemas.errors import CheckpointError
 
 _EMBEDDING = "token_embd.weight"

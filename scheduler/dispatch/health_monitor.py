@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from runtime.tasks import Tasks
+from runtime.clock import until_beat_s
+from runtime.tasks import Tasks, wait_or_sleep
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.fleet.fleet import Departed
 from scheduler.jobs.scheduled_job import Phase, ScheduledJob
@@ -14,6 +15,8 @@ from schemas.errors import BusUnavailableError
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+# While no job is here, only workers that fall silent are to be noticed.
+_REST_TICK_S = 0.5
 # A job that nothing was heard of for this long is looked up in the queue.
 _CHECK_AFTER_S = 30.0
 _MAX_CHECKS_PER_TICK = 64
@@ -21,7 +24,8 @@ _NEVER_S = float("-inf")
 
 
 class HealthMonitor:
-    """Ticks. ``on_departed``, ``on_ended`` and ``finish_unwanted`` act on what it finds."""
+    """Ticks, less often while there is no job. ``on_departed``, ``on_ended`` and
+    ``finish_unwanted`` act on what it finds."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class HealthMonitor:
         self._finish_unwanted = finish_unwanted
         self._tasks = Tasks()
         self._last_tick_s = context.clock.monotonic()
+        self._interval_s = TICK_S
         self._was_disconnected = False
 
     async def run(self) -> None:
@@ -43,9 +48,18 @@ class HealthMonitor:
         try:
             while True:
                 self.tick()
-                await self._context.clock.sleep(TICK_S)
+                await self._rest()
         finally:
             await self._tasks.close()
+
+    async def _rest(self) -> None:
+        clock, has_jobs = self._context.clock, self._context.job_table.has_jobs
+        self._interval_s = TICK_S if has_jobs.is_set() else _REST_TICK_S
+        sleep_s = until_beat_s(clock, self._interval_s)
+        if has_jobs.is_set():
+            await clock.sleep(sleep_s)
+        else:
+            await wait_or_sleep(has_jobs, clock, sleep_s)
 
     def reconnected(self) -> None:
         """Heartbeats and notices of ends were missed."""
@@ -60,7 +74,7 @@ class HealthMonitor:
 
     def tick(self) -> None:
         context, now_s = self._context, self._context.clock.monotonic()
-        late_s = now_s - self._last_tick_s - TICK_S
+        late_s = now_s - self._last_tick_s - self._interval_s
         self._last_tick_s = now_s
         if not context.bus.connected:
             self._was_disconnected = True

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from bus.job_queue import LeasedJob
+from bus.job_queue import LeasedJob, TenantQueue
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.jobs.scheduled_job import ScheduledJob
 from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from scheduler.jobs.terminal_status import refused
-from schemas.errors import BusUnavailableError, ModelNotFoundError
+from schemas.errors import ModelNotFoundError
 
-logger = logging.getLogger(__name__)
-
-_INTERVAL_S = 2.0
 _MAX_AT_ONCE = 64
 
 
 class OrphanReaper:
-    """Looks through the queue now and then; ``known_models`` is the whole catalogue."""
+    """``known_models`` is the whole catalogue."""
 
     def __init__(self, context: SchedulerContext, known_models: Collection[str]) -> None:
         self._context = context
         self._known_models = frozenset(known_models)
 
-    async def run(self) -> None:
-        """Runs until it is cancelled."""
-        while True:
-            if self._context.bus.connected:
-                try:
-                    await self.look()
-                except BusUnavailableError as error:
-                    logger.warning(
-                        "the queue cannot be looked through", extra={"reason": error.message}
-                    )
-            await self._context.clock.sleep(_INTERVAL_S)
-
-    async def look(self) -> None:
-        """Refuse what waits for unknown models now. Raises BusUnavailableError."""
+    async def look(self, tenant_queues: Iterable[TenantQueue]) -> None:
+        """Refuse what waits in those of unknown models. Raises BusUnavailableError."""
         jobs = self._context.bus.jobs
-        for tenant_queue in await jobs.tenant_queues():
+        for tenant_queue in tenant_queues:
             if tenant_queue.model not in self._known_models:
                 for leased in await jobs.pull(tenant_queue, _MAX_AT_ONCE, 0.0):
                     await self._refuse(leased)

@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import chain
 
 from bus.job_queue import TenantQueue
+from runtime.clock import until_beat_s
 from runtime.tasks import Tasks, wait_or_sleep
 from scheduler.dispatch.context import SchedulerContext
 from scheduler.dispatch.dispatcher import Dispatcher
 from scheduler.dispatch.queue_estimate import QueueEstimate
 from scheduler.fleet.autoscaler import Autoscaler, Signals
+from scheduler.intake.orphan_reaper import OrphanReaper
 from scheduler.intake.puller import Puller
 from scheduler.jobs.scheduled_job import Tenant
 from scheduler.jobs.terminal_status import shed
@@ -36,13 +39,13 @@ _MAX_FORGOTTEN_AT_ONCE = 16
 
 # While there is no job, it looks this often: for one whose announcement got lost, and because
 # gateways take a queue that nobody speaks of for unserved.
-_REST_S = 1.0
+_REST_S = 2.0
 
 
 class QueueWatch:
     """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
-    at all it rests until ``wake``, for ``_REST_S`` at most. ``answers`` owns the answers to shed
-    jobs, which exist nowhere else."""
+    at all it rests until ``wake``, for ``_REST_S`` at most. What it finds is for ``orphan_reaper``,
+    too. ``answers`` owns the answers to shed jobs, which exist nowhere else."""
 
     def __init__(
         self,
@@ -51,11 +54,13 @@ class QueueWatch:
         dispatchers: Mapping[str, Dispatcher],
         queue_estimates: Mapping[str, QueueEstimate],
         answers: Tasks,
+        orphan_reaper: OrphanReaper,
     ) -> None:
         self._context = context
         self._pullers = pullers
         self._dispatchers = dispatchers
         self._answers = answers
+        self._orphan_reaper = orphan_reaper
         self._queue_estimates = queue_estimates
         self._weights = weights_of(context.config.tiers)
         self._wake = asyncio.Event()
@@ -82,10 +87,14 @@ class QueueWatch:
                             "the queue cannot be watched", extra={"reason": error.message}
                         )
                     failing = True
-            interval_s = self._context.config.status_interval_s
-            await self._context.clock.sleep(0.0 if is_too_much else interval_s)
-            if self._is_empty and interval_s < _REST_S:
-                await wait_or_sleep(self._wake, self._context.clock, _REST_S - interval_s)
+            interval_s, clock = self._context.config.status_interval_s, self._context.clock
+            if not self._is_empty or interval_s >= _REST_S:
+                await clock.sleep(0.0 if is_too_much else interval_s)
+                continue
+            before_s = clock.monotonic()
+            await wait_or_sleep(self._wake, clock, until_beat_s(clock, _REST_S))
+            # However many jobs come, it looks no more often.
+            await clock.sleep(max(0.0, before_s + interval_s - clock.monotonic()))
 
     async def look(self) -> bool:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
@@ -100,6 +109,7 @@ class QueueWatch:
         for model, dispatcher in self._dispatchers.items():
             is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
         await self._forget_idle()
+        await self._orphan_reaper.look(chain.from_iterable(totals.values()))
         return is_too_much
 
     async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -259,10 +260,12 @@ class ScheduledJob:
 
 
 class JobTable:
-    """Every scheduled job by its request id, until it has ended."""
+    """Every scheduled job by its request id, until it has ended. ``has_jobs`` is set while there is
+    one."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, ScheduledJob] = {}
+        self.has_jobs = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -278,6 +281,7 @@ class JobTable:
         """It was pulled, and is this scheduler's to answer for."""
         assert scheduled.request_id not in self._jobs, "the job is in the table already"
         self._jobs[scheduled.request_id] = scheduled
+        self.has_jobs.set()
         scheduled.queue_counts.num_ours += 1
         scheduled.start_waiting_here()
 
@@ -291,3 +295,5 @@ class JobTable:
             scheduled.trace.finish(error)
         if self._jobs.get(scheduled.request_id) is scheduled:
             del self._jobs[scheduled.request_id]
+            if not self._jobs:
+                self.has_jobs.clear()

@@ -146,7 +146,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """How soon another gateway goes on with the batches of one that died."""
 
     batch_scan_s: float = 1.0
-    """How soon a gateway notices a new batch."""
+    """How often a gateway looks for batches that no gateway runs; where there are none, five times
+    less often. One that it created itself it begins at once."""
 
     # Sessions.
 

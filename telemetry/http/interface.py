@@ -11,13 +11,13 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from urllib.parse import parse_qsl
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from runtime.http_server import ManagedServer
 from schemas.config import ClickHouseConfig
 from schemas.errors import ConfigError
 from telemetry.http.access import AccessCheck, Refusal, header_of
@@ -133,7 +133,7 @@ class HttpServer:
         self._socket = _listen(config.serve_host, config.serve_port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
-        self._server = _QuietServer(
+        self._server = ManagedServer(
             uvicorn.Config(
                 interface,
                 log_config=None,
@@ -150,16 +150,7 @@ class HttpServer:
             self._socket.close()
 
     def stop(self) -> None:
-        self._server.should_exit = True
-
-
-class _QuietServer(uvicorn.Server):
-    """Leaves the process's signals to whoever owns them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None is captured."""
-        yield
+        self._server.stop()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 _POLL_MOST_S = 0.2
 _POLL_MESSAGES = 1_000
 _REFRESH_INTERVAL_S = 1.0
-# At rest it looks at Kafka this often, for what came past the bridge.
+# At rest it looks at Kafka this often, for what came past the bridge; after the short rest, all
+# being committed, it lets go of the partitions.
 _LONGEST_REST_S = 30.0
+_SHORT_REST_S = 5.0
 _CATCH_UP_FACTOR = 4
 # An insert takes about as long for one row as for a thousand. While few come, batches follow one
 # another so slowly that storing takes this part of the time, but at most so many intervals apart.
@@ -183,7 +185,14 @@ class Sink:
         consumer.pause(*partitions)
         self.is_resting = True
         try:
-            await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S)
+            await wait_or_sleep(self._wake, self._clock, _SHORT_REST_S)
+            if not self._wake.is_set():
+                # The client looks five times a second whether what is paused goes on.
+                consumer.unsubscribe()
+                try:
+                    await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S - _SHORT_REST_S)
+                finally:
+                    consumer.assign(partitions)
         finally:
             self.is_resting = False
             consumer.resume(*partitions)

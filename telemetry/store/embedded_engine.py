@@ -22,8 +22,13 @@ import chdb
 
 from telemetry.store.reading import quote
 
+# At rest the engine would look at its memory twenty times a second, and for each table every ten
+# seconds at what might be merged, which an insert has it do at once.
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
+  <memory_worker_period_ms>1000</memory_worker_period_ms>
+  <background_processing_pool_thread_sleep_seconds>60</background_processing_pool_thread_sleep_seconds>
+  <background_processing_pool_task_sleep_seconds_when_no_work_min>60</background_processing_pool_task_sleep_seconds_when_no_work_min>
 </clickhouse>
 """
 # The engine has each connection be "default", with no password: the password is the door's.

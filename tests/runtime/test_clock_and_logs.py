@@ -9,11 +9,30 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from runtime.clock import SystemClock
+from runtime.clock import SystemClock, until_beat_s
 from runtime.logs import configure_logging, stack_of
 from schemas.errors import ConfigError
 from tests.support.manual_clock import ManualClock
+
+
+@given(
+    now_s=st.floats(0.0, 1e7, allow_nan=False),
+    interval_s=st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 30.0]),
+)
+def test_what_is_done_at_one_interval_is_done_together(now_s: float, interval_s: float) -> None:
+    clock = ManualClock()
+    clock.skip(now_s)
+    sleep_s = until_beat_s(clock, interval_s)
+    assert interval_s / 8 <= sleep_s <= interval_s * 9 / 8
+    share = (now_s + sleep_s) / interval_s
+    assert abs(share - round(share)) < 1e-6
+
+
+def test_no_interval_is_no_rest() -> None:
+    assert until_beat_s(ManualClock(), 0.0) == 0.0
 
 
 async def test_sleepers_wake_in_order_at_their_time() -> None:

@@ -6,6 +6,9 @@ import asyncio
 from functools import partial
 from typing import Any
 
+import pytest
+from aiokafka import AIOKafkaConsumer
+
 from bus import subjects
 from bus.memory import MemoryBroker, MemoryBus
 from runtime.clock import SystemClock
@@ -80,6 +83,32 @@ async def test_a_record_ends_the_rest_of_bridge_and_sink(
             await bus.outbox.publish(request_record(number))
             await eventually(partial(is_at_rest_after, number + 1), timeout_s=20.0)
             assert service.sink.lag()[subjects.REQUESTS_TOPIC] == 0
+
+
+async def test_a_record_ends_a_rest_that_unassigned_its_partitions(
+    store: Store, embedded_kafka: KafkaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unassigned = asyncio.Event()
+    unsubscribe = AIOKafkaConsumer.unsubscribe
+
+    def unassigning(self: AIOKafkaConsumer) -> None:
+        unsubscribe(self)
+        unassigned.set()
+
+    monkeypatch.setattr(AIOKafkaConsumer, "unsubscribe", unassigning)
+    monkeypatch.setattr("telemetry.sink.sink._SHORT_REST_S", 0.05)
+    bus = MemoryBus(MemoryBroker())
+    async with running(bus, store, embedded_kafka) as service:
+        for number in range(3):
+            await asyncio.wait_for(unassigned.wait(), 20.0)
+            unassigned.clear()
+            assert service.sink.is_resting
+            await bus.outbox.publish(request_record(number))
+            await eventually(partial(_has_rows, store, number + 1), timeout_s=20.0)
+
+
+async def _has_rows(store: Store, num_rows: int) -> bool:
+    return await count(store) == num_rows
 
 
 async def test_it_stops_in_the_middle_of_its_rest(

@@ -13,7 +13,7 @@ from bus.api import Bus
 from bus.tenancy.settling import Settlements
 from bus.transport import Subscription
 from registry.served import ServedModel
-from runtime.clock import Clock
+from runtime.clock import Clock, until_beat_s
 from runtime.tasks import first_error
 from runtime.tracing import Tracing
 from schemas.config import WorkerConfig
@@ -172,7 +172,9 @@ class Worker:
         while True:
             self.requests.ownership.check_for_gap()
             self.requests.expire_late()
-            await self._clock.sleep(_CHECK_INTERVAL_S)
+            is_idle = not self.requests.num_running and not self.requests.num_ending
+            interval_s = self._config.heartbeat_s if is_idle else _CHECK_INTERVAL_S
+            await self._clock.sleep(until_beat_s(self._clock, interval_s))
 
     def _start_draining(self) -> None:
         if not self.requests.draining:

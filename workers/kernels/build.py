@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from runtime.cache_folder import cache_folder
+from runtime.binaries import cache_folder
 from schemas.errors import MillraceError
 
 _FOLDER = Path(__file__).with_name("native")

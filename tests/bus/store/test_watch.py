@@ -119,6 +119,30 @@ async def test_the_bus_is_asked_seldom_while_its_disk_has_room() -> None:
     await watch.close()
 
 
+@pytest.mark.parametrize(
+    ("free_mib", "rest_s"),
+    [(50, 1.0), (101, 1.0), (8_000, 1.0), (8_400, 2.0), (20_000, 4.0), (10**6, 5.0)],
+)
+async def test_a_disk_is_left_alone_for_less_than_it_could_fill_in(
+    free_mib: int, rest_s: float
+) -> None:
+    watch = StoreWatch(
+        _CONFIG, ManualClock(), read_free_bytes=Disks(nats=free_mib, rows=10**7).read
+    )
+    assert watch.rest_s() == 1.0, "nothing is known yet"
+    await watch.look()
+    assert watch.rest_s() == rest_s
+
+
+async def test_a_store_in_trouble_is_not_left_alone() -> None:
+    storage = CountingStorage()
+    disks = Disks(nats=10**6, rows=10**6)
+    watch = StoreWatch(_CONFIG, ManualClock(), storage, read_free_bytes=disks.read)
+    storage.failed = {"JOBS": "input/output error"}
+    await watch.look()
+    assert watch.rest_s() == 1.0
+
+
 async def test_the_queue_is_closed_to_all_while_hardly_any_room_is_left() -> None:
     broker, clock, disks = MemoryBroker(), ManualClock(), Disks(nats=60, rows=500)
     storage = MemoryBus(broker).storage

@@ -38,6 +38,16 @@ async def test_listed_newest_first_in_pages(redis: RedisConfig) -> None:
         await front.end(made[-1])
 
 
+async def test_a_batch_is_begun_at_once_where_it_was_created(
+    front: BatchGateway, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = front.gateway
+    monkeypatch.setattr(gateway, "config", replace(gateway.config, batch_scan_s=3_600.0))
+    for _ in range(2):
+        batch = await front.end(await front.begin([chat_line("a", "hi")]))
+        assert batch.status == "completed"
+
+
 async def test_cancelled_in_the_middle(front: BatchGateway, worker: BatchWorker) -> None:
     batch = await front.begin([chat_line(f"c{number}", "hi") for number in range(300)])
     worker.hold_after = 20

@@ -9,14 +9,14 @@ from scheduler.intake.queue_watch import QueueWatch
 from tests.scheduler.world import CONFIG, World, job
 
 
-async def test_a_queue_without_jobs_is_spoken_of_once_a_second() -> None:
+async def test_a_queue_without_jobs_is_spoken_of_every_two_seconds() -> None:
     world = World(CONFIG)
     await world.open()
     await world.add_worker()
     await world.pass_s(2.0)
     num_before = len(world.statuses)
     await world.pass_s(20.0)
-    assert len(world.statuses) - num_before == 20
+    assert len(world.statuses) - num_before == 10
     await world.close()
 
 
@@ -55,5 +55,5 @@ async def test_a_job_that_was_not_announced_is_found_by_the_next_look(
     worker = await world.add_worker()
     await world.pass_s(2.0)
     await world.client.jobs.publish(job("r1"))
-    await world.until(lambda: "r1" in worker.running, within_s=1.3)
+    await world.until(lambda: "r1" in worker.running, within_s=2.3)
     await world.close()

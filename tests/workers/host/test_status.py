@@ -41,6 +41,24 @@ async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:
         assert b.statuses[-1].num_held_by_tier == {Tier.FREE: 1}
 
 
+async def test_a_worker_at_rest_beats_half_as_often(demo: ServedModel) -> None:
+    async with bench(demo, heartbeat_s=0.5) as b:
+        await b.settle()
+
+        async def beats_in(seconds: float) -> int:
+            num_before = len(b.statuses)
+            await b.settle(seconds)
+            return len(b.statuses) - num_before
+
+        await beats_in(3.0)
+        assert await beats_in(10.0) == 10
+        await b.dispatch()
+        assert await beats_in(10.0) == 20
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        await beats_in(3.0)
+        assert await beats_in(10.0) == 10
+
+
 async def test_much_room_that_came_free_is_told_at_once_but_not_too_often(
     demo: ServedModel,
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable
 from itertools import islice
 
 from bus.api import Bus
 from runtime.clock import Clock
+from runtime.tasks import wait_or_sleep
 from schemas.config import WorkerConfig
 from schemas.control import PrefixReport
 from schemas.errors import MillraceError
@@ -42,6 +44,7 @@ class PrefixReporter:
         self._changed: dict[bytes, bool] = {}  # whether it is there, by key, since the last report
         self._number = 0
         self._whole_wanted = True
+        self._wanted = asyncio.Event()
 
     def note(self, changes: PrefixChanges) -> None:
         """What an engine said."""
@@ -57,6 +60,7 @@ class PrefixReporter:
             else:
                 changed[key] = True
             keys[key] = None
+        self._wanted.set()
         for key in _split(changes.removed):
             if key in keys:
                 del keys[key]
@@ -70,6 +74,7 @@ class PrefixReporter:
     def report_whole(self) -> None:
         """Schedulers may have missed a report: the next one is whole."""
         self._whole_wanted = True
+        self._wanted.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -87,6 +92,10 @@ class PrefixReporter:
                 whole_s = now_s
                 await self._send(self._whole())
             await self._clock.sleep(self._config.prefix_report_s)
+            if not self._whole_wanted:
+                until_whole_s = whole_s + self._config.prefix_whole_s - self._clock.monotonic()
+                await wait_or_sleep(self._wanted, self._clock, max(until_whole_s, 0.0))
+            self._wanted.clear()
 
     def _whole(self) -> PrefixReport:
         self._whole_wanted = False

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+from runtime.clock import until_beat_s
 from schemas.control import QueueStatus, WorkerStatus
 from schemas.errors import MillraceError
 from schemas.jobs import Tier
@@ -21,6 +22,9 @@ _NS_PER_S = 1e9
 # A worker at rest is sampled at the full and the half minute: those of all workers come together
 # then, and little is left of a sample in the minute before its own.
 _REST_S = 30.0
+# Every how many beats a worker at rest says that it lives. What it takes then is known to whoever
+# sent it, and its silence counts from its last beat all the same.
+_REST_BEATS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +42,9 @@ class WorkerLoad(Protocol):
 
 
 class StatusReporter:
-    """Publishes a heartbeat every ``heartbeat_s``, and sooner when much capacity came free; and a
-    sample every ``sample_interval_s`` while the worker has something to do, every ``_REST_S`` while
-    it has not.
+    """Publishes a heartbeat every ``heartbeat_s``, half as often while the worker has nothing to
+    do, and sooner when much capacity came free; and a sample every ``sample_interval_s`` while the
+    worker has something to do, every ``_REST_S`` while it has not.
 
     The engine's own counts follow those of ``load`` with its next step. ``num_samples_lost`` could
     not be stored; the next sample covers their time.
@@ -136,7 +140,10 @@ class StatusReporter:
     async def _beat(self) -> None:
         while True:
             await self.announce()
-            await self._clock.sleep(self._config.heartbeat_s)
+            num_skipped = 0
+            while num_skipped < _REST_BEATS:
+                await self._clock.sleep(until_beat_s(self._clock, self._config.heartbeat_s))
+                num_skipped = num_skipped + 1 if self._has_rested() else _REST_BEATS
 
     async def _beat_urgently(self) -> None:
         while True:
@@ -148,7 +155,7 @@ class StatusReporter:
     async def _sample(self) -> None:
         while True:
             before_s = self._clock.monotonic()
-            await self._clock.sleep(self._config.sample_interval_s)
+            await self._clock.sleep(until_beat_s(self._clock, self._config.sample_interval_s))
             if not self._has_rested():
                 await self.sample()
             elif not self._is_resting or self._is_rest_due(before_s):
