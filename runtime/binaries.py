@@ -27,8 +27,8 @@ def redis_server_path() -> Path:
 
 
 def cache_folder() -> Path:
-    """``millrace`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``, for what may be made again; it need
-    not be there yet. Raises RuntimeError for a user without a home."""
+    """``millrace`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``, for what may be made again; it
+    need not be there yet. Raises RuntimeError for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "millrace"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import signal
@@ -37,6 +38,7 @@ class Process:
     after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
     take to end after SIGTERM. When all stop, those of a higher ``stage`` do before the others, and
     one with ``force_after_s`` gets a second SIGTERM: no process is left that could take over.
+    ``niceness`` above 0 has it give way to the others where they want the same core.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Process:
     stop_timeout_s: float = 3.0
     force_after_s: float | None = None
     stage: int = 0
+    niceness: int = 0
     on_restart: Callable[[], Awaitable[None]] | None = None
 
 
@@ -128,7 +131,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_begin_child, process.niceness),
                 start_new_session=True,
             )
         except OSError as error:
@@ -204,8 +207,15 @@ def _stage(running: _Running) -> int:
     return running.process.stage
 
 
-def _die_with_parent() -> None:
+def _begin_child(niceness: int) -> None:
+    """What a child does before it becomes the program: it dies with its parent."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if niceness:
+        os.nice(niceness)
+        # Where Linux shares the cores among sessions, of which it has one of its own, only theirs
+        # counts.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 async def _end(

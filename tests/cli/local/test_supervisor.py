@@ -209,3 +209,16 @@ async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     await eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_what_can_wait_gives_way_to_the_others(
+    tmp_path: Path, supervisor: Supervisor
+) -> None:
+    await supervisor.start(Process("first", _WAITS))
+    await supervisor.start(Process("later", _WAITS, niceness=7))
+    niceness = {name: psutil.Process(_pid(tmp_path, name)).nice() for name in ("first", "later")}
+    assert niceness["later"] == min(19, niceness["first"] + 7)
+    session = Path(f"/proc/{_pid(tmp_path, 'later')}/autogroup")
+    if session.exists():
+        assert session.read_text().split()[-1] == "7"
+    await supervisor.stop(5.0)
