@@ -45,6 +45,7 @@ TELEMETRY_GROUP = "telemetry"
 _RESERVED = "reserved"
 RESERVED_JOBS = f"jobs.*.*.*.{_RESERVED}"
 ALL_JOBS = ("jobs.*.*", "jobs.*.*.*", RESERVED_JOBS)
+ANY_JOB = "jobs.>"  # as a filter, all of them at once
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"
 ALL_RECORDS = "rec.*"

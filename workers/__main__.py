@@ -208,7 +208,8 @@ def _engine_starter(
             engine_class = load_engine_class(config.engine.command)
             return await engine_class.start(served_model, config.engine, clock)
         if config.engine.kind is EngineKind.REAL:
-            return await EngineClient.start(served_model.path, config.engine)
+            gather_s = config.flush_interval_ms / 1e3
+            return await EngineClient.start(served_model.path, config.engine, gather_s=gather_s)
         # Not before: what only these need is a third of a worker's start, and of its memory.
         from workers.servers.starting import start_server_engine
 

@@ -296,10 +296,8 @@ async def exists(connection: Connection, stream: str, sequence: int) -> bool:
     return True
 
 
-async def subjects_in(
-    connection: Connection, stream: str, subject_filter: str
-) -> tuple[dict[str, int], int]:
-    """The subjects that have messages, and how many; and how many the whole stream has."""
+async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> dict[str, int]:
+    """The subjects that have messages, and how many."""
     found: dict[str, int] = {}
     offset = 0
     while True:
@@ -309,7 +307,7 @@ async def subjects_in(
         found.update(page)
         offset += len(page)
         if not page or offset >= info.total:
-            return found, info.state.messages
+            return found
 
 
 async def create_consumer(

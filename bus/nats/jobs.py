@@ -197,17 +197,14 @@ class NatsJobQueue:
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         tenant_queues: dict[TenantQueue, int] = {}
         num_misfits = 0
-        for pattern in subjects.ALL_JOBS:
-            found, num_stored = await jetstream.subjects_in(
-                self._connection, subjects.JOBS_STREAM, pattern
-            )
-            for subject, count in found.items():
-                try:
-                    tenant_queues[subjects.tenant_queue_of(subject)] = count
-                except ValueError:
-                    num_misfits += await self._refuse_misfits(subject, _MAX_MISFITS - num_misfits)
-            if not num_stored:
-                break
+        stored = await jetstream.subjects_in(
+            self._connection, subjects.JOBS_STREAM, subjects.ANY_JOB
+        )
+        for subject, count in stored.items():
+            try:
+                tenant_queues[subjects.tenant_queue_of(subject)] = count
+            except ValueError:
+                num_misfits += await self._refuse_misfits(subject, _MAX_MISFITS - num_misfits)
         return tenant_queues
 
     async def _refuse_misfits(self, subject: str, max_messages: int) -> int:
@@ -244,7 +241,7 @@ class NatsJobQueue:
     async def _count(self, tenant_queue: TenantQueue) -> int:
         """Jobs that the stream has of a tenant queue."""
         subject = subjects.job(tenant_queue)
-        found, _ = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, subject)
+        found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, subject)
         return found.get(subject, 0)
 
     async def is_open(self, stream_sequence: int) -> bool:

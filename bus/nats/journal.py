@@ -57,7 +57,7 @@ class NatsJournal:
 
     async def names(self, pattern: str) -> list[str]:
         stream = subjects.journal_stream(pattern)
-        found, _ = await jetstream.subjects_in(self._connection, stream, pattern)
+        found = await jetstream.subjects_in(self._connection, stream, pattern)
         return sorted(found)
 
     async def drop(self, name: str) -> None:

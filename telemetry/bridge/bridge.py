@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaError
 from bus import subjects
 from bus.api import Bus, OutboxMessage
 from runtime.clock import Clock
-from runtime.tasks import Tasks, outcome_unless
+from runtime.tasks import Tasks, outcome_unless, wait_or_sleep
 from schemas.config import KafkaConfig
 from schemas.errors import MillraceError
 from telemetry.bridge.in_flight_bytes import Backlog
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _PULL_RECORDS = 1_000
 _FIRST_PULL_TIMEOUT_S = 0.5
+# Behind a pull that was not full others gather for this long: a pull, a message to Kafka and their
+# acknowledgements cost about the same for one record as for hundreds.
+_LINGER_S = 0.25
 # Where all that was sent has landed, nothing is to be done but to wait for more.
 _IDLE_PULL_TIMEOUT_S = 30.0
 _SHIP_BYTES = 1_000_000
@@ -155,6 +158,8 @@ class Bridge:
                     await self._ship(producer, dead_letters, part)
                     await self._bus.outbox.ack(part)
                     self.num_bridged += len(part)
+                if 0 < len(messages) < _PULL_RECORDS:
+                    await wait_or_sleep(self._stopping, self._clock, _LINGER_S)
             else:
                 await self._clock.sleep(_BACKLOG_POLL_S)
             if self._clock.monotonic() >= next_check_s:

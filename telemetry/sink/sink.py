@@ -163,7 +163,7 @@ class Sink:
                 await rebalance.wait(_POLL_MOST_S)
                 continue
             with rebalance.batch():
-                batch = await self._gather(consumer, rebalance)
+                batch = await self._gather(consumer, rebalance, may_rest=may_rest)
                 if batch.num_messages:
                     started_s = self._clock.monotonic()
                     await self._store_batch(batch, dead_letters)
@@ -201,7 +201,9 @@ class Sink:
         if not self.is_resting:
             await self._progress.refresh(consumer)
 
-    async def _gather(self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener) -> Batch:
+    async def _gather(
+        self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener, *, may_rest: bool
+    ) -> Batch:
         """What came within ``batch_interval_s`` of the first message and until sparse batches have
         rested, or as many as a batch has at most. Short of that if partitions are about to change
         hands."""
@@ -211,8 +213,12 @@ class Sink:
         deadline_s = self._clock.monotonic() + interval_s
         while batch.num_messages < most and not self._stopping and not rebalance.is_pending:
             left_s = deadline_s - self._clock.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or self._restart.is_set():
                 break
+            self._wake.clear()
+            if may_rest and self._has_all_shipped(batch):
+                await self._pause(consumer, left_s)
+                continue
             polled = await consumer.getmany(
                 timeout_ms=int(min(left_s, _POLL_MOST_S) * 1000) + 1,
                 max_records=min(_POLL_MESSAGES, most - batch.num_messages),
@@ -225,6 +231,21 @@ class Sink:
             # What is buffered comes without waiting: others have a turn, too.
             await asyncio.sleep(0)
         return batch
+
+    def _has_all_shipped(self, batch: Batch) -> bool:
+        """Nothing more is in Kafka, as far as this process's bridge knows."""
+        if self._shipped is None or not batch.num_messages:
+            return False
+        return self.num_behind(self._shipped) <= batch.num_messages
+
+    async def _pause(self, consumer: AIOKafkaConsumer, most_s: float) -> None:
+        """Fetch nothing until there is more, for so long at most."""
+        partitions = consumer.assignment()
+        consumer.pause(*partitions)
+        try:
+            await wait_or_sleep(self._wake, self._clock, most_s)
+        finally:
+            consumer.resume(*partitions)
 
     def _most_messages(self) -> int:
         """``batch_rows``, and up to four times as many while that many wait: a batch costs

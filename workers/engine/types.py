@@ -19,7 +19,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
     choices; ``output_token_ids`` are taken for one choice only. Blocks of the KV cache are shared
     between requests of the same ``cache_salt``. With ``pooling`` it asks for the prompt's embedding
-    instead of tokens.
+    instead of tokens. Whoever added a ``watched`` one may end it at any of its tokens.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    watched: bool = False
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

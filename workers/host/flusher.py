@@ -16,6 +16,11 @@ from workers.host.generations.state import Listener
 logger = logging.getLogger(__name__)
 
 
+# An engine gathers tokens for as long itself (``workers.process.gathering``): what came a moment
+# after the others did is not to wait for a clock.
+_SLACK_S = 0.002
+
+
 class Flusher:
     """Sends what is posted in order, in one envelope per listener where the listener reads those.
 
@@ -83,7 +88,7 @@ class Flusher:
         while True:
             await self._has_marked.wait()
             wait_s = self._last_flush_s + self._interval_s - self._clock.monotonic()
-            if wait_s > 0:
+            if wait_s > _SLACK_S:
                 await self._clock.sleep(wait_s)
             self._has_marked.clear()
             self._last_flush_s = self._clock.monotonic()

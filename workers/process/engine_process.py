@@ -51,10 +51,13 @@ class EngineClient(EngineLike):
         link.client = self
 
     @classmethod
-    async def start(cls, path: Path, config: EngineConfig, *, shared: bool = True) -> EngineClient:
+    async def start(
+        cls, path: Path, config: EngineConfig, *, shared: bool = True, gather_s: float = 0.0
+    ) -> EngineClient:
         """Start the process and return when the checkpoint at ``path`` is loaded.
 
-        ``shared``: other processes use the machine's cores too. Raises EngineFailedError.
+        ``shared``: other processes use the machine's cores too. Tokens in the middle of answers
+        may come ``gather_s`` later, in one piece. Raises EngineFailedError.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -75,7 +78,7 @@ class EngineClient(EngineLike):
             ours.close()
             raise
         client = cls(link, process)
-        link.write(pack(Load(str(path), config, shared)))
+        link.write(pack(Load(str(path), config, shared, gather_s)))
         try:
             ready = await link.ready
             client.note_stats(ready.stats)

@@ -22,6 +22,7 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
+from workers.process.gathering import OutputGatherer
 from workers.process.wire import (
     Add,
     Broken,
@@ -116,10 +117,12 @@ class Link:
         self._payloads.extend(self._unpacker.feed(data))
 
 
-def drive(engine: StepEngine, link: Link) -> NoReturn:
-    """Step as long as the bus side is there; a report a step, and one before it where something was
-    cancelled. Raises EOFError at its end."""
+def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
+    """Step as long as the bus side is there; a report a step, or one for all within ``gather_s`` in
+    which no answer began or ended, and one before a step where something was cancelled. Raises
+    EOFError at its end."""
     checked_at = told_at = time.monotonic()
+    gathered = OutputGatherer(gather_s)
     while True:
         if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
             engine.check_integrity()
@@ -128,17 +131,20 @@ def drive(engine: StepEngine, link: Link) -> NoReturn:
         for command in commands:
             if isinstance(command, Add):
                 engine.add(command.request)
+                gathered.begin(command.request)
             else:
                 engine.cancel(command.request_id)
+                gathered.forget(command.request_id)
         if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
             # What a cancel freed is known before the next step is made, not after it.
-            link.send(_report(engine, [], live=False))
+            link.send(_report(engine, gathered.pop(time.monotonic()), live=False))
         if engine.has_work:
-            outputs = engine.step()
+            gathered.add(engine.step())
             now_s = time.monotonic()
-            is_due = now_s - told_at >= _DEVICE_TIMES_INTERVAL_S
-            link.send(_report(engine, outputs, live=is_due))
-            if is_due:
+            is_time = now_s - told_at >= _DEVICE_TIMES_INTERVAL_S
+            if is_time or gathered.is_due(now_s) or not engine.has_work:
+                link.send(_report(engine, gathered.pop(now_s), live=is_time))
+            if is_time:
                 told_at = now_s
 
 
@@ -155,11 +161,12 @@ def serve(fd: int, parent_pid: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = Link(socket.socket(fileno=fd))
     try:
-        engine = _load(link.receive_load())
+        load = link.receive_load()
+        engine = _load(load)
         link.send(Ready(engine.stats(), engine.device_uuid))
         gc.collect()
         gc.freeze()
-        drive(engine, link)
+        drive(engine, link, load.gather_s)
     except EOFError:
         return 0
     except MillraceError as error:

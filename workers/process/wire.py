@@ -1,8 +1,8 @@
 """Messages between the worker's bus side and its engine process, over a socket pair.
 
 Messages are MessagePack behind a 4-byte little-endian length. The bus side sends one ``Load``,
-then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` a step and one
-where requests were cancelled, or ``Broken`` before it ends.
+then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` for one step or
+several, and one where requests were cancelled, or ``Broken`` before it ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ _LENGTH = struct.Struct("<I")
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Load the checkpoint at ``path``; ``shared``: other processes use the machine too."""
+    """Load the checkpoint at ``path``; ``shared``: other processes use the machine too. Tokens in
+    the middle of answers are gathered for ``gather_s`` before they are told."""
 
     path: str
     config: EngineConfig
     shared: bool
+    gather_s: float = 0.0
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -51,7 +53,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """What one step made for all requests, how the engine stands after it, and what has changed in
+    """What steps made for all requests, how the engine stands after them, and what has changed in
     its prefix cache, if anything. ``device_times`` are those of cancelled requests, of ones that
     owed something, and now and then of all."""
 

@@ -110,7 +110,7 @@ async def test_jobs_that_leave_while_they_are_counted_hide_no_others(
     await api.client.jetstream().publish(subjects.job(reserved), payload)
     count = jetstream.subjects_in
 
-    async def count_and_drop(*arguments: Any) -> tuple[dict[str, int], int]:
+    async def count_and_drop(*arguments: Any) -> dict[str, int]:
         found = await count(*arguments)
         await api.call("STREAM.PURGE.JOBS", {"filter": subjects.job(anybody)})
         return found

@@ -196,6 +196,7 @@ class Generation:
             priority=self.priority,
             cache_salt=cache_salt,
             pooling=self.job.pooling,
+            watched=bool(self.job.sampling.stop),
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
