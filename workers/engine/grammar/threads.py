@@ -8,6 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from workers.engine.threads import leave_core
+
 Task = Callable[[], None]
 
 _log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class TaskThreads:
 
 
 def _run(tasks: queue.SimpleQueue[Task | None]) -> None:
+    leave_core()
     while (task := tasks.get()) is not None:
         try:
             task()

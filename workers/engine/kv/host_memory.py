@@ -12,6 +12,7 @@ import torch
 
 from workers.engine.kv.cache import KVCache
 from workers.engine.kv.host_cache import HostMemory
+from workers.engine.threads import leave_core
 
 # A thread more is worth starting for so many blocks.
 _BLOCKS_PER_THREAD = 16
@@ -78,7 +79,7 @@ def _copy_blocks(
     if len(shares) == 1:
         copy(shares[0])
         return
-    with ThreadPoolExecutor(len(shares)) as threads:
+    with ThreadPoolExecutor(len(shares), initializer=leave_core) as threads:
         for _ in threads.map(copy, shares):
             pass
 
