@@ -147,7 +147,7 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """How long tokens are gathered into a frame."""
 
     heartbeat_s: float = 0.5
-    """How often the worker announces its state."""
+    """How often the worker announces its state; half as often while it has nothing to do."""
 
     lease_extend_s: float = 2.0
     """How often the leases of its jobs are extended."""

@@ -35,6 +35,9 @@ from workers.host.requeue import EngineKilledError, Requeue
 # How long a worker that shuts down waits for the last device times.
 _DEVICE_TIMES_TIMEOUT_S = 0.3
 
+# Silence of this and of a beat, two at rest, is less than any scheduler declares a worker dead for.
+_STALL_BEATS = 1.5
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +76,7 @@ class Requests:
             context.bus,
             self._clock,
             generations,
-            2 * config.heartbeat_s,
+            _STALL_BEATS * config.heartbeat_s,
             self._held,
             self._on_lost,
         )
