@@ -16,7 +16,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
     ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
-    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
+    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit). Of the
+    requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
     """
 
     model: str
@@ -27,6 +28,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pooling: Pooling | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int | None = None
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +99,7 @@ class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     user: str | None = None
     pooling: Pooling | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int | None = None
 
 
 class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ PUBLIC_MODEL_AUTO = "auto"
 MAX_NAME_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_TIME_NS = 2**63 - 1
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = (
     *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
@@ -81,7 +82,8 @@ class Job(
     request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
     caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
     words of prompt and answer. Blocks of prompts in the prefix cache are shared among requests with
-    the same ``cache_salt`` only.
+    the same ``cache_salt`` only. Of the jobs of a tenant those with a lower ``priority`` are sent
+    earlier, as far as none waits too long for it.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -114,6 +116,7 @@ class Job(
     traceparent: str = ""
     keep_transcript: bool = False
     cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         num_given = (
@@ -137,6 +140,13 @@ class Job(
             raise ValueError(f"received_ns must be between 0 and {MAX_TIME_NS}")
         if not 0 <= (self.deadline_ns or 0) <= MAX_TIME_NS:
             raise ValueError(f"deadline_ns must be between 0 and {MAX_TIME_NS}")
+        check_priority(self.priority)
+
+
+def check_priority(priority: int) -> None:
+    """Raises ValueError for one that no job can have."""
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ValueError(f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}")
 
 
 def check_length(name: str, value: str, max_characters: int) -> None:

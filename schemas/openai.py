@@ -92,6 +92,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Of a longer prompt the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as there is
     room for). With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities
     of the prompt's tokens, each with so many alternatives.
+    Of the requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not
+    given).
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -132,7 +134,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Any = None
+    priority: int | None = None
     use_beam_search: Any = None
     length_penalty: Any = None
 

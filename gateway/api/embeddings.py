@@ -11,6 +11,7 @@ from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.rendering.embedding_jobs import form_of, inputs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
 from schemas.embeddings import (
     EmbeddingList,
@@ -78,4 +79,5 @@ def _ask_of(asked: EmbeddingRequest, kind: type[_Vectors]) -> PooledAsk:
         user=user_of(asked.user),
         pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        priority=priority_of(asked.priority),
     )

@@ -77,6 +77,7 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     pooling: Pooling | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int = 0
 
 
 class _Made(NamedTuple):
@@ -191,6 +192,7 @@ class PooledEndpoint:
             job,
             pooling=asked.pooling or model.embedding_defaults.pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            priority=asked.priority,
             reply=gateway.gateway_id,
             batch_frames=True,
             user=asked.user,

@@ -10,6 +10,7 @@ from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoi
 from gateway.core import Gateway
 from gateway.rendering.embedding_jobs import Input, inputs_in, user_of
 from gateway.rendering.similarity import Vector, cosine
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
 from schemas.embeddings import (
     RerankedText,
@@ -129,4 +130,5 @@ def _ask_of(
         user=user_of(asked.user),
         pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        priority=priority_of(asked.priority),
     )

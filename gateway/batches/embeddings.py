@@ -13,6 +13,7 @@ from gateway.core import Gateway
 from gateway.rendering.embedding_jobs import form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.request.job_maker import bare_job
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
@@ -42,6 +43,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             user=user_of(asked.user),
             pooling=asked.pooling or model.embedding_defaults.pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            priority=priority_of(asked.priority),
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)

@@ -111,6 +111,8 @@ class GenerationBatchEndpoint(BatchEndpoint):
             bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
             store_result=True,
             user=request.user,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
             model_requested=request.model_requested or request.model,
             route_reason=request.route_reason,
             keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),

@@ -1,4 +1,4 @@
-"""Messages, tools and metadata as OpenAI's clients send them."""
+"""Messages, tools, metadata and priority as OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from schemas.chat.messages import DeveloperMessage, EchoedMessage, Message, ToolMessage, UserMessage
 from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
+from schemas.jobs import ChatMessage, check_priority
 from schemas.openai import FunctionTool
 from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
@@ -101,6 +101,16 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
                 f"metadata takes keys of at most {_MAX_METADATA_KEY_CHARACTERS} and values of at "
                 f"most {_MAX_METADATA_VALUE_CHARACTERS} characters.",
             )
+
+
+def priority_of(given: int | None) -> int:
+    """Raises ParameterError for one that no job can have."""
+    priority = given or 0
+    try:
+        check_priority(priority)
+    except ValueError as error:
+        raise ParameterError("priority", f"{error}, got {given}") from error
+    return priority
 
 
 def _chat_message(message: Message, where: str) -> ChatMessage:

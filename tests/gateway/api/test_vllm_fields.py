@@ -284,7 +284,6 @@ async def test_each_prompt_is_truncated(
 
 
 _NEUTRAL: dict[str, Any] = {
-    "priority": 0,
     "use_beam_search": False,
     "length_penalty": 1.0,
     "chat_template": None,
@@ -298,7 +297,7 @@ async def test_what_vllms_clients_send_that_asks_for_nothing(client: openai.Asyn
 
 
 @pytest.mark.parametrize(
-    "field", ["priority", "use_beam_search", "length_penalty", "chat_template", "documents"]
+    "field", ["use_beam_search", "length_penalty", "chat_template", "documents"]
 )
 async def test_what_is_not_honoured_of_vllms_fields(client: openai.AsyncOpenAI, field: str) -> None:
     asks: Any = {"chat_template": "{{ messages }}", "documents": [{"text": "x"}]}.get(field, 3)
