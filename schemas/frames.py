@@ -74,7 +74,8 @@ class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embedding"):
-    """The prompt's embedding as pooled, in little-endian float32; in place of Deltas."""
+    """The prompt's embedding as pooled, or the numbers of its labels, in little-endian float32; in
+    place of Deltas."""
 
     values: bytes
 

@@ -76,7 +76,8 @@ class Job(
     ``add_generation_prompt``; with ``continue_final_message`` the completion goes on with the last
     message, which is the assistant's. Of its prompt the last ``truncate_prompt_tokens`` are kept
     (-1: as many as there is room for). ``pooling`` asks for the prompt's embedding instead of a
-    completion; nothing of ``sampling`` has a meaning then. ``model`` "auto" lets the scheduler
+    completion, or for the numbers of a classifier's labels; nothing of ``sampling`` has a meaning
+    then. A cross-encoder reads ``text_pair`` behind ``prompt``. ``model`` "auto" lets the scheduler
     choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
     request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
@@ -91,6 +92,7 @@ class Job(
     request_id: str
     model: str
     prompt: str | None = None
+    text_pair: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     tools: tuple[ToolDefinition, ...] = ()
@@ -161,7 +163,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader who has the
     first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry for each
     token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
-    little-endian float32 numbers, as pooled.
+    little-endian float32 numbers, as pooled; those of labels before any activation.
     """
 
     request_id: str

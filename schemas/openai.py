@@ -12,6 +12,7 @@ import msgspec
 
 from schemas.chat.messages import Message
 from schemas.engines import PROMISES, EngineKind
+from schemas.pooling import ModelTask
 from schemas.sampling import SamplingDefaults
 
 
@@ -366,6 +367,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     description: str = ""
     engine: EngineCard | None = None
+    task: ModelTask | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     object: Literal["model"] = "model"
     owned_by: str = "millrace"

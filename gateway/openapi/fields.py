@@ -172,6 +172,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,
     "PoolingRequest": _EMBEDDING,
+    "ClassifyRequest": _POOLED | {"input": _INPUTS},
     "ScoreRequest": _POOLED | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
     "RerankRequest": _POOLED
     | {"query": {"minLength": 1}, "documents": _INPUTS, "top_n": {"minimum": 0}},
