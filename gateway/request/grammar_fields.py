@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,8 @@ from schemas.openai import (
 )
 from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
+_FORMAT = "response_format"
+_FORMAT_SCHEMA = f"{_FORMAT}.json_schema.schema"
 _STRUCTURED = "structured_outputs"
 MAX_PATTERN_CHARACTERS = 256
 MAX_CHOICES = 1_024
@@ -36,17 +38,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NO_BLANKS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
-def grammar_of(request: GenerationFields) -> Grammar | None:
+class AskedGrammar(NamedTuple):
+    """A grammar, and the field that it is written in."""
+
+    grammar: Grammar
+    field: str
+
+
+def grammar_of(request: GenerationFields) -> AskedGrammar | None:
     """The one grammar that a request asks for, if it does. Raises ParameterError."""
     asked = dict(_asked(request))
     if len(asked) > 1:
         raise ParameterError(
             next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
         )
-    grammar = next(iter(asked.values()), None)
-    for field, settings in _blanks(request):
-        grammar = _with_blanks(grammar, field, settings)
-    return grammar
+    field, grammar = next(iter(asked.items()), ("", None))
+    if field == _FORMAT and grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA:
+        field = _FORMAT_SCHEMA
+    for blanks_field, settings in _blanks(request):
+        grammar = _with_blanks(grammar, blanks_field, settings)
+    return None if grammar is None else AskedGrammar(grammar, field)
 
 
 def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
@@ -54,7 +65,7 @@ def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
     if isinstance(request, ChatFields | CompletionRequest):
         form = request.response_format
         if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
-            yield "response_format", _of_format(form)
+            yield _FORMAT, _of_format(form)
     yield from _of_fields(
         "guided_",
         request.guided_json,
@@ -150,11 +161,10 @@ def _with_blanks(grammar: Grammar | None, field: str, settings: Mapping[str, Any
 
 def _of_format(form: ResponseFormat) -> Grammar:
     if isinstance(form, JsonSchemaFormat):
-        field = "response_format.json_schema.schema"
-        text = _schema_text(field, form.json_schema.schema)
+        text = _schema_text(_FORMAT_SCHEMA, form.json_schema.schema)
         if not form.json_schema.strict:
             text = _closed(text)
-        return _grammar(field, GrammarKind.JSON_SCHEMA, text)
+        return _grammar(_FORMAT_SCHEMA, GrammarKind.JSON_SCHEMA, text)
     return Grammar(kind=GrammarKind.JSON_OBJECT)
 
 

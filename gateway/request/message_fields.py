@@ -159,11 +159,14 @@ def refuse_unhonoured(
 
 def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:
     """The refusal of a field in the words of an API that has others for it."""
-    param, message = error.param, error.message
+    return ParameterError(in_words(error.param, words), in_words(error.message, words))
+
+
+def in_words(text: str, words: Mapping[str, str]) -> str:
+    """The text with the names of fields that an API has others for."""
     for ours, theirs in words.items():
-        name = re.compile(rf"(?<![\w.]){re.escape(ours)}(?!\w)")
-        param, message = name.sub(theirs, param), name.sub(theirs, message)
-    return ParameterError(param, message)
+        text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
+    return text
 
 
 def _same(value: Any, nothing: Any) -> bool:
