@@ -272,7 +272,8 @@ class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class PromptTokenInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A token of the prompt, or another that might have stood there, with its natural-log
-    probability. ``rank`` is 1 for the likeliest, null for one that is not among the likeliest."""
+    probability. ``rank`` is one more than how many tokens are likelier; null for one that is not
+    among the likeliest, of an engine that does not count."""
 
     logprob: float
     rank: int | None

@@ -177,8 +177,10 @@ class EchoWorker:
             return
         num_prompt_top = job.sampling.prompt_logprobs
         if num_prompt_top is not None:
+            # Their bytes are their ranks, so that those beyond the alternatives can be told.
             entries = [
-                _logprob(token_id, num_prompt_top) for token_id in job.prompt_token_ids or ()
+                msgspec.structs.replace(_logprob(token_id, num_prompt_top), rank=token_id)
+                for token_id in job.prompt_token_ids or ()
             ]
             frame = PromptLogprobs(logprobs=(None, *entries[1:]), epoch=epoch)
             await self._send(job, frame)
