@@ -34,8 +34,8 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema with its name. It is followed to the letter if ``strict``; else an object whose
-    properties it lists has no others, unless it says so."""
+    """A schema with its name. It is followed to the letter if ``strict``; else the objects whose
+    properties it lists have no others, unless it says so."""
 
     name: str
     schema: msgspec.Raw

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gateway.request.message_fields import refuse_unhonoured
-from registry.tool_formats.grammar_rules import may_be_closed
+from registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
 from schemas.errors import ParameterError
 from schemas.openai import (
     NOT_GIVEN,
@@ -182,15 +182,18 @@ def _schema_text(field: str, raw: msgspec.Raw) -> str:
 
 
 def _closed(text: str) -> str:
-    """An object of listed properties has no others unless the schema says so, as in tools: authors
+    """Objects of listed properties have no others unless the schema says so, as in tools: authors
     of schemas that are not strict leave that out, and models would go on and on."""
     try:
         schema = msgspec.json.decode(text)
+        if not isinstance(schema, dict):
+            return text
+        closed = with_closed_parts(schema)
     except (msgspec.DecodeError, RecursionError):
         return text  # it is refused with all others that are no JSON
-    if isinstance(schema, dict) and schema.get("properties") and may_be_closed(schema):
-        return '{"additionalProperties":false,' + text.lstrip().removeprefix("{")
-    return text
+    if schema.get("properties") and may_be_closed(schema):
+        closed = {"additionalProperties": False} | closed
+    return text if closed == schema else msgspec.json.encode(closed).decode()
 
 
 def _grammar(field: str, kind: GrammarKind, text: str) -> Grammar:
