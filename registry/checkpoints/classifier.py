@@ -14,6 +14,8 @@ _MAX_LABELS = 100_000
 _TORCH_PREFIX = "torch.nn.modules."
 # As sentence-transformers names the activation of its cross-encoders.
 _OLDER_ACTIVATION = "sbert_ce_default_activation_function"
+# As vLLM called ``use_sep_token`` once; it still goes before that.
+_OLDER_SEPARATOR = "use_pad_token"
 
 
 class Activation(StrEnum):
@@ -52,11 +54,12 @@ def read_classifier(fields: JsonFields) -> ClassifierHead:
     labels that are not numbered from 0 and for an activation that is not computed here."""
     labels = _labels(fields)
     usual = Activation.SIGMOID if len(labels) == 1 else Activation.SOFTMAX
+    separates = fields.boolean("use_sep_token", default=True)
     return ClassifierHead(
         labels=labels,
         class_activation=_class_activation(fields, usual),
         score_activation=_score_activation(fields, usual),
-        joins_pairs=not fields.boolean("use_sep_token", default=True),
+        joins_pairs=not fields.boolean(_OLDER_SEPARATOR, default=separates),
     )
 
 

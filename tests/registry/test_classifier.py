@@ -73,6 +73,8 @@ def test_how_pairs_are_read(tmp_path: Path) -> None:
     assert not head_of(tmp_path).joins_pairs
     assert not head_of(tmp_path, use_sep_token=True).joins_pairs
     assert head_of(tmp_path, use_sep_token=False).joins_pairs
+    assert head_of(tmp_path, use_pad_token=False).joins_pairs
+    assert not head_of(tmp_path, use_pad_token=True, use_sep_token=False).joins_pairs
 
 
 @pytest.mark.parametrize(
