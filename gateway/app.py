@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from gateway.api import pages
 from gateway.api.batches import BatchesApi
+from gateway.api.classify import classify_endpoints
 from gateway.api.embeddings import embedding_endpoints
 from gateway.api.files import FilesApi
 from gateway.api.generations import GenerationHandler
@@ -118,7 +119,11 @@ def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
 
 
 def _starlette(gateway: Gateway) -> Starlette:
-    pooled = [*embedding_endpoints(gateway), *scoring_endpoints(gateway)]
+    pooled = [
+        *embedding_endpoints(gateway),
+        *scoring_endpoints(gateway),
+        *classify_endpoints(gateway),
+    ]
     return Starlette(
         routes=[
             *Api(gateway).routes(),

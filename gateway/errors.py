@@ -122,8 +122,9 @@ def refusal_of(error: MillraceError) -> Refusal:
     )
 
 
-def refusal_of_end(frame: TerminalFrame) -> Refusal:
-    """What to tell the caller whose accepted request ended in something else than ``Done``."""
+def refusal_of_end(frame: TerminalFrame, form_field: str = "") -> Refusal:
+    """What to tell the caller whose accepted request ended in something else than ``Done``;
+    ``form_field`` asked for the form of the answer."""
     assert not isinstance(frame, Done)
     if isinstance(frame, Shed):
         return Refusal(
@@ -145,6 +146,7 @@ def refusal_of_end(frame: TerminalFrame) -> Refusal:
         status=status,
         code=frame.code,
         message=frame.message,
+        param=form_field or None if frame.code == GrammarError.code else None,
         retry_after_s=_NO_RETRY_HINT_S if frame.retryable else None,
     )
 

@@ -23,6 +23,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     unless ``add_generation_prompt``, the answer goes on with the last message if
     ``continue_final_message``, ``cache_salt`` keeps its prompt apart in prefix caches, of which the
     last ``truncate_prompt_tokens`` count if that is given (-1: as many as there is room for).
+    Of its tenant's requests those of a lower ``priority`` are served earlier. ``grammar_field`` is
+    where the caller wrote the grammar of ``sampling``.
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt.
@@ -40,11 +42,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     server_tools: tuple[str, ...] = ()
     sampling: SamplingOptions
+    grammar_field: str = ""
     tier: Tier | None = None
     user: str = ""
     session_id: str = ""
     cache_salt: str = ""
     truncate_prompt_tokens: int | None = None
+    priority: int = 0
     session_keep: int | None = None
     echo: bool = False
     chat_template: str | None = None
@@ -55,6 +59,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tells_prompt_logprobs: bool = False
     tells_token_ids: bool = False
     tells_completion: bool = True
+
+    @property
+    def form_field(self) -> str:
+        """The field at fault if the form of the answer cannot be kept; empty: none asks for it."""
+        return self.grammar_field or ("tools" if self.tools or self.server_tools else "")
 
     @property
     def num_prompt_characters(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
+from registry.checkpoints.classifier import ClassifierHead
 from registry.pricing import PriceBook
 from registry.routing.router import Route, Router
 from registry.served import EmbeddingSettings
@@ -16,6 +17,7 @@ from schemas.chat.reasoning import ReasoningFormat
 from schemas.errors import ModelNotFoundError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
+from schemas.pooling import ModelTask
 from schemas.sampling import SamplingDefaults
 from schemas.tools import ToolDefinition, ToolFormat
 
@@ -73,6 +75,14 @@ class ServedModelLike(Protocol):
     def prices(self) -> PriceBook: ...
 
     @property
+    def task(self) -> ModelTask:
+        """What it is for."""
+
+    @property
+    def classifier(self) -> ClassifierHead | None:
+        """Its labels, if it makes numbers for these and nothing else."""
+
+    @property
     def embedding_size(self) -> int: ...
 
     @property
@@ -122,6 +132,7 @@ class Models:
             known,
             max_model_len=model.context_window_tokens,
             sampling_defaults=model.sampling_defaults,
+            task=model.task,
         )
 
     async def get(self, name: str) -> ServedModelLike:

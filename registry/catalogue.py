@@ -20,7 +20,7 @@ from schemas.config import EngineConfig, TierPolicies
 from schemas.engines import EngineKind
 from schemas.errors import ConfigError, ModelNotFoundError
 from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
-from schemas.pooling import Pooling
+from schemas.pooling import EmbeddingPooling
 from schemas.tools import ToolFormat
 
 BUILT_IN = Path(__file__).with_name("models.yaml")
@@ -53,7 +53,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     description: str = ""
     created: datetime.date = _LONG_AGO
     context_window_tokens: int | None = None
-    pooling: Pooling | None = None
+    pooling: EmbeddingPooling | None = None
     tiers: tuple[Tier, ...] = tuple(Tier)
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | Literal["none"] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -14,6 +14,7 @@ import msgspec
 from registry.catalogue import Catalogue, GenerationConfig, ModelEntry
 from registry.chat_template import CONTINUE_FIELD
 from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
+from registry.checkpoints.classifier import ClassifierHead
 from registry.checkpoints.generation_defaults import read_sampling_defaults
 from registry.checkpoints.sentence_embedding import read_embedding_defaults
 from registry.reasoning import closing_of, format_after, format_within
@@ -23,10 +24,16 @@ from schemas.chat.reasoning import ReasoningFormat
 from schemas.engines import PROMISES, EngineKind, check_supported
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.jobs import Job, Tier
-from schemas.pooling import Pooling
+from schemas.pooling import ModelTask, Pooling
 from schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
 from schemas.tools import ToolFormat
 
+_MADE: Mapping[ModelTask, str] = {
+    "generate": "completions",
+    "embed": "embeddings",
+    "score": "scores of pairs of texts",
+    "classify": "labels of texts",
+}
 # Enough of a prompt to hold what its template begins an answer with.
 _TAIL_TOKENS = 32
 # What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
@@ -91,9 +98,9 @@ class ServedModel:
         1.
 
         Raises ParameterError naming the field for a tier that may not use the model, what the
-        model's engine cannot do, a completion
-        of a model that makes embeddings only, an embedding with what only completions have, an
-        empty prompt, a refused conversation, token ids that the model does not have, or several
+        model's engine cannot do, a completion or an embedding of a model that makes none, an
+        embedding with what only completions have, a pair of texts but for a classifier, an empty
+        prompt, a refused conversation, token ids that the model does not have, or several
         choices if it is answered ``in_frames``; ContextLengthError if it does not fit.
         """
         self._check_tier(job.tier)
@@ -107,11 +114,18 @@ class ServedModel:
             )
         if job.messages is None and job.continue_final_message:
             raise ParameterError(CONTINUE_FIELD, f"{CONTINUE_FIELD} goes with messages only")
+        if job.text_pair is not None and (
+            job.pooling is not Pooling.CLASSIFY or job.prompt is None
+        ):
+            raise ParameterError(
+                "text_pair", "text_pair goes with a prompt in text and pooling: classify only"
+            )
         if job.pooling is not None:
-            return self._prepare_embedding(job, seed_source)
+            return self._prepare_pooled(job, job.pooling, seed_source)
         if not self.config.has_head:
             raise ParameterError(
-                "model", f"The model {self.entry.name} makes embeddings only, no completions."
+                "model",
+                f"The model {self.entry.name} makes {_MADE[self.task]} only, no completions.",
             )
         token_ids, sampling = self._prompt_token_ids(job), job.sampling
         if job.messages is not None:
@@ -156,10 +170,31 @@ class ServedModel:
             sampling, reasoning=begun, max_reasoning_tokens=budget
         )
 
-    def _prepare_embedding(self, job: Job, seed_source: random.Random) -> Job:
+    @property
+    def classifier(self) -> ClassifierHead | None:
+        """Its labels, if it makes numbers for these and nothing else."""
+        return self.config.classifier
+
+    @property
+    def task(self) -> ModelTask:
+        """What it is for."""
+        if self.config.has_head:
+            return "generate"
+        if self.classifier is None:
+            return "embed"
+        return "score" if self.classifier.scores_pairs else "classify"
+
+    def _prepare_pooled(self, job: Job, pooling: Pooling, seed_source: random.Random) -> Job:
         if job.messages is not None:
             raise ParameterError("messages", "An embedding is made of a prompt, not of messages.")
         _check_nothing_is_sampled(job.sampling)
+        if (pooling is Pooling.CLASSIFY) is (self.classifier is None):
+            raise ParameterError(
+                "pooling",
+                f"The model {self.entry.name} has no classification head"
+                if self.classifier is None
+                else f"The model {self.entry.name} makes {_MADE[self.task]} only, no embeddings",
+            )
         token_ids = self._prompt_token_ids(job)
         if len(token_ids) > self.context_window_tokens:
             raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
@@ -175,7 +210,7 @@ class ServedModel:
         """The catalogue's word, then the checkpoint's; else the mean, scaled to length 1. Raises
         CheckpointError if the checkpoint asks for what is not computed here."""
         says = read_embedding_defaults(self.path)
-        pooling = self.entry.pooling or says.pooling or Pooling.MEAN
+        pooling = Pooling(self.entry.pooling or says.pooling or Pooling.MEAN)
         return EmbeddingSettings(pooling, says.normalize is not False)
 
     def _check_tier(self, tier: Tier) -> None:
@@ -215,7 +250,7 @@ class ServedModel:
             elif job.prompt_token_ids is None:
                 field, prompt = "prompt", job.prompt or ""
                 if prompt:
-                    token_ids = self.tokenizer.encode(prompt, max_tokens=window_tokens)
+                    token_ids = self._encode(job, prompt, window_tokens)
         except TextTooLongError as error:
             raise self._too_long(job, error.num_tokens, is_exact=error.is_exact) from None
         if not token_ids:
@@ -223,6 +258,18 @@ class ServedModel:
         self._check_token_id(field, min(token_ids))
         self._check_token_id(field, max(token_ids))
         return tuple(token_ids)
+
+    def _encode(self, job: Job, prompt: str, window_tokens: int | None) -> list[int]:
+        pair, classifier = job.text_pair, self.classifier
+        if pair is None or classifier is None:
+            return self.tokenizer.encode(prompt, max_tokens=window_tokens)
+        if not pair:
+            raise ParameterError("text_pair", "text_pair must not be empty")
+        if classifier.joins_pairs:
+            return self.tokenizer.encode(prompt + pair, max_tokens=window_tokens)
+        longest = self.context_window_tokens
+        num_kept = num_kept_tokens(job, longest)
+        return self.tokenizer.encode_pair(prompt, pair, max_tokens=longest, num_kept=num_kept)
 
     def _too_long(
         self, job: Job, num_prompt_tokens: int, *, is_exact: bool = True
@@ -298,6 +345,7 @@ def _prepared(
     return msgspec.structs.replace(
         job,
         prompt=None,
+        text_pair=None,
         messages=None,
         tools=(),
         chat_template_kwargs={},

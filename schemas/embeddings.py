@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.pooling import Pooling
+from schemas.pooling import EmbeddingPooling
 
 MAX_INPUTS = 2_048
 
@@ -16,7 +16,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
     ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
-    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
+    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit). Of the
+    requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
     """
 
     model: str
@@ -24,15 +25,18 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: str | None = None
-    pooling: Pooling | None = None
+    pooling: EmbeddingPooling | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int | None = None
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /pooling``. Embeddings are all that there is."""
+    """``POST /pooling``: the embedding of each input, or what ``POST /classify`` tells as
+    ``probs``, by the model."""
 
-    task: Literal["embed"] | None = None
+    task: Literal["embed", "classify"] | None = None
+    use_activation: bool | None = None
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,19 +93,54 @@ class RerankedText(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /classify``, as vLLM's servers have it. ``input`` is as that of embeddings. The
+    probabilities are before any activation if ``use_activation`` is false."""
+
+    model: str
+    input: str | tuple[str | int | tuple[int, ...], ...]
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    use_activation: bool | None = None
+
+
+class ClassifiedText(msgspec.Struct, frozen=True, kw_only=True):
+    """Of input ``index``: the likeliest label, and the probability of each."""
+
+    index: int
+    label: str
+    probs: tuple[float, ...]
+    num_classes: int
+
+
+class ClassifyList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, in the order of the inputs."""
+
+    id: str
+    created: int
+    model: str
+    data: tuple[ClassifiedText, ...]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
 class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Texts are compared by the cosine of their embeddings, with the model's own ``pooling`` unless
-    one is named."""
+    """A cross-encoder reads two texts at once, and its number is a score after its activation,
+    unless ``use_activation`` is false. Another model's texts are compared by the cosine of their
+    embeddings, with the model's own ``pooling`` unless one is named."""
 
     model: str
     user: str | None = None
-    pooling: Pooling | None = None
+    pooling: EmbeddingPooling | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    use_activation: bool | None = None
 
 
 class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/score``: how like one another the first and the second texts are, pair by pair; a
-    single first text is compared with each second one. ``queries`` and ``documents`` are other
+    """``POST /v1/score``: how relevant the second texts are to the first, or how like them, pair by
+    pair; a single first text goes with each second one. ``queries`` and ``documents`` are other
     names of ``text_1`` and ``text_2``."""
 
     text_1: str | tuple[str, ...] | None = None
@@ -111,7 +150,7 @@ class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """Of pair ``index``, between -1 and 1."""
+    """Of pair ``index``: a cosine between -1 and 1, or what a cross-encoder says."""
 
     index: int
     score: float
@@ -141,7 +180,8 @@ class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Document ``index`` of the request; the score is between -1 and 1."""
+    """Document ``index`` of the request; the score is a cosine between -1 and 1, or what a
+    cross-encoder says."""
 
     index: int
     relevance_score: float

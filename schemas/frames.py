@@ -21,11 +21,13 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """A token, its natural-log probability, and the most likely alternatives as (id, logprob)."""
+    """A token, its natural-log probability, and the most likely alternatives as (id, logprob).
+    ``rank`` is one more than how many tokens are likelier; 0: nobody counted them."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
@@ -74,7 +76,8 @@ class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embedding"):
-    """The prompt's embedding as pooled, in little-endian float32; in place of Deltas."""
+    """The prompt's embedding as pooled, or the numbers of its labels, in little-endian float32; in
+    place of Deltas."""
 
     values: bytes
 

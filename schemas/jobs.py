@@ -19,6 +19,7 @@ PUBLIC_MODEL_AUTO = "auto"
 MAX_NAME_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_TIME_NS = 2**63 - 1
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = (
     *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
@@ -75,13 +76,15 @@ class Job(
     ``add_generation_prompt``; with ``continue_final_message`` the completion goes on with the last
     message, which is the assistant's. Of its prompt the last ``truncate_prompt_tokens`` are kept
     (-1: as many as there is room for). ``pooling`` asks for the prompt's embedding instead of a
-    completion; nothing of ``sampling`` has a meaning then. ``model`` "auto" lets the scheduler
+    completion, or for the numbers of a classifier's labels; nothing of ``sampling`` has a meaning
+    then. A cross-encoder reads ``text_pair`` behind ``prompt``. ``model`` "auto" lets the scheduler
     choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
     request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
     caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
     words of prompt and answer. Blocks of prompts in the prefix cache are shared among requests with
-    the same ``cache_salt`` only.
+    the same ``cache_salt`` only. Of the jobs of a tenant those with a lower ``priority`` are sent
+    earlier, as far as none waits too long for it.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -89,6 +92,7 @@ class Job(
     request_id: str
     model: str
     prompt: str | None = None
+    text_pair: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     tools: tuple[ToolDefinition, ...] = ()
@@ -114,6 +118,7 @@ class Job(
     traceparent: str = ""
     keep_transcript: bool = False
     cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         num_given = (
@@ -137,6 +142,13 @@ class Job(
             raise ValueError(f"received_ns must be between 0 and {MAX_TIME_NS}")
         if not 0 <= (self.deadline_ns or 0) <= MAX_TIME_NS:
             raise ValueError(f"deadline_ns must be between 0 and {MAX_TIME_NS}")
+        check_priority(self.priority)
+
+
+def check_priority(priority: int) -> None:
+    """Raises ValueError for one that no job can have."""
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ValueError(f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}")
 
 
 def check_length(name: str, value: str, max_characters: int) -> None:
@@ -151,7 +163,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader who has the
     first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry for each
     token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
-    little-endian float32 numbers, as pooled.
+    little-endian float32 numbers, as pooled; those of labels before any activation.
     """
 
     request_id: str

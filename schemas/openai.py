@@ -12,6 +12,7 @@ import msgspec
 
 from schemas.chat.messages import Message
 from schemas.engines import PROMISES, EngineKind
+from schemas.pooling import ModelTask
 from schemas.sampling import SamplingDefaults
 
 
@@ -33,8 +34,8 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema with its name. It is followed to the letter if ``strict``; else an object whose
-    properties it lists has no others, unless it says so."""
+    """A schema with its name. It is followed to the letter if ``strict``; else the objects whose
+    properties it lists have no others, unless it says so."""
 
     name: str
     schema: msgspec.Raw
@@ -92,6 +93,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Of a longer prompt the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as there is
     room for). With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities
     of the prompt's tokens, each with so many alternatives.
+    Of the requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not
+    given).
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -132,7 +135,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cache_salt: str | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Any = None
+    priority: int | None = None
     use_beam_search: Any = None
     length_penalty: Any = None
 
@@ -269,7 +272,8 @@ class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class PromptTokenInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A token of the prompt, or another that might have stood there, with its natural-log
-    probability. ``rank`` is 1 for the likeliest, null for one that is not among the likeliest."""
+    probability. ``rank`` is one more than how many tokens are likelier; null for one that is not
+    among the likeliest, of an engine that does not count."""
 
     logprob: float
     rank: int | None
@@ -364,6 +368,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     description: str = ""
     engine: EngineCard | None = None
+    task: ModelTask | None = None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     object: Literal["model"] = "model"
     owned_by: str = "millrace"

@@ -23,14 +23,17 @@ _FIRST_ANSWER_S = 60.0
 
 
 def probe_pooling(config: Config, model: str) -> Pooling | None:
-    """Models that make no tokens are asked for an embedding. Raises MillraceError."""
+    """Models that make no tokens are asked for an embedding or labels. Raises MillraceError."""
     entry = load_catalogue(config.catalogue).get(model)
-    return None if outline_of(entry, resolve(entry)).has_head else Pooling.MEAN
+    outline = outline_of(entry, resolve(entry))
+    if outline.has_head:
+        return None
+    return Pooling.MEAN if outline.classifier is None else Pooling.CLASSIFY
 
 
 async def serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
-    """One token, or embedding, by the whole path: queue, scheduler, worker, frames. Raises
-    TimeoutError."""
+    """One token, or what else the model makes, by the whole path: queue, scheduler, worker, frames.
+    Raises TimeoutError."""
     request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
     reply = own_reply(PROBE_TENANT, request_id)
     ended = asyncio.get_running_loop().create_future()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, get_args
 
 from cli.offline.engine_options import (
     BadLine,
@@ -21,7 +21,7 @@ from cli.offline.engine_options import (
     print_start_of_engine,
 )
 from schemas.errors import ConfigError
-from schemas.pooling import Pooling
+from schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
     from cli.offline.embed_file import EmbedText
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: stdout")
     parser.add_argument(
         "--pooling",
-        choices=[pooling.value for pooling in Pooling],
+        choices=get_args(EmbeddingPooling),
         help="the last token's hidden state or the mean over all (default: as the catalogue or "
         "the checkpoint's modules.json and 1_Pooling/config.json say)",
     )
@@ -71,15 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     served = load_served(arguments)
     defaults = read_embedding_defaults(served.path)
-    chosen = None if arguments.pooling is None else Pooling(arguments.pooling)
-    pooling = chosen or served.entry.pooling or defaults.pooling
-    if pooling is None:
+    chosen = arguments.pooling or served.entry.pooling or defaults.pooling
+    if chosen is None:
         raise ConfigError("The checkpoint does not say how to pool; choose with --pooling.")
     normalize = bool(defaults.normalize if arguments.normalize is None else arguments.normalize)
     texts = read_texts(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     print_start_of_engine()
     engine = Engine.load(served.path, config)
-    embedded = _embed(engine, texts, pooling, max_batch=engine.stats().max_num_sequences)
+    embedded = _embed(engine, texts, Pooling(chosen), max_batch=engine.stats().max_num_sequences)
     if arguments.output is None:
         return _write(embedded, sys.stdout, normalize=normalize)
     with open_output(arguments.output) as output:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint
+from gateway.api.classify import class_activation
+from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint, PooledPlan
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
-from gateway.rendering.embedding_jobs import form_of, inputs_of, user_of
+from gateway.rendering.activation import activated, numbers_of
+from gateway.rendering.embedding_jobs import (
+    classifier_of,
+    embedding_pooling,
+    form_of,
+    inputs_of,
+    user_of,
+)
 from gateway.rendering.embedding_vectors import VectorForm
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
 from schemas.embeddings import (
     EmbeddingList,
@@ -20,31 +30,35 @@ from schemas.embeddings import (
     PoolingObject,
     PoolingRequest,
 )
+from schemas.errors import ParameterError
+from schemas.pooling import Pooling
 
 ROUTE = "/v1/embeddings"
 POOLING_ROUTE = "/pooling"
+# Fields that only embeddings have.
+_OF_EMBEDDINGS = ("dimensions", "normalize", "pooling")
 
 
 def embedding_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     embeddings = msgspec.json.Decoder(EmbeddingRequest)
     pooling = msgspec.json.Decoder(PoolingRequest)
     return [
+        PooledEndpoint(gateway, (ROUTE,), "embd", lambda body: _embed(decode(embeddings, body))),
         PooledEndpoint(
-            gateway, (ROUTE,), "embd", lambda body: _ask_of(decode(embeddings, body), _Embeddings)
-        ),
-        PooledEndpoint(
-            gateway, (POOLING_ROUTE,), "pool", lambda body: _ask_of(decode(pooling, body), _Pooled)
+            gateway, (POOLING_ROUTE,), "pool", lambda body: _pool(decode(pooling, body))
         ),
     ]
 
 
-class _Vectors(PooledAnswer[msgspec.Raw]):
-    def __init__(self, asked: EmbeddingRequest, form: VectorForm) -> None:
-        self._model = asked.model
-        self._form = form
+class _Vectors(PooledAnswer[msgspec.Raw], ABC):
+    """Each input's numbers as ``encode`` gives them out."""
+
+    def __init__(self, model: str, encode: Callable[[bytes], msgspec.Raw]) -> None:
+        self._model = model
+        self._encode = encode
 
     def of_input(self, pooled: bytes) -> msgspec.Raw:
-        return self._form.encode(pooled)
+        return self._encode(pooled)
 
 
 class _Embeddings(_Vectors):
@@ -67,15 +81,47 @@ class _Pooled(_Vectors):
         )
 
 
-def _ask_of(asked: EmbeddingRequest, kind: type[_Vectors]) -> PooledAsk:
-    def answer(model: ServedModelLike) -> _Vectors:
-        return kind(asked, form_of(asked, model))
+def _embed(asked: EmbeddingRequest) -> PooledAsk:
+    inputs = inputs_of(asked.input)
 
+    def plan(model: ServedModelLike) -> PooledPlan:
+        pooling = embedding_pooling(asked.pooling, model)
+        return PooledPlan(inputs, pooling, _Embeddings(asked.model, form_of(asked, model).encode))
+
+    return _ask_of(asked, plan)
+
+
+def _pool(asked: PoolingRequest) -> PooledAsk:
+    inputs = inputs_of(asked.input)
+
+    def plan(model: ServedModelLike) -> PooledPlan:
+        if asked.task == "classify" or (asked.task is None and model.classifier is not None):
+            return PooledPlan(inputs, Pooling.CLASSIFY, _Pooled(asked.model, _labels(asked, model)))
+        pooling = embedding_pooling(asked.pooling, model)
+        if asked.use_activation is not None:
+            raise ParameterError(
+                "use_activation", "use_activation goes with labels; see normalize."
+            )
+        return PooledPlan(inputs, pooling, _Pooled(asked.model, form_of(asked, model).encode))
+
+    return _ask_of(asked, plan)
+
+
+def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], msgspec.Raw]:
+    head = classifier_of(model)
+    for name in _OF_EMBEDDINGS:
+        if getattr(asked, name) is not None:
+            raise ParameterError(name, f"{name} goes with embeddings, and this model makes labels.")
+    activation = class_activation(head, asked.use_activation)
+    form = VectorForm(None, False, asked.encoding_format == "base64")
+    return lambda pooled: form.encode_numbers(activated(numbers_of(pooled), activation))
+
+
+def _ask_of(asked: EmbeddingRequest, plan: Callable[[ServedModelLike], PooledPlan]) -> PooledAsk:
     return PooledAsk(
         model=asked.model,
-        inputs=inputs_of(asked),
-        answer=answer,
+        plan=plan,
         user=user_of(asked.user),
-        pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        priority=priority_of(asked.priority),
     )

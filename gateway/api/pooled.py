@@ -1,4 +1,5 @@
-"""Requests whose answer is made of embeddings: a job for each input, answered together."""
+"""Requests whose answer is made of embeddings or labels: a job for each input, answered
+together."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _MadeT = TypeVar("_MadeT")
 
 
 class AnswerHead(NamedTuple):
-    """What is known of an answer beside the embeddings: ``usage`` is of all inputs, ``created_s``
+    """What is known of an answer beside what was pooled: ``usage`` is of all inputs, ``created_s``
     is UTC epoch."""
 
     request_id: str
@@ -56,27 +57,34 @@ class AnswerHead(NamedTuple):
 
 
 class PooledAnswer(ABC, Generic[_MadeT]):
-    """What is made of embeddings."""
+    """What is made of embeddings or of the numbers of labels."""
 
     @abstractmethod
     def of_input(self, pooled: bytes) -> _MadeT:
-        """What is kept of an input's embedding, little-endian float32 as a worker pools it."""
+        """What is kept of what a worker pooled of an input, in little-endian float32."""
 
     @abstractmethod
     def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> object:
         """The body, of what was made of each input."""
 
 
+class PooledPlan(NamedTuple):
+    """What a model is to compute of each input, and what is made of that."""
+
+    inputs: Sequence[Input]
+    pooling: Pooling
+    answer: PooledAnswer[Any]
+
+
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``answer`` is asked once the model is known, and raises
+    """A body that was understood. ``plan`` is asked once the model is known, and raises
     ParameterError for what that cannot do."""
 
     model: str
-    inputs: list[Input]
-    answer: Callable[[ServedModelLike], PooledAnswer[Any]]
+    plan: Callable[[ServedModelLike], PooledPlan]
     user: str = ""
-    pooling: Pooling | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int = 0
 
 
 class _Made(NamedTuple):
@@ -87,7 +95,7 @@ class _Made(NamedTuple):
 
 
 class _EndedBadlyError(Exception):
-    """A job ended in something else than an embedding."""
+    """A job ended in something else than numbers."""
 
     def __init__(self, end: TerminalFrame) -> None:
         super().__init__(type(end).__name__)
@@ -137,8 +145,8 @@ class PooledEndpoint:
         return response if trace is None else _with_headers(response, trace.headers)
 
     async def _answer(self, request: Request, trace: RequestTrace | None) -> Response:
-        """All inputs are embedded, or the whole request is an error; a client that leaves cancels
-        what is not done."""
+        """All inputs are read, or the whole request is an error; a client that leaves cancels what
+        is not done."""
         caller = await self._gateway.identity.caller(request.scope)
         request_id = new_request_id(self._id_prefix)
         async with self._gateway.intake_limits.refusals_count(caller, request_id):
@@ -152,12 +160,12 @@ class PooledEndpoint:
         await gateway.intake_limits.admit(caller, request_id, len(body))
         asked = await read_long(gateway.prompts, caller, body, self._read)
         model = await gateway.models.get(asked.model)
-        shape = asked.answer(model)
-        base = self._base_job(asked, request_id, model, caller)
+        inputs, pooling, shape = asked.plan(model)
+        base = self._base_job(asked, request_id, pooling, caller)
         if trace is not None:
             trace.note_model(asked.model)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
-        jobs = await jobs_of(base, asked.inputs, model, gateway.prompts)
+        jobs = await jobs_of(base, inputs, model, gateway.prompts)
         limit_headers = await gateway.admission.reserve(caller, request_id, model, jobs)
         made: list[_Made | None] = [None] * len(jobs)
         try:
@@ -180,23 +188,22 @@ class PooledEndpoint:
         answer = shape.whole([one.made for one in made if one is not None], head)
         return _with_headers(json_response(answer), limit_headers)
 
-    def _base_job(
-        self, asked: PooledAsk, request_id: str, model: ServedModelLike, caller: Caller
-    ) -> Job:
+    def _base_job(self, asked: PooledAsk, request_id: str, pooling: Pooling, caller: Caller) -> Job:
         gateway = self._gateway
         received_ns = gateway.clock.now_ns()
         deadline_ns = received_ns + round(gateway.config.request_timeout_s * _NS_PER_S)
         job = bare_job(asked.model, caller, request_id, caller.tier, received_ns, deadline_ns)
         return msgspec.structs.replace(
             job,
-            pooling=asked.pooling or model.embedding_defaults.pooling,
+            pooling=pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            priority=asked.priority,
             reply=gateway.gateway_id,
             batch_frames=True,
             user=asked.user,
         )
 
-    # --- jobs to embeddings ---
+    # --- jobs to numbers ---
 
     async def _make(
         self,

@@ -1,16 +1,23 @@
-"""``POST /v1/rerank`` and ``/v1/score``: texts compared by their embeddings."""
+"""``POST /v1/rerank`` and ``/v1/score``: pairs of texts, by a cross-encoder or by their
+embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint
+from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint, PooledPlan
 from gateway.core import Gateway
-from gateway.rendering.embedding_jobs import Input, inputs_in, user_of
+from gateway.models import ServedModelLike
+from gateway.rendering.activation import activated, numbers_of
+from gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from gateway.rendering.similarity import Vector, cosine
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
+from registry.checkpoints.classifier import Activation, ClassifierHead
 from schemas.embeddings import (
     RerankedText,
     RerankList,
@@ -21,6 +28,9 @@ from schemas.embeddings import (
     ScoreRequest,
 )
 from schemas.errors import ParameterError
+from schemas.pooling import Pooling
+
+_MadeT = TypeVar("_MadeT")
 
 # By the name that the endpoint has here, then by those of other servers.
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -36,22 +46,63 @@ def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     ]
 
 
-class _Compared(PooledAnswer[Vector]):
+class _Scorer(ABC, Generic[_MadeT]):
+    """How texts are compared."""
+
+    @abstractmethod
+    def of_input(self, pooled: bytes) -> _MadeT: ...
+
+    @abstractmethod
+    def scores(self, made: Sequence[_MadeT]) -> list[float]:
+        """Of each pair, of what was made of all inputs."""
+
+
+class _Cosines(_Scorer[Vector]):
+    """Of the embeddings of ``num_first`` texts and of those that they are compared with."""
+
+    def __init__(self, num_first: int) -> None:
+        self._num_first = num_first
+
     def of_input(self, pooled: bytes) -> Vector:
         return Vector.of(pooled)
 
+    def scores(self, made: Sequence[Vector]) -> list[float]:
+        first, second = made[: self._num_first], made[self._num_first :]
+        if len(first) == 1:
+            first = [first[0]] * len(second)
+        return list(map(cosine, first, second))
 
-class _Reranked(_Compared):
-    """Of the query's embedding and those of the documents."""
 
-    def __init__(self, asked: RerankRequest, texts: Sequence[str]) -> None:
+class _Relevances(_Scorer[float]):
+    """What a cross-encoder says of each pair."""
+
+    def __init__(self, activation: Activation) -> None:
+        self._activation = activation
+
+    def of_input(self, pooled: bytes) -> float:
+        return activated(numbers_of(pooled), self._activation)[0]
+
+    def scores(self, made: Sequence[float]) -> list[float]:
+        return list(made)
+
+
+class _Scored(PooledAnswer[_MadeT], ABC):
+    def __init__(self, scorer: _Scorer[_MadeT]) -> None:
+        self._scorer = scorer
+
+    def of_input(self, pooled: bytes) -> _MadeT:
+        return self._scorer.of_input(pooled)
+
+
+class _RerankAnswer(_Scored[_MadeT]):
+    def __init__(self, asked: RerankRequest, texts: Sequence[str], scorer: _Scorer[_MadeT]) -> None:
+        super().__init__(scorer)
         self._asked = asked
         self._texts = texts
 
-    def whole(self, made: Sequence[Vector], head: AnswerHead) -> RerankList:
+    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> RerankList:
         asked = self._asked
-        query, *documents = made
-        scores = [cosine(query, document) for document in documents]
+        scores = self._scorer.scores(made)
         # Of equals the one that was given first: the order is the same whenever it is asked for.
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
         with_texts = asked.return_documents is not False
@@ -70,23 +121,19 @@ class _Reranked(_Compared):
         )
 
 
-class _Scored(_Compared):
-    """Of the embeddings of ``num_first`` texts and of those that they are compared with."""
-
-    def __init__(self, model: str, num_first: int) -> None:
+class _ScoreAnswer(_Scored[_MadeT]):
+    def __init__(self, model: str, scorer: _Scorer[_MadeT]) -> None:
+        super().__init__(scorer)
         self._model = model
-        self._num_first = num_first
 
-    def whole(self, made: Sequence[Vector], head: AnswerHead) -> ScoreList:
-        first, second = made[: self._num_first], made[self._num_first :]
-        if len(first) == 1:
-            first = [first[0]] * len(second)
-        scores = map(cosine, first, second)
+    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> ScoreList:
         return ScoreList(
             id=head.request_id,
             created=head.created_s,
             model=self._model,
-            data=tuple(Score(index=i, score=score) for i, score in enumerate(scores)),
+            data=tuple(
+                Score(index=i, score=score) for i, score in enumerate(self._scorer.scores(made))
+            ),
             usage=head.usage,
         )
 
@@ -95,8 +142,8 @@ def _rerank(asked: RerankRequest) -> PooledAsk:
     if asked.top_n is not None and asked.top_n < 0:
         raise ParameterError("top_n", f"top_n must not be negative, got {asked.top_n}")
     texts = [one if isinstance(one, str) else one.text for one in asked.documents]
-    inputs = [Input(asked.query, "query", "query"), *inputs_in("documents", texts)]
-    return _ask_of(asked, inputs, _Reranked(asked, texts))
+    query, documents = Input(asked.query, "query", "query"), inputs_in("documents", texts)
+    return _ask_of(asked, [query], documents, lambda scorer: _RerankAnswer(asked, texts, scorer))
 
 
 def _score(asked: ScoreRequest) -> PooledAsk:
@@ -108,7 +155,7 @@ def _score(asked: ScoreRequest) -> PooledAsk:
             f"{first[0].param} must be one text or as many as {second[0].param} has, "
             f"got {len(first)} and {len(second)}",
         )
-    return _ask_of(asked, [*first, *second], _Scored(asked.model, len(first)))
+    return _ask_of(asked, first, second, lambda scorer: _ScoreAnswer(asked.model, scorer))
 
 
 def _texts(asked: ScoreRequest, name: str, other: str) -> list[Input]:
@@ -120,13 +167,41 @@ def _texts(asked: ScoreRequest, name: str, other: str) -> list[Input]:
 
 
 def _ask_of(
-    asked: RerankRequest | ScoreRequest, inputs: list[Input], answer: _Compared
+    asked: RerankRequest | ScoreRequest,
+    first: list[Input],
+    second: list[Input],
+    answer: Callable[[_Scorer[Any]], PooledAnswer[Any]],
 ) -> PooledAsk:
+    def plan(model: ServedModelLike) -> PooledPlan:
+        head = model.classifier
+        if head is None:
+            if asked.use_activation is False:
+                raise ParameterError(
+                    "use_activation", "use_activation: false goes with a cross-encoder only."
+                )
+            pooling = embedding_pooling(asked.pooling, model)
+            return PooledPlan([*first, *second], pooling, answer(_Cosines(len(first))))
+        _check_scores_pairs(asked, head)
+        many = first * len(second) if len(first) == 1 else first
+        pairs = [one._replace(pair=other) for one, other in zip(many, second, strict=True)]
+        activation = Activation.NONE if asked.use_activation is False else head.score_activation
+        return PooledPlan(pairs, Pooling.CLASSIFY, answer(_Relevances(activation)))
+
     return PooledAsk(
         model=asked.model,
-        inputs=inputs,
-        answer=lambda _model: answer,
+        plan=plan,
         user=user_of(asked.user),
-        pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        priority=priority_of(asked.priority),
     )
+
+
+def _check_scores_pairs(asked: RerankRequest | ScoreRequest, head: ClassifierHead) -> None:
+    if not head.scores_pairs:
+        raise ParameterError(
+            "model",
+            f"This model tells {len(head.labels)} labels of a text, not how relevant it is to "
+            "another: ask /classify.",
+        )
+    if asked.pooling is not None:
+        raise ParameterError("pooling", "pooling goes with embeddings, not with a cross-encoder.")

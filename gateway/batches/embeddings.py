@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from gateway.batches.lines import BatchEndpoint, BatchOrder
 from gateway.core import Gateway
-from gateway.rendering.embedding_jobs import form_of, inputs_of, jobs_of, user_of
+from gateway.rendering.embedding_jobs import embedding_pooling, form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.request.job_maker import bare_job
+from gateway.request.message_fields import priority_of
 from gateway.request.parsing import decode
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
@@ -33,15 +34,16 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
     ) -> BatchOrder:
         asked = decode(self._decoder, body)
-        inputs = inputs_of(asked)
+        inputs = inputs_of(asked.input)
         model = await self._gateway.models.get(asked.model)
-        form = form_of(asked, model)
+        pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
             bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
             store_result=True,
             user=user_of(asked.user),
-            pooling=asked.pooling or model.embedding_defaults.pooling,
+            pooling=pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            priority=priority_of(asked.priority),
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)

@@ -51,6 +51,11 @@ class BatchOrder(ABC):
         """The first job's, which the reservation and the answer are named by."""
         return self.jobs[0].request_id
 
+    @property
+    def form_field(self) -> str:
+        """What asks for the form of its answers; empty: nothing."""
+        return ""
+
     async def reserve(self) -> None:
         """Take what the jobs may need at most out of the caller's limits; again is the same as
         once. Raises MillraceError if there is no room."""
@@ -73,7 +78,7 @@ class BatchOrder(ABC):
         for result in results:
             end = end_of(result)
             if not isinstance(end, Done):
-                return refusal_of_end(end)
+                return refusal_of_end(end, self.form_field)
         return None
 
     @abstractmethod
@@ -111,6 +116,8 @@ class GenerationBatchEndpoint(BatchEndpoint):
             bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
             store_result=True,
             user=request.user,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
             model_requested=request.model_requested or request.model,
             route_reason=request.route_reason,
             keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),
@@ -122,6 +129,10 @@ class GenerationBatchEndpoint(BatchEndpoint):
 @dataclass(frozen=True)
 class _GenerationOrder(BatchOrder):
     prepared: Prepared
+
+    @property
+    def form_field(self) -> str:
+        return self.prepared.request.form_field
 
     async def render(self, results: Sequence[JobResult]) -> bytes:
         request = self.prepared.request

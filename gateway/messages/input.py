@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.generation_request import GenerationRequest
-from gateway.request.message_fields import refuse_unhonoured, respelled
+from gateway.request.message_fields import in_words, refuse_unhonoured, respelled
 from gateway.request.parsing import parse_chat
 from schemas.anthropic.requests import (
     ContentBlock,
@@ -67,9 +67,11 @@ def generation_request_of(request: MessagesRequest) -> GenerationRequest:
     refuse_unhonoured(request, _NEUTRAL, "")
     messages = messages_of(request)
     try:
-        return parse_chat(_chat_request(request, messages))
+        parsed = parse_chat(_chat_request(request, messages))
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
+    field = in_words(parsed.grammar_field, _RESPELLED)
+    return msgspec.structs.replace(parsed, grammar_field=field)
 
 
 def messages_of(request: MessagesRequest) -> tuple[Message, ...]:

@@ -11,7 +11,7 @@ from gateway.api.kept.conversations import MAX_NEW_ITEMS
 from gateway.request import grammar_fields, message_fields, parsing
 from gateway.responses import input as responses_input
 from schemas.embeddings import MAX_INPUTS
-from schemas.jobs import MAX_LABEL_CHARACTERS, Tier
+from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from schemas.json_schema import Schema
 from schemas.responses import GivenItem
 from schemas.sampling import (
@@ -68,6 +68,7 @@ def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
 _CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
 _PATTERN: Schema = {"minLength": 1, "maxLength": grammar_fields.MAX_PATTERN_CHARACTERS}
 _NUM_KEPT: Schema = {"minimum": -1}
+_PRIORITY: Schema = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 # By the keyword that a number, text, array or object in the field takes on.
 SAMPLING: dict[str, Schema] = {
     "max_tokens": {"minimum": 1},
@@ -97,6 +98,7 @@ _GENERATION: dict[str, Schema] = SAMPLING | {
     "guided_whitespace_pattern": _PATTERN,
     "prompt_logprobs": _LOGPROBS,
     "truncate_prompt_tokens": _NUM_KEPT,
+    "priority": _PRIORITY,
 }
 _CHAT: dict[str, Schema] = _GENERATION | {
     "max_completion_tokens": {"minimum": 1},
@@ -108,7 +110,11 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "tool_choice": _tool_choice({"function": closed_object({"name": _STRING})}, "function"),
 }
 _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
-_POOLED: dict[str, Schema] = {"truncate_prompt_tokens": _NUM_KEPT, "user": _LABEL}
+_POOLED: dict[str, Schema] = {
+    "truncate_prompt_tokens": _NUM_KEPT,
+    "user": _LABEL,
+    "priority": _PRIORITY,
+}
 _EMBEDDING: dict[str, Schema] = _POOLED | {"dimensions": {"minimum": 1}, "input": _INPUTS}
 _VECTOR: Schema = {
     "anyOf": [
@@ -166,6 +172,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,
     "PoolingRequest": _EMBEDDING,
+    "ClassifyRequest": _POOLED | {"input": _INPUTS},
     "ScoreRequest": _POOLED | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
     "RerankRequest": _POOLED
     | {"query": {"minLength": 1}, "documents": _INPUTS, "top_n": {"minimum": 0}},

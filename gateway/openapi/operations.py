@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from gateway.api.classify import ROUTE as CLASSIFY_ROUTE
 from gateway.api.embeddings import POOLING_ROUTE
 from gateway.api.kept.sessions import SessionDeleted
 from gateway.api.limits import CallerLimits
@@ -43,6 +44,8 @@ from schemas.chat.tokenizing import (
     TokenizeResponse,
 )
 from schemas.embeddings import (
+    ClassifyList,
+    ClassifyRequest,
     EmbeddingList,
     EmbeddingRequest,
     PoolingList,
@@ -249,10 +252,18 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         generate(
             POOLING_ROUTE,
             "createPooling",
-            "Embed texts, as vLLM's servers tell of it",
+            "Embed or classify texts, as vLLM's servers tell of it",
             PoolingList,
             body=PoolingRequest,
             example={"model": "demo", "input": ["Hello!", "Good morning."]},
+        ),
+        generate(
+            CLASSIFY_ROUTE,
+            "classify",
+            "The labels of texts",
+            ClassifyList,
+            body=ClassifyRequest,
+            example={"model": "sentiment", "input": ["Well done!"]},
         ),
         *map(_rerank, RERANK_PATHS, ("rerank", "rerankAsCohere", "rerankAtRoot")),
         *map(_score, SCORE_PATHS, ("score", "scoreAtRoot")),

@@ -10,26 +10,28 @@ import msgspec
 
 from gateway.models import ServedModelLike
 from gateway.rendering.embedding_vectors import VectorForm
+from registry.checkpoints.classifier import ClassifierHead
 from registry.tokenizers.prompt_pool import PromptPool
 from schemas.embeddings import MAX_INPUTS, EmbeddingRequest
 from schemas.errors import ParameterError
 from schemas.jobs import MAX_LABEL_CHARACTERS, Job
+from schemas.pooling import EmbeddingPooling, Pooling
 
-_PROMPT_FIELDS = ("prompt", "prompt_token_ids")
+_PAIR_FIELD = "text_pair"
 
 
 class Input(NamedTuple):
-    """A text, or token ids, that an embedding is made of: ``where`` it stands in the field
-    ``param``."""
+    """A text, or token ids, to be read: ``where`` it stands in the field ``param``; with ``pair``
+    another text that is read with it."""
 
     given: str | tuple[int, ...]
     param: str
     where: str
+    pair: Input | None = None
 
 
-def inputs_of(asked: EmbeddingRequest) -> list[Input]:
-    """The texts and token ids to embed. Raises ParameterError."""
-    given = asked.input
+def inputs_of(given: str | Sequence[str | int | tuple[int, ...]]) -> list[Input]:
+    """The texts and token ids of a field ``input``. Raises ParameterError."""
     if isinstance(given, str):
         return [Input(given, "input", "input")]
     kinds = set(map(type, given))
@@ -65,8 +67,31 @@ async def jobs_of(
             _prepare(base, index, one, model=model, seeds=seeds) for index, one in enumerate(inputs)
         ]
 
-    num_units = sum(len(one.given) for one in inputs)
+    num_units = sum(len(one.given) + len(one.pair.given if one.pair else ()) for one in inputs)
     return await prompts.run(base.tenant, num_units, prepare_all)
+
+
+def embedding_pooling(given: EmbeddingPooling | None, model: ServedModelLike) -> Pooling:
+    """How embeddings are made; by the model if it was not ``given``. Raises ParameterError for a
+    model that makes none."""
+    if model.classifier is not None:
+        raise ParameterError(
+            "model",
+            "This model makes no embeddings, but "
+            + (
+                "scores of pairs of texts: ask /v1/rerank or /v1/score."
+                if model.classifier.scores_pairs
+                else "labels of texts: ask /classify."
+            ),
+        )
+    return model.embedding_defaults.pooling if given is None else Pooling(given)
+
+
+def classifier_of(model: ServedModelLike) -> ClassifierHead:
+    """Raises ParameterError for a model that makes no labels."""
+    if model.classifier is None:
+        raise ParameterError("model", "This model has no classification head: it makes no labels.")
+    return model.classifier
 
 
 def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
@@ -98,17 +123,25 @@ def _prepare(
     model: ServedModelLike,
     seeds: random.Random,
 ) -> Job:
-    given, param, where = one
-    if not given:
-        raise ParameterError(param, f"{where} must not be empty")
+    given, pair = one.given, one.pair
+    for part in (one,) if pair is None else (one, pair):
+        if not part.given:
+            raise ParameterError(part.param, f"{part.where} must not be empty")
     text, token_ids = (given, None) if isinstance(given, str) else (None, given)
     request_id = f"{base.request_id}.{index}" if index else base.request_id
     job = msgspec.structs.replace(
-        base, request_id=request_id, prompt=text, prompt_token_ids=token_ids
+        base,
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=token_ids,
+        text_pair=None if pair is None else str(pair.given),
     )
     try:
         return model.prepare(job, seeds)
     except ParameterError as error:
-        if error.param not in _PROMPT_FIELDS:
+        fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: pair}
+        at_fault = fields.get(error.param)
+        if at_fault is None:
             raise
-        raise ParameterError(param, error.message.replace(error.param, where, 1)) from error
+        message = error.message.replace(error.param, at_fault.where, 1)
+        raise ParameterError(at_fault.param, message) from error

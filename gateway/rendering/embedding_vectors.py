@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -28,10 +29,12 @@ class VectorForm(NamedTuple):
         if self.as_base64 and not (is_cut or self.normalize):
             return _quoted(pooled)
         values = struct.unpack(f"<{num_all}f", pooled)[:num_kept]
-        if is_cut or self.normalize:
-            values = _scaled(values)
+        return self.encode_numbers(_scaled(values) if is_cut or self.normalize else values)
+
+    def encode_numbers(self, values: Sequence[float]) -> msgspec.Raw:
+        """JSON of numbers as they are."""
         if self.as_base64:
-            return _quoted(struct.pack(f"<{num_kept}f", *values))
+            return _quoted(struct.pack(f"<{len(values)}f", *values))
         # Nine digits tell every float32 from every other.
         return msgspec.Raw(f"[{','.join(f'{value:.9g}' for value in values)}]".encode())
 

@@ -75,13 +75,16 @@ def prompt_tokens(response: ResponseReader, choice: int) -> PromptTokens | msgsp
 
 def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptTokenInfo]:
     ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top, 1)}
+    _, place = ranked.pop(one.token_id, (one.logprob, None))
     return {
         token_id: PromptTokenInfo(
             logprob=logprob,
             rank=rank,
             decoded_token=tokenizer.token_bytes(token_id).decode(errors="replace"),
         )
-        for token_id, (logprob, rank) in ({one.token_id: (one.logprob, None)} | ranked).items()
+        for token_id, (logprob, rank) in (
+            {one.token_id: (one.logprob, one.rank or place)} | ranked
+        ).items()
     }
 
 

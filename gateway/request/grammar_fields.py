@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.request.message_fields import refuse_unhonoured
-from registry.tool_formats.grammar_rules import may_be_closed
+from registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
 from schemas.errors import ParameterError
 from schemas.openai import (
     NOT_GIVEN,
@@ -23,6 +23,8 @@ from schemas.openai import (
 )
 from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
+_FORMAT = "response_format"
+_FORMAT_SCHEMA = f"{_FORMAT}.json_schema.schema"
 _STRUCTURED = "structured_outputs"
 MAX_PATTERN_CHARACTERS = 256
 MAX_CHOICES = 1_024
@@ -36,17 +38,26 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NO_BLANKS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
-def grammar_of(request: GenerationFields) -> Grammar | None:
+class AskedGrammar(NamedTuple):
+    """A grammar, and the field that it is written in."""
+
+    grammar: Grammar
+    field: str
+
+
+def grammar_of(request: GenerationFields) -> AskedGrammar | None:
     """The one grammar that a request asks for, if it does. Raises ParameterError."""
     asked = dict(_asked(request))
     if len(asked) > 1:
         raise ParameterError(
             next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
         )
-    grammar = next(iter(asked.values()), None)
-    for field, settings in _blanks(request):
-        grammar = _with_blanks(grammar, field, settings)
-    return grammar
+    field, grammar = next(iter(asked.items()), ("", None))
+    if field == _FORMAT and grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA:
+        field = _FORMAT_SCHEMA
+    for blanks_field, settings in _blanks(request):
+        grammar = _with_blanks(grammar, blanks_field, settings)
+    return None if grammar is None else AskedGrammar(grammar, field)
 
 
 def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
@@ -54,7 +65,7 @@ def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
     if isinstance(request, ChatFields | CompletionRequest):
         form = request.response_format
         if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
-            yield "response_format", _of_format(form)
+            yield _FORMAT, _of_format(form)
     yield from _of_fields(
         "guided_",
         request.guided_json,
@@ -150,11 +161,10 @@ def _with_blanks(grammar: Grammar | None, field: str, settings: Mapping[str, Any
 
 def _of_format(form: ResponseFormat) -> Grammar:
     if isinstance(form, JsonSchemaFormat):
-        field = "response_format.json_schema.schema"
-        text = _schema_text(field, form.json_schema.schema)
+        text = _schema_text(_FORMAT_SCHEMA, form.json_schema.schema)
         if not form.json_schema.strict:
             text = _closed(text)
-        return _grammar(field, GrammarKind.JSON_SCHEMA, text)
+        return _grammar(_FORMAT_SCHEMA, GrammarKind.JSON_SCHEMA, text)
     return Grammar(kind=GrammarKind.JSON_OBJECT)
 
 
@@ -172,15 +182,18 @@ def _schema_text(field: str, raw: msgspec.Raw) -> str:
 
 
 def _closed(text: str) -> str:
-    """An object of listed properties has no others unless the schema says so, as in tools: authors
+    """Objects of listed properties have no others unless the schema says so, as in tools: authors
     of schemas that are not strict leave that out, and models would go on and on."""
     try:
         schema = msgspec.json.decode(text)
+        if not isinstance(schema, dict):
+            return text
+        closed = with_closed_parts(schema)
     except (msgspec.DecodeError, RecursionError):
         return text  # it is refused with all others that are no JSON
-    if isinstance(schema, dict) and schema.get("properties") and may_be_closed(schema):
-        return '{"additionalProperties":false,' + text.lstrip().removeprefix("{")
-    return text
+    if schema.get("properties") and may_be_closed(schema):
+        closed = {"additionalProperties": False} | closed
+    return text if closed == schema else msgspec.json.encode(closed).decode()
 
 
 def _grammar(field: str, kind: GrammarKind, text: str) -> Grammar:

@@ -42,6 +42,7 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         user=request.user,
         session_id=request.session_id,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         tier=state.tier,
         source=state.source,
         model_requested=request.model_requested or request.model,

@@ -1,4 +1,4 @@
-"""Messages, tools and metadata as OpenAI's clients send them."""
+"""Messages, tools, metadata and priority as OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from schemas.chat.messages import DeveloperMessage, EchoedMessage, Message, ToolMessage, UserMessage
 from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
+from schemas.jobs import ChatMessage, check_priority
 from schemas.openai import FunctionTool
 from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
@@ -103,6 +103,16 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
             )
 
 
+def priority_of(given: int | None) -> int:
+    """Raises ParameterError for one that no job can have."""
+    priority = given or 0
+    try:
+        check_priority(priority)
+    except ValueError as error:
+        raise ParameterError("priority", f"{error}, got {given}") from error
+    return priority
+
+
 def _chat_message(message: Message, where: str) -> ChatMessage:
     if isinstance(message, UserMessage):
         refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
@@ -149,11 +159,14 @@ def refuse_unhonoured(
 
 def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:
     """The refusal of a field in the words of an API that has others for it."""
-    param, message = error.param, error.message
+    return ParameterError(in_words(error.param, words), in_words(error.message, words))
+
+
+def in_words(text: str, words: Mapping[str, str]) -> str:
+    """The text with the names of fields that an API has others for."""
     for ours, theirs in words.items():
-        name = re.compile(rf"(?<![\w.]){re.escape(ours)}(?!\w)")
-        param, message = name.sub(theirs, param), name.sub(theirs, message)
-    return ParameterError(param, message)
+        text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
+    return text
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -14,6 +14,7 @@ from gateway.request.message_fields import (
     NOTHING,
     chat_messages,
     check_metadata,
+    priority_of,
     refuse_unhonoured,
     tool_choice_of,
     tools_of,
@@ -55,7 +56,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
-    "priority": (None, 0),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "documents": NOTHING,
@@ -214,7 +214,12 @@ def _num_logprobs(request: ChatFields) -> int | None:
     return None
 
 
-def _generation_request(request: GenerationFields, **fields: Any) -> GenerationRequest:
+def _generation_request(
+    request: GenerationFields, *, sampling: SamplingOptions, **fields: Any
+) -> GenerationRequest:
+    asked_grammar = grammar_of(request)
+    if asked_grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=asked_grammar.grammar)
     refuse_unhonoured(request, NEUTRAL, "")
     check_metadata(request.metadata)
     asked_tier = request.service_tier or "auto"
@@ -227,6 +232,9 @@ def _generation_request(request: GenerationFields, **fields: Any) -> GenerationR
         session_id=_label("session_id", request.session_id),
         cache_salt=_cache_salt(request),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        priority=priority_of(request.priority),
+        sampling=sampling,
+        grammar_field="" if asked_grammar is None else asked_grammar.field,
         tells_prompt_logprobs=request.prompt_logprobs is not None,
         tells_token_ids=bool(getattr(request, "return_token_ids", None)),
         **fields,
@@ -259,7 +267,6 @@ def _sampling(
         "include_stop_str_in_output": request.include_stop_str_in_output,
         "skip_special_tokens": request.skip_special_tokens,
         "allowed_token_ids": request.allowed_token_ids,
-        "grammar": grammar_of(request),
         "logprobs": logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "n": request.n,

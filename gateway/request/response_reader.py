@@ -169,7 +169,7 @@ class ResponseReader:
     def _on_failure(self, end: TerminalFrame) -> None:
         """One choice has failed: so has the response."""
         if self.refusal is None:
-            self.refusal = refusal_of_end(end)
+            self.refusal = refusal_of_end(end, self.request.form_field)
 
 
 def _end_token_ids(model: ServedModelLike, sampling: SamplingOptions) -> frozenset[int]:

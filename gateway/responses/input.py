@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 
 from gateway.generation_request import GenerationRequest
-from gateway.request.message_fields import respelled
+from gateway.request.message_fields import in_words, respelled
 from gateway.request.parsing import decode, parse_chat
 from schemas.chat.messages import (
     MESSAGE_OF_ROLE,
@@ -218,9 +218,11 @@ def generation_request_of(
 ) -> GenerationRequest:
     """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
     try:
-        return parse_chat(_chat_request(request, messages))
+        parsed = parse_chat(_chat_request(request, messages))
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
+    field = in_words(parsed.grammar_field, _RESPELLED)
+    return msgspec.structs.replace(parsed, grammar_field=field)
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -33,6 +33,7 @@ from schemas.jobs import ChatMessage
 from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 TOOL_CALLS = "tool_calls"
+_LENGTH = FinishReason.LENGTH
 
 
 class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,7 +334,9 @@ class Choice:
             if text:
                 self._take(text, self.next_index, 0, (), parts)
         if self._parser is not None:
-            self._parse(self._parser.finish(), self.next_index, 0, (), parts)
+            is_cut_off = isinstance(terminal, Done) and terminal.finish_reason is _LENGTH
+            pieces = self._parser.finish(is_cut_off=is_cut_off)
+            self._parse(pieces, self.next_index, 0, (), parts)
         if not isinstance(terminal, Done):
             self.end = terminal
             return

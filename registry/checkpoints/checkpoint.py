@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from registry.checkpoints.classifier import ClassifierHead, read_classifier
 from registry.checkpoints.expert_layers import ExpertsConfig, read_experts
 from registry.checkpoints.families import (
+    CLASSIFIER_ARCHITECTURES,
     EMBEDDING_ARCHITECTURES,
     SUPPORTED_ARCHITECTURES,
     Biases,
@@ -44,7 +46,8 @@ class ModelOutline(msgspec.Struct, frozen=True, kw_only=True):
     """What everybody but the engine needs to know of a model.
 
     ``rope_scaling`` is None for plain RoPE, else the scaling's own parameters with its kind under
-    ``rope_type``. A checkpoint without ``has_head`` makes embeddings only.
+    ``rope_type``. A checkpoint without ``has_head`` (of a language model) makes embeddings only, or
+    with a ``classifier`` numbers for its labels.
     """
 
     architecture: str
@@ -53,6 +56,7 @@ class ModelOutline(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None = None
     has_head: bool = True
+    classifier: ClassifierHead | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -124,6 +128,7 @@ def read_model_config(path: Path) -> ModelConfig:
     max_position_embeddings = fields.positive_int("max_position_embeddings")
     rope_theta, rope_scaling = read_rope(fields, family.rope_theta, max_position_embeddings)
     sliding_window, sliding_layers = read_windows(fields, family, num_layers)
+    is_classifier = architecture in CLASSIFIER_ARCHITECTURES
     asks_bias = fields.boolean("attention_bias", default=False)
     has_bias = asks_bias and family.biases is Biases.AS_CONFIGURED
     bos_ids = fields.token_ids("bos_token_id")
@@ -148,7 +153,8 @@ def read_model_config(path: Path) -> ModelConfig:
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         experts=read_experts(fields, family, num_layers),
-        has_head=architecture not in EMBEDDING_ARCHITECTURES,
+        has_head=not is_classifier and architecture not in EMBEDDING_ARCHITECTURES,
+        classifier=read_classifier(fields) if is_classifier else None,
         dtype=_dtype(fields),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -202,8 +208,9 @@ def _architecture(fields: JsonFields) -> tuple[str, Family]:
     if family is None:
         raise CheckpointError(
             f"{fields.path}: architecture {name} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and for embeddings "
-            f"{', '.join(EMBEDDING_ARCHITECTURES)}."
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}, for embeddings "
+            f"{', '.join(EMBEDDING_ARCHITECTURES)}, and for scores "
+            f"{', '.join(CLASSIFIER_ARCHITECTURES)}."
         )
     return name, family
 
@@ -212,6 +219,8 @@ def _refuse_unsupported(fields: JsonFields) -> None:
     """Features that would change the result silently if the decoder just left them out."""
     if fields.string("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.bad("hidden_act", "silu")
+    if not fields.boolean("is_causal", default=True):
+        raise fields.bad("is_causal", "true: no token sees those behind it here")
     if fields.get("quantization_config") is not None:
         raise fields.bad("quantization_config", "absent: quantized weights are not supported")
     refuse_side_files(fields.path.parent)

@@ -92,13 +92,15 @@ FAMILIES = {
 
 _GENERATES = "ForCausalLM"
 _EMBEDS = "Model"
+_CLASSIFIES = "ForSequenceClassification"
 SUPPORTED_ARCHITECTURES = tuple(family + _GENERATES for family in FAMILIES)
 EMBEDDING_ARCHITECTURES = tuple(family + _EMBEDS for family in FAMILIES)
+CLASSIFIER_ARCHITECTURES = tuple(family + _CLASSIFIES for family in FAMILIES)
 
 
 def family_of(architecture: str) -> Family | None:
-    """The family of a class name, with or without a language-model head; None if unknown."""
-    for ending in (_GENERATES, _EMBEDS):
+    """The family of a class name, with any head or none; None if unknown."""
+    for ending in (_GENERATES, _EMBEDS, _CLASSIFIES):
         if architecture.endswith(ending):
             return FAMILIES.get(architecture.removesuffix(ending))
     return None

@@ -146,7 +146,8 @@ def num_characters(job: Job) -> int:
         return messages  # it is long, and counting on would be, too
     messages += sum(len(message.content) for message in job.messages or ())
     tools = sum(len(tool.description) + len(repr(tool.parameters)) for tool in job.tools)
-    return len(job.prompt or "") + len(job.prompt_token_ids or ()) + messages + tools
+    texts = len(job.prompt or "") + len(job.text_pair or "")
+    return texts + len(job.prompt_token_ids or ()) + messages + tools
 
 
 def num_characters_with(chat_template: str | None, num_characters: int) -> int:

@@ -15,6 +15,7 @@ import tokenizers
 
 from registry.chat_template import NO_ARGUMENTS, ChatTemplate, given_template
 from registry.checkpoints.json_fields import JsonFields, read_json_object
+from registry.tokenizers.pairs import AroundPair, around_pair, cut_pair
 from registry.tokenizers.text_rules import TextRules, text_rules
 from registry.tokenizers.token_bytes import (
     SUPPORTED_DECODERS,
@@ -169,7 +170,44 @@ class Tokenizer:
                 raise TextTooLongError(num_tokens, is_exact=num_characters == len(text))
         return ids + after
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode_pair(
+        self, first: str, second: str, *, max_tokens: int, num_kept: int | None = None
+    ) -> list[int]:
+        """Token ids of two texts that are read together, with what the model expects around and
+        between them. Of more than ``num_kept`` tokens, if that is given, the longer text is cut at
+        its end first.
+
+        Raises TextTooLongError as ``encode`` does, ParameterError("truncate_prompt_tokens") if
+        ``num_kept`` leaves no text, and CheckpointError if it cannot be known what is special.
+        """
+        around = self._around_pair
+        room = max_tokens if num_kept is None else None
+        first_ids, second_ids = (
+            self.encode(text, add_special_tokens=False, max_tokens=room) for text in (first, second)
+        )
+        if num_kept is not None:
+            left = num_kept - around.num_tokens
+            if left < 1:
+                raise ParameterError(
+                    "truncate_prompt_tokens",
+                    f"truncate_prompt_tokens must be more than {around.num_tokens}: so many "
+                    "tokens are around the two texts",
+                )
+            num_first, num_second = cut_pair(len(first_ids), len(second_ids), left)
+            first_ids, second_ids = first_ids[:num_first], second_ids[:num_second]
+        ids = [*around.before, *first_ids, *around.between, *second_ids, *around.behind]
+        if len(ids) > max_tokens:
+            raise TextTooLongError(len(ids), is_exact=True)
+        return ids
+
+    @cached_property
+    def _around_pair(self) -> AroundPair:
+        return around_pair(
+            lambda text: self._encode(text, add_special_tokens=False),
+            lambda first, second: self._encode((first, second), add_special_tokens=True),
+        )
+
+    def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
         try:
             # Unlike ``encode`` it lets other threads run, and it does not work out offsets.
             [encoding] = self._backend.encode_batch_fast(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from registry.tool_formats.argument_rules import (
@@ -13,6 +13,7 @@ from registry.tool_formats.argument_rules import (
     rules_in_python,
     rules_in_tags,
 )
+from registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
 from registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
@@ -27,15 +28,7 @@ from schemas.tools import ToolDefinition, ToolFormat
 
 # As Python's json writes, which is what models have seen.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Where a schema says somewhere else what an object has, it is left open.
-_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
 _ID = "/[a-zA-Z0-9]{9}/"
-
-
-def may_be_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema of an object leaves open if there are further properties, and speaks of none
-    anywhere but under ``properties``."""
-    return "additionalProperties" not in schema and _ELSEWHERE.isdisjoint(schema)
 
 
 def rules_of_call(tool_format: ToolFormat, tool: ToolDefinition, number: int) -> Iterator[str]:
@@ -99,7 +92,7 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
     schema["type"] = "object"
     if may_be_closed(schema):
         schema["additionalProperties"] = False
-    return schema
+    return schema if tool.strict else with_closed_parts(schema)
 
 
 def _settings(tool: ToolDefinition) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class ToolCallParser:
         self._syntax = SYNTAXES[tool_format]
         self._opening = self._syntax.opening
         self._openings = [tag for tag in (self._opening, self._syntax.bare_opening) if tag]
+        # Where the whole text is calls, a tag may be before them.
+        self._begin_tags = tuple(self._openings) or self._syntax.tags
         self._step: Callable[[str, list[Piece]], str] = (
             self._content if self._opening else self._between
         )
@@ -59,19 +61,23 @@ class ToolCallParser:
             text = self._step(text, pieces)
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """What is left once the whole text has come; nothing may be pushed after it."""
+    def finish(self, *, is_cut_off: bool = False) -> list[Piece]:
+        """What is left once the whole text has come; nothing may be pushed after it.
+        ``is_cut_off``: the model had more to say, so what a tag of calls begins is no content."""
         pieces: list[Piece] = []
         if self._step == self._in_call and self._scanner.certain:
             self._scanner.finish()
             self._take_arguments(pieces)
         elif not self._must_call:
+            left = self._held
             if self._step == self._in_call:
                 # Behind a call, or a marker, what is cut off is a call.
-                if not (self.num_calls or self._syntax.marker):
-                    _say(pieces, "".join(self._candidate))
-            elif self._step == self._content or self.num_calls == 0:
-                _say(pieces, self._held)
+                is_call = bool(self.num_calls) or self._syntax.marker
+                left = "" if is_call else "".join(self._candidate)
+            elif self._step != self._content and self.num_calls:
+                left = ""
+            if not (is_cut_off and left.lstrip(BLANKS).startswith(self._begin_tags)):
+                _say(pieces, left)
         self._held = ""
         return pieces
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from scheduler.jobs.resource_request import TIER_RANKS
 from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 from scheduler.queues.lazy_min import LazyMin
+from scheduler.queues.tenant_jobs import TenantJobs
 from scheduler.queues.virtual_tokens import VirtualTokens
 from schemas.config import SchedulerConfig, TierPolicies
 from schemas.jobs import Tier
@@ -18,23 +19,14 @@ INTERACTIVE = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
 _NEVER_NS = 2**63
 
 
-class _TenantJobs:
-    """The jobs of one tenant in one tier, the most urgent first. ``count`` are here, of which
-    ``num_passed`` were passed over."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[tuple[float, int], int, ScheduledJob]] = []
-        self.count = 0
-        self.num_passed = 0
-
-
 class FairQueue:
     """The pulled jobs of one model, and how many tokens each tier and tenant was served.
 
     Jobs whose run was interrupted come first, as a client is reading their stream. Then the tier
     that was served least for its weight, the batch tier only when no other has a job here; in a
-    tier the tenant that was served least; of a tenant the job with the earliest deadline, or the
-    shortest one. ``want`` tells of tenants whose jobs are still in the work queue.
+    tier the tenant that was served least; of a tenant mostly those of the least priority (see
+    ``TenantJobs``), and of these the job with the earliest deadline, or the shortest one. ``want``
+    tells of tenants whose jobs are still in the work queue.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -44,7 +36,7 @@ class FairQueue:
         self._tiers: VirtualTokens[Tier] = VirtualTokens()
         self._tenants: dict[Tier, VirtualTokens[str]] = {tier: VirtualTokens() for tier in Tier}
         self._wanted: dict[Tenant, set[str]] = {}
-        self._tenant_jobs: dict[Tenant, _TenantJobs] = {}
+        self._tenant_jobs: dict[Tenant, TenantJobs] = {}
         self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
         self._returning: list[tuple[bool, int, int, ScheduledJob]] = []
         self._numbers = itertools.count()
@@ -86,11 +78,11 @@ class FairQueue:
                 # It is never charged as a tier, so it would be the least served for ever.
                 self._tiers.begin(tenant.tier)
             self._tenants[tenant.tier].begin(tenant.name)
-            self._tenant_jobs[tenant] = _TenantJobs()
+            self._tenant_jobs[tenant] = TenantJobs()
 
     def _end_if_idle(self, tenant: Tenant) -> None:
         jobs = self._tenant_jobs.get(tenant)
-        if jobs is None or jobs.count or tenant in self._wanted:
+        if jobs is None or len(jobs) or tenant in self._wanted:
             return
         del self._tenant_jobs[tenant]
         self._tenants[tenant.tier].end(tenant.name)
@@ -114,42 +106,34 @@ class FairQueue:
         self._members[scheduled] = next(self._numbers)
         tenant = scheduled.tenant
         self._num_of[tenant.tier] += 1
-        if not scheduled.interrupted:
-            self._begin(tenant)
-            self._tenant_jobs[tenant].count += 1
-            self._queued.add(scheduled)
-        self._insert(scheduled)
+        if scheduled.interrupted:
+            self._push_returning(scheduled)
+            return
+        self._begin(tenant)
+        self._queued.add(scheduled)
+        self._tenant_jobs[tenant].push(scheduled, self._urgency(scheduled))
+        self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
 
-    def _insert(self, scheduled: ScheduledJob) -> None:
-        """Put a member where ``head`` finds it."""
-        tenant, number = scheduled.tenant, self._members[scheduled]
-        if scheduled in self._queued:
-            jobs = self._tenant_jobs[tenant]
-            heapq.heappush(jobs.heap, (self._urgency(scheduled), number, scheduled))
-            self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
-        else:
-            is_batch = tenant.tier is Tier.BATCH
-            heapq.heappush(
-                self._returning, (is_batch, scheduled.lease.stream_sequence, number, scheduled)
-            )
+    def _push_returning(self, scheduled: ScheduledJob) -> None:
+        is_batch, number = scheduled.tenant.tier is Tier.BATCH, self._members[scheduled]
+        heapq.heappush(
+            self._returning, (is_batch, scheduled.lease.stream_sequence, number, scheduled)
+        )
 
     def remove(self, scheduled: ScheduledJob) -> None:
         """A job was sent, or is over."""
         self._expect_no_more(scheduled)
         if self._members.pop(scheduled, None) is None:
             return
+        self._passed.pop(scheduled, None)
         self._num_of[scheduled.job.tier] -= 1
         if scheduled not in self._queued:
             return
         self._queued.remove(scheduled)
         tenant = scheduled.tenant
         jobs = self._tenant_jobs[tenant]
-        jobs.count -= 1
-        if scheduled in self._passed:
-            del self._passed[scheduled]
-            jobs.num_passed -= 1
-        if jobs.count == jobs.num_passed:
-            jobs.heap.clear()
+        jobs.remove(scheduled)
+        if not jobs.is_ready:
             self._ready[tenant.tier].discard(tenant.name)
             self._end_if_idle(tenant)
 
@@ -163,19 +147,21 @@ class FairQueue:
             return
         tenant = scheduled.tenant
         jobs = self._tenant_jobs[tenant]
-        heapq.heappop(jobs.heap)
-        jobs.num_passed += 1
-        if jobs.count == jobs.num_passed:
+        jobs.pass_over(scheduled)
+        if not jobs.is_ready:
             self._ready[tenant.tier].discard(tenant.name)
 
     def restore_passed(self) -> None:
         """Put the jobs that were skipped back in their places."""
         passed, self._passed = self._passed, {}
         for scheduled in passed:
-            if scheduled in self._queued:
-                self._tenant_jobs[scheduled.tenant].num_passed = 0
-            if scheduled in self._members:
-                self._insert(scheduled)
+            if scheduled not in self._queued:
+                self._push_returning(scheduled)
+        for tenant in dict.fromkeys(scheduled.tenant for scheduled in passed):
+            jobs = self._tenant_jobs.get(tenant)
+            if jobs is not None and len(jobs):
+                jobs.restore()
+                self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
 
     def head(self, above: Tier | None = None) -> ScheduledJob | None:
         """The job to send next, of the tiers above one if that is given. It stays until it is
@@ -212,10 +198,7 @@ class FairQueue:
         name = self._ready[tier].least()
         if name is None:
             return None
-        heap = self._tenant_jobs[Tenant(tier, name)].heap
-        while self._members.get(heap[0][2]) != heap[0][1]:
-            heapq.heappop(heap)
-        return heap[0][2]
+        return self._tenant_jobs[Tenant(tier, name)].head()
 
     def _urgency(self, scheduled: ScheduledJob) -> tuple[float, int]:
         number = scheduled.lease.stream_sequence
@@ -291,15 +274,10 @@ class FairQueue:
     def by_tenant(self) -> dict[Tenant, list[ScheduledJob]]:
         """The others by tenant, each tenant's in its order."""
         return {
-            Tenant(tier, name): self._in_line(Tenant(tier, name))
+            Tenant(tier, name): self._tenant_jobs[Tenant(tier, name)].in_order()
             for tier in Tier
             for name in self._ready[tier]
         }
-
-    def _in_line(self, tenant: Tenant) -> list[ScheduledJob]:
-        heap = self._tenant_jobs[tenant].heap
-        found = sorted(item for item in heap if self._members.get(item[2]) == item[1])
-        return [scheduled for _, _, scheduled in found]
 
     def floored_counter(self, tier: Tier) -> float:
         """Tokens that a tier was served for its weight, or where it would begin now."""
@@ -314,7 +292,9 @@ class FairQueue:
 
     def _tenants_in_turn(self, tier: Tier) -> Iterator[ScheduledJob]:
         tenants = [Tenant(tier, name) for name in self._ready[tier]]
-        return _interleaved((self._counter(one), 1.0, iter(self._in_line(one))) for one in tenants)
+        return _interleaved(
+            (self._counter(one), 1.0, iter(self._tenant_jobs[one].in_order())) for one in tenants
+        )
 
     def check_integrity(self) -> None:
         """AssertionError unless counts and members agree."""
@@ -323,11 +303,11 @@ class FairQueue:
         assert waiting <= self._members.keys(), "what is gone is queued"
         for tenant, jobs in self._tenant_jobs.items():
             count = sum(scheduled.tenant == tenant for scheduled in waiting)
-            assert jobs.count == count, f"{tenant} counts {jobs.count} jobs of {count}"
+            assert len(jobs) == count, f"{tenant} counts {len(jobs)} jobs of {count}"
             is_ready = tenant.name in self._ready[tenant.tier]
             assert is_ready == bool(count), f"{tenant} is not ready"
             assert count or tenant in self._wanted, f"{tenant} wants nothing"
-        assert sum(jobs.count for jobs in self._tenant_jobs.values()) == len(waiting)
+        assert sum(map(len, self._tenant_jobs.values())) == len(waiting)
 
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:

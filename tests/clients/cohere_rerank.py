@@ -1,4 +1,4 @@
-"""Documents reranked by Cohere's client.
+"""Documents reranked by Cohere's client, by embeddings and by a cross-encoder.
 
 Run by the environment that the client is in, with the system's address and a folder for
 ``ok.json``, the number of right answers.
@@ -30,6 +30,11 @@ def main(url: str, folder: Path) -> None:
 
     best = client.rerank(model="demo", query=query, documents=_DOCUMENTS, top_n=1)
     assert [one.index for one in best.results] == [1], best
+    num_ok += 1
+
+    answer = client.rerank(model="ranker", query=query, documents=_DOCUMENTS)
+    scores = [one.relevance_score for one in answer.results]
+    assert 0 < scores[2] < scores[1] < scores[0] < 1, answer
     num_ok += 1
 
     try:

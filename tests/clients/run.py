@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.repository import ROOT
 from tests.support.system import System
 
@@ -142,7 +143,7 @@ CLIENTS = (
     Client(
         "anthropic", ("anthropic==2.12.0",), _script("anthropic_loop.py"), _script_ok, expected=5
     ),
-    Client("cohere", ("cohere==7.3.1",), _script("cohere_rerank.py"), _script_ok, expected=3),
+    Client("cohere", ("cohere==7.3.1",), _script("cohere_rerank.py"), _script_ok, expected=4),
     Client("guidellm", ("guidellm==0.8.1",), _guidellm, _guidellm_ok),
     Client("aiperf", ("aiperf==0.13.0",), _aiperf, _aiperf_ok),
     Client("vllm-chat", (), _vllm("openai-chat", "/v1/chat/completions"), _vllm_ok, bin=_VLLM),
@@ -174,7 +175,13 @@ def main() -> int:
 @contextmanager
 def _system() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
-        system = System(Path(folder), arguments=("--port", str(_PORT))).start()
+        ranker = write_checkpoint(
+            Path(folder) / "ranker",
+            architectures=["LlamaForSequenceClassification"],
+            num_labels=1,
+        )
+        arguments = ("--port", str(_PORT), "--model", "demo", "--model", str(ranker))
+        system = System(Path(folder) / "system", arguments=arguments).start()
         try:
             yield system.http
         finally:

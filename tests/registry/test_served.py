@@ -354,6 +354,86 @@ def test_a_model_without_a_head_makes_embeddings_only(tmp_path: Path) -> None:
     assert ready.prompt_token_ids == tuple(served.tokenizer.encode("mill"))
 
 
+@pytest.fixture(params=[1, 3])
+def classifier(tmp_path: Path, request: pytest.FixtureRequest) -> ServedModel:
+    """A cross-encoder, and a model that tells one of three labels."""
+    write_checkpoint(
+        tmp_path / "tiny",
+        architectures=["LlamaForSequenceClassification"],
+        num_labels=request.param,
+    )
+    return ServedModel.load(load_catalogue("").with_model(str(tmp_path / "tiny")), "tiny")
+
+
+def test_a_pair_is_one_prompt(classifier: ServedModel) -> None:
+    asked = job(prompt="mill", text_pair="wheel", pooling=Pooling.CLASSIFY)
+    ready = classifier.prepare(asked, random.Random(1))
+    encoded = classifier.tokenizer.encode_pair("mill", "wheel", max_tokens=CONTEXT_WINDOW_TOKENS)
+    assert ready.prompt_token_ids == tuple(encoded)
+    assert (ready.prompt, ready.text_pair, ready.pooling) == (None, None, Pooling.CLASSIFY)
+    assert classifier.prepare(ready, random.Random(2)) == ready
+    alone = classifier.prepare(
+        job(prompt="mill", pooling=Pooling.CLASSIFY), random.Random(1)
+    ).prompt_token_ids
+    assert alone == tuple(classifier.tokenizer.encode("mill"))
+
+
+@pytest.mark.parametrize("truncate", [6, -1])
+def test_the_longer_text_of_a_pair_is_cut(classifier: ServedModel, truncate: int) -> None:
+    texts: dict[str, Any] = {"prompt": "mill", "text_pair": "wheel " * 500}
+    asked = job(**texts, pooling=Pooling.CLASSIFY, truncate_prompt_tokens=truncate)
+    ready = classifier.prepare(asked, random.Random(1)).prompt_token_ids or ()
+    assert len(ready) == (CONTEXT_WINDOW_TOKENS if truncate == -1 else truncate)
+    begun = classifier.tokenizer.encode("mill", add_special_tokens=False)
+    assert list(ready[: len(begun)]) == begun[: len(ready)]
+    with pytest.raises(ContextLengthError):
+        classifier.prepare(job(**texts, pooling=Pooling.CLASSIFY), random.Random(1))
+
+
+def test_a_pair_may_be_read_as_one_text(tmp_path: Path) -> None:
+    path = write_checkpoint(
+        tmp_path / "tiny",
+        architectures=["LlamaForSequenceClassification"],
+        num_labels=1,
+        use_sep_token=False,
+    )
+    served = ServedModel.load(load_catalogue("").with_model(str(path)), "tiny")
+    asked = job(prompt="mill", text_pair=" wheel", pooling=Pooling.CLASSIFY)
+    ready = served.prepare(asked, random.Random(1))
+    assert ready.prompt_token_ids == tuple(served.tokenizer.encode("mill wheel"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "mill"}, "model"),
+        ({"messages": (ChatMessage("user", "mill"),)}, "model"),
+        ({"prompt": "mill", "pooling": Pooling.LAST}, "pooling"),
+        ({"prompt": "mill", "pooling": Pooling.MEAN}, "pooling"),
+        ({"prompt": "mill", "text_pair": "x", "pooling": Pooling.MEAN}, "text_pair"),
+        ({"prompt": "mill", "text_pair": "x"}, "text_pair"),
+        ({"prompt": "mill", "text_pair": "", "pooling": Pooling.CLASSIFY}, "text_pair"),
+        ({"prompt_token_ids": (3,), "text_pair": "x", "pooling": Pooling.CLASSIFY}, "text_pair"),
+    ],
+)
+def test_what_a_classifier_does_not_make(
+    classifier: ServedModel, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ParameterError) as refused:
+        classifier.prepare(job(**fields), random.Random(1))
+    assert refused.value.param == param
+
+
+def test_only_a_classifier_makes_labels(served: ServedModel, classifier: ServedModel) -> None:
+    assert (served.task, classifier.task) == (
+        "generate",
+        "score" if classifier.classifier and classifier.classifier.scores_pairs else "classify",
+    )
+    with pytest.raises(ParameterError, match="classification head") as refused:
+        served.prepare(job(prompt="mill", pooling=Pooling.CLASSIFY), random.Random(1))
+    assert refused.value.param == "pooling"
+
+
 @pytest.mark.parametrize(
     ("entry", "modules", "pooling", "normalize"),
     [

@@ -15,6 +15,7 @@ from registry.tool_formats.written import calls_as_text
 from schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3
+PYTHONIC, QWEN = ToolFormat.PYTHONIC, ToolFormat.QWEN3_CODER
 
 # Bits of calls and of what only looks like one.
 BITS = (
@@ -309,6 +310,35 @@ def test_calls_that_are_cut_off_leak_nothing(tool_format: ToolFormat, data: st.D
     told = Read([*reader.push(text[:end]), *reader.finish()])
     assert told.content == ""
     assert {name for name, _ in told.calls} <= {"f-1"}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content"),
+    [
+        (HERMES, "<tool_call>", ""),
+        (HERMES, 'Hm. <tool_call>{"na', "Hm."),
+        (HERMES, "Hm. <tool_c", "Hm. <tool_c"),
+        (HERMES, "Write <tool_call> there", "Write <tool_call> there"),
+        (LLAMA3, "<|python_tag|>", ""),
+        (LLAMA3, '<|python_tag|>{"name": "f", "par', ""),
+        (LLAMA3, '{"name": "f", "par', '{"name": "f", "par'),
+        (PYTHONIC, "<|python_start|>[f(", ""),
+        (PYTHONIC, "[f", "[f"),
+        (QWEN, "<function=", ""),
+    ],
+)
+def test_what_a_tag_begins_is_no_content_where_it_was_cut_off(
+    tool_format: ToolFormat, text: str, content: str
+) -> None:
+    for chunks in ([text], list(text)):
+        reader = parser(tool_format)
+        pieces = [piece for chunk in chunks for piece in reader.push(chunk)]
+        told = Read([*pieces, *reader.finish(is_cut_off=True)])
+        assert (told.content, told.calls) == (content, [])
+
+
+def test_a_tag_that_a_model_ends_with_is_content() -> None:
+    assert read(HERMES, "Write <tool_call>").content == "Write <tool_call>"
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -19,6 +19,7 @@ def scheduled_job(
     tokens: float = 10.0,
     *,
     deadline_ns: int | None = None,
+    priority: int = 0,
     interrupted: bool = False,
     pulled_s: float = 0.0,
 ) -> ScheduledJob:
@@ -32,6 +33,7 @@ def scheduled_job(
         tenant=tenant,
         tier=tier,
         deadline_ns=deadline_ns,
+        priority=priority,
     )
     return ScheduledJob(
         job=job,

@@ -16,14 +16,15 @@ from tests.support.echo_worker import EchoWorker, embedding_of
 
 class BatchWorker(EchoWorker):
     """``answers`` counts the answers made for each request id. A job whose prompt is in ``shed`` is
-    shed once, one in ``fail`` fails. None is answered while ``gate`` is closed, which it is by
-    itself after ``hold_after`` answers."""
+    shed once, one in ``fail`` fails with ``fail_code``. None is answered while ``gate`` is closed,
+    which it is by itself after ``hold_after`` answers."""
 
     def __init__(self, bus: Bus, model: str = "echo") -> None:
         super().__init__(bus, model)
         self.answers: Counter[str] = Counter()
         self.shed: set[str] = set()
         self.fail: set[str] = set()
+        self.fail_code = "engine_error"
         self.hold_after: int | None = None
 
     def release(self) -> None:
@@ -52,7 +53,7 @@ class BatchWorker(EchoWorker):
             self.shed.discard(prompt)
             result = result_of(job, Status.SHED)
         elif prompt in self.fail:
-            result = result_of(job, Status.FAILED, code="engine_error", message="It broke.")
+            result = result_of(job, Status.FAILED, code=self.fail_code, message="It broke.")
         else:
             result = self._answer(job)
         await self.bus.results.store(result)

@@ -33,6 +33,7 @@ from schemas.frames import (
     Usage,
 )
 from schemas.jobs import Job, JobResult
+from schemas.pooling import Pooling
 from schemas.records import Status
 from tests.support.model_queue import ModelQueue
 
@@ -53,8 +54,8 @@ class EchoWorker:
 
     No token leaves while ``gate`` is closed. It falls silent before token ``stop_before``, or
     sends ``end_with`` there (at once, if there is no ``stop_before``). It says ``stop_reason`` of
-    what it ended well. Frames that ``lose`` picks
-    are never sent; they are still there for a replay.
+    what it ended well, and tells ``num_labels`` of texts that are classified. Frames that ``lose``
+    picks are never sent; they are still there for a replay.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class EchoWorker:
         self.stop_before: int | None = None
         self.end_with: Frame | None = None
         self.stop_reason: str | int | None = None
+        self.num_labels = 1
         self.lose: Callable[[Frame], bool] = lambda _frame: False
         self.epoch = 0
         self._sent: dict[str, list[Frame]] = {}
@@ -175,8 +177,10 @@ class EchoWorker:
             return
         num_prompt_top = job.sampling.prompt_logprobs
         if num_prompt_top is not None:
+            # Their bytes are their ranks, so that those beyond the alternatives can be told.
             entries = [
-                _logprob(token_id, num_prompt_top) for token_id in job.prompt_token_ids or ()
+                msgspec.structs.replace(_logprob(token_id, num_prompt_top), rank=token_id)
+                for token_id in job.prompt_token_ids or ()
             ]
             frame = PromptLogprobs(logprobs=(None, *entries[1:]), epoch=epoch)
             await self._send(job, frame)
@@ -212,7 +216,9 @@ class EchoWorker:
 
     async def _embed(self, job: Job) -> None:
         await self.gate.wait()
-        values, num_prompt, epoch = embedding_of(job), len(job.prompt_token_ids or ()), self.epoch
+        num_prompt, epoch = len(job.prompt_token_ids or ()), self.epoch
+        is_classified = job.pooling is Pooling.CLASSIFY
+        values = labels_of(job, self.num_labels) if is_classified else embedding_of(job)
         await self._send(job, Embedding(values=values, epoch=epoch))
         await self._send(job, Usage(prompt_tokens=num_prompt, epoch=epoch))
         done = Done(
@@ -300,6 +306,12 @@ def embedding_of(job: Job) -> bytes:
     """The pooling's length, then the first of the prompt's token ids, as numbers."""
     numbers = [len(job.pooling or ""), *(job.prompt_token_ids or ())][:EMBEDDING_SIZE]
     return struct.pack(f"<{EMBEDDING_SIZE}f", *numbers, *[0] * (EMBEDDING_SIZE - len(numbers)))
+
+
+def labels_of(job: Job, num_labels: int) -> bytes:
+    """The prompt's last token ids as numbers, those of letters around 0."""
+    numbers = [(token_id - 108) / 4 for token_id in (job.prompt_token_ids or ())[-num_labels:]]
+    return struct.pack(f"<{num_labels}f", *numbers, *[0.0] * (num_labels - len(numbers)))
 
 
 def delta_of(index: int, texts: Sequence[str], epoch: int = 0) -> Delta:

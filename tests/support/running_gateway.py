@@ -17,6 +17,7 @@ from gateway.core import Backends, Gateway
 from gateway.models import Models
 from gateway.server import Server, listen
 from gateway.tools.catalogue import ToolCatalogue
+from registry.checkpoints.classifier import ClassifierHead
 from registry.pricing import UNPRICED
 from registry.served import EmbeddingSettings, num_kept_tokens
 from runtime.clock import SystemClock
@@ -27,7 +28,7 @@ from schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, St
 from schemas.errors import ContextLengthError, ParameterError
 from schemas.jobs import ChatMessage, Job
 from schemas.openai import ModelCard
-from schemas.pooling import Pooling
+from schemas.pooling import ModelTask, Pooling
 from schemas.sampling import SamplingDefaults
 from schemas.tools import ToolDefinition, ToolFormat
 from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
@@ -79,6 +80,8 @@ class ByteModel:
         self.reasoning_format: ReasoningFormat | None = None
         self.prices = UNPRICED
         self.sampling_defaults = SamplingDefaults()
+        self.task: ModelTask = "generate"
+        self.classifier: ClassifierHead | None = None
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
 
@@ -92,7 +95,7 @@ class ByteModel:
         if job.messages is not None:
             token_ids = tuple(self.tokenizer.encode_chat(job.messages))
         elif job.prompt is not None:
-            token_ids = tuple(self.tokenizer.encode(job.prompt))
+            token_ids = tuple(self.tokenizer.encode(job.prompt + (job.text_pair or "")))
         assert token_ids is not None
         if any(not 0 <= token_id <= 255 for token_id in token_ids):
             raise ParameterError("prompt_token_ids", "a token id is not in the vocabulary")
@@ -111,6 +114,7 @@ class ByteModel:
         return msgspec.structs.replace(
             job,
             prompt=None,
+            text_pair=None,
             messages=None,
             chat_template_kwargs={},
             truncate_prompt_tokens=None,

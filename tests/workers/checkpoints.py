@@ -57,6 +57,15 @@ def save_base_model(path: Path, family: str, **changes: Any) -> Any:
     return model
 
 
+def save_classifier(path: Path, family: str, num_labels: int, **changes: Any) -> Any:
+    """The same with a head for labels in place of the language model's."""
+    model = _make(
+        f"{family}ForSequenceClassification", family, {"num_labels": num_labels} | changes
+    )
+    model.save_pretrained(path)
+    return model
+
+
 def save_llama(path: Path, **changes: Any) -> Any:
     """A random Llama in ``path``; returns the transformers model."""
     return save_model(path, "Llama", **changes)

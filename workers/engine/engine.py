@@ -168,7 +168,11 @@ class Engine:
         """
         self._drop_request(request.request_id)
         try:
-            check_kind(request, has_head=self._runner.config.has_head)
+            check_kind(
+                request,
+                has_head=self._runner.config.has_head,
+                has_labels=self._runner.config.classifier is not None,
+            )
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._runner.config.vocab_size,

@@ -1,7 +1,9 @@
-"""Embeddings: a sequence's hidden states taken together, chunk by chunk as they are computed."""
+"""Embeddings and labels: a sequence's hidden states taken together, chunk by chunk as they are
+computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -14,24 +16,35 @@ from workers.engine.sequence import Sequence
 
 class PooledChunk(NamedTuple):
     """What a step adds to a sequence's embedding: ``total``, float32 [hidden_size], the sum of its
-    rows' hidden states. ``is_first`` if nothing went before it."""
+    rows' hidden states, or [num_labels] of the last one. ``is_first`` if nothing went before it."""
 
     sequence: Sequence
     total: torch.Tensor
     is_first: bool
 
 
-def pool_rows(ranges: Rows[PooledRows], states: torch.Tensor) -> list[PooledChunk]:
-    """Sum the ranges' rows of ``states`` [num_tokens, hidden_size], which are normed."""
-    return [
-        PooledChunk(
-            rows.sequence,
-            states[rows.start : rows.end].sum(0, dtype=torch.float32),
-            is_first=rows.sequence.request.pooling is Pooling.LAST
-            or rows.sequence.num_computed_tokens == 0,
-        )
-        for rows in ranges
-    ]
+def pool_rows(
+    ranges: Rows[PooledRows],
+    states: torch.Tensor,
+    labels: Callable[[torch.Tensor], torch.Tensor],
+) -> list[PooledChunk]:
+    """Sum the ranges' rows of ``states`` [num_tokens, hidden_size], which are normed; ``labels``
+    makes [num_rows, num_labels] of such rows, for those that are classified."""
+    return [_chunk(rows, states[rows.start : rows.end], labels) for rows in ranges]
+
+
+def _chunk(
+    rows: PooledRows, states: torch.Tensor, labels: Callable[[torch.Tensor], torch.Tensor]
+) -> PooledChunk:
+    sequence = rows.sequence
+    if sequence.request.pooling is Pooling.CLASSIFY:
+        states = labels(states)
+    is_mean = sequence.request.pooling is Pooling.MEAN
+    return PooledChunk(
+        sequence,
+        states.sum(0, dtype=torch.float32),
+        is_first=not is_mean or sequence.num_computed_tokens == 0,
+    )
 
 
 def add_chunk(chunk: PooledChunk) -> tuple[float, ...] | None:

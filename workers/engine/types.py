@@ -18,8 +18,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
     ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
     choices; ``output_token_ids`` are taken for one choice only. Blocks of the KV cache are shared
-    between requests of the same ``cache_salt``. With ``pooling`` it asks for the prompt's embedding
-    instead of tokens. Whoever added a ``watched`` one may end it at any of its tokens.
+    between requests of the same ``cache_salt``. With ``pooling`` it asks for the prompt's
+    embedding, or the numbers of its labels, instead of tokens. Whoever added a ``watched`` one may
+    end it at any of its tokens.
     """
 
     request_id: str
@@ -47,8 +48,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``DeviceTime`` follows. A request is over when each of its choices 0 … n - 1 has had its last
     output, or with one error of choice 0 if it was refused; a cancelled request has no last output,
     only a ``DeviceTime``. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
-    1 is the caller's) comes in the last output of a request with ``pooling``, which makes no
-    tokens. ``resampled``: from here on other tokens are drawn than the seed would have given.
+    1 is the caller's; [num_labels] before any activation, for ``CLASSIFY``) comes in the last
+    output of a request with ``pooling``, which makes no tokens. ``resampled``: from here on other
+    tokens are drawn than the seed would have given.
     """
 
     request_id: str

@@ -25,12 +25,14 @@ class LayerWeights(NamedTuple):
 
 class DecoderWeights(NamedTuple):
     """``embedding``: [vocab_size, hidden_size]; ``head`` yields logits, there is none in a
-    checkpoint that is for embeddings only."""
+    checkpoint that is for embeddings or labels only. ``classifier``: [num_labels, hidden_size] in
+    float32, where there is one."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
     head: Linear | None
+    classifier: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,3 +99,10 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         """[num_rows, vocab_size] of rows of ``forward``, in the weights' dtype."""
         assert self._weights.head is not None, "a checkpoint without a head was asked for logits"
         return self._weights.head(self.normed(hidden))
+
+    def labels(self, normed: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_labels] of rows of ``normed``, in float32, before any activation."""
+        assert self._weights.classifier is not None, (
+            "a checkpoint without labels was asked for them"
+        )
+        return torch.nn.functional.linear(normed.float(), self._weights.classifier)

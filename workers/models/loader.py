@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "model."
 _HEAD = "lm_head.weight"
+_CLASSIFIER = "score.weight"
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -130,8 +131,12 @@ def load_weights(
         head = product(_head_weight(reader, config, embedding), None)
     else:
         reader.skip(_HEAD)
+    classifier = None
+    if config.classifier is not None:
+        shape = (len(config.classifier.labels), hidden)
+        classifier = reader.tensor(_CLASSIFIER, shape).float()
     reader.refuse_leftovers()
-    return DecoderWeights(embedding, layers, final_norm, head)
+    return DecoderWeights(embedding, layers, final_norm, head, classifier)
 
 
 def _head_weight(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:

@@ -125,3 +125,4 @@ async def test_a_bad_form_is_a_bad_request(
     assert error["type"] == "invalid_request_error"
     assert error["code"] in ("grammar_invalid", "invalid_parameter")
     assert said in error["message"]
+    assert error["param"].startswith(next(iter(fields)))

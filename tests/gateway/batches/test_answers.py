@@ -77,6 +77,26 @@ async def test_several_choices_and_prompts(front: BatchGateway, worker: BatchWor
     ]
 
 
+async def test_jobs_have_priority_and_salt_of_their_lines(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    body = {"model": MODEL, "input": ["ab", "c"], "priority": 4}
+    embeddings = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}
+    await front.end(await front.begin([embeddings], "/v1/embeddings"))
+    await front.end(await front.begin([chat_line("c", "hello", priority=-4, cache_salt="mine")]))
+    told = [(job.priority, job.cache_salt) for job in worker.jobs]
+    assert told == [(4, ""), (4, ""), (-4, "mine")]
+
+
+async def test_the_field_of_a_grammar_that_does_not_compile_is_named(
+    front: BatchGateway, worker: BatchWorker
+) -> None:
+    worker.fail, worker.fail_code = {"break"}, "grammar_invalid"
+    batch = await front.end(await front.begin([chat_line("a", "break", guided_regex="(a")]))
+    (line,) = await front.lines(batch.error_file_id)
+    assert line["response"]["body"]["error"]["param"] == "guided_regex"
+
+
 async def test_embeddings(front: BatchGateway, worker: BatchWorker) -> None:
     body = {"model": MODEL, "input": ["ab", "c"], "encoding_format": "base64"}
     line = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}

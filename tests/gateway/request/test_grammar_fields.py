@@ -45,7 +45,7 @@ def test_a_format_of_json_is_a_grammar() -> None:
         (_SCHEMA | {"additionalProperties": True}, False),
         (_SCHEMA | {"allOf": [{"required": ["c"]}]}, False),
         ({"type": "object"}, False),
-        ({"type": "array", "items": _SCHEMA}, False),
+        ({"type": "array", "items": {"type": "string"}}, False),
     ],
 )
 def test_a_schema_that_is_not_strict_closes_its_object(
@@ -72,6 +72,37 @@ def test_guided_fields_are_grammars() -> None:
     assert chat(guided_regex="a+") == Grammar(kind=GrammarKind.REGEX, text="a+")
     lark = 'start: "a" | "b"'
     assert chat(guided_grammar=lark) == Grammar(kind=GrammarKind.EBNF, text=lark)
+
+
+_CLOSED = _SCHEMA | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "array", "items": _SCHEMA}, {"type": "array", "items": _CLOSED}),
+        (
+            {"properties": {"in": _SCHEMA}, "additionalProperties": True},
+            {"properties": {"in": _CLOSED}, "additionalProperties": True},
+        ),
+        (
+            {"$ref": "#/$defs/A", "$defs": {"A": _SCHEMA, "B": {"type": "object"}}},
+            {"$ref": "#/$defs/A", "$defs": {"A": _CLOSED, "B": {"type": "object"}}},
+        ),
+    ],
+)
+def test_a_schema_that_is_not_strict_closes_the_objects_within(
+    schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    for given in (schema, msgspec.json.encode(schema).decode()):
+        taken = chat(response_format=schema_format(name="x", schema=given))
+        assert taken is not None
+        assert msgspec.json.decode(taken.text) == expected
+    strict = chat(response_format=schema_format(name="x", schema=schema, strict=True))
+    guided = chat(guided_json=schema)
+    for taken in (strict, guided):
+        assert taken is not None
+        assert msgspec.json.decode(taken.text) == schema
 
 
 _PATTERN = r"[ \n]{1,9}"

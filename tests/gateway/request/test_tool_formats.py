@@ -142,6 +142,51 @@ async def test_a_forced_call_that_was_cut_off_is_no_content(
     )
 
 
+# What a format's calls begin with.
+_BEGINS = {
+    ToolFormat.HERMES: "<tool_call>",
+    ToolFormat.LLAMA3: "<|python_tag|>",
+    ToolFormat.PYTHONIC: "<|python_start|>",
+    ToolFormat.MISTRAL: "[TOOL_CALLS]",
+    ToolFormat.MISTRAL_V11: "[TOOL_CALLS]",
+    ToolFormat.QWEN3_CODER: "<tool_call>",
+    ToolFormat.DEEPSEEK_V3: "<｜tool▁calls▁begin｜>",
+    ToolFormat.DEEPSEEK_V31: "<｜tool▁calls▁begin｜>",
+    ToolFormat.GLM45: "<tool_call>",
+}
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 4, 7])
+async def test_a_free_call_that_was_cut_off_is_no_content(
+    client: openai.AsyncOpenAI, tool_format: ToolFormat, content: str, num_more: int
+) -> None:
+    """Nothing of the tag is told, nor what came behind it, streamed or not."""
+    tag = _BEGINS[tool_format]
+    calls = calls_as_text(CALLS, tool_format)
+    text = f"{content}\n{tag}{calls.removeprefix(tag)}" if content else tag + calls
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "tools": TOOLS,
+        "max_tokens": len(text.partition(tag)[0] + tag) + num_more,
+    }
+    whole = await client.chat.completions.create(**options)
+    (choice,) = whole.choices
+    assert (choice.message.content or "", choice.finish_reason) == (content, "length")
+    assert not choice.message.tool_calls
+    stream = await client.chat.completions.create(**options, stream=True)
+    deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas) == content
+    assert not any(delta.tool_calls for delta in deltas)
+    response = await client.responses.create(
+        model=MODEL,
+        input=text,
+        tools=[{"type": "function", "strict": False} | tool["function"] for tool in TOOLS],
+        max_output_tokens=options["max_tokens"],
+    )
+    assert (response.status, response.output_text) == ("incomplete", content)
+
+
 @pytest.mark.parametrize("tool_format", [ToolFormat.QWEN3_CODER, ToolFormat.GLM45], indirect=True)
 async def test_the_gateway_s_tools_say_what_their_arguments_are(
     tool_format: ToolFormat, tmp_path: Path

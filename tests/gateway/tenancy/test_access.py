@@ -149,6 +149,11 @@ async def test_pages_of_others_stay_out(origin: str | None, status: int) -> None
         )
         if status == 403:
             assert answer.json()["error"]["code"] == "origin_not_allowed"
+            asked = headers | {"Access-Control-Request-Method": "POST"}
+            for refused in (answer, await http.options(_PATH, headers=asked)):
+                assert refused.status_code == 403
+                told = ("access-control-", "set-cookie", "x-ratelimit-")
+                assert not [name for name in refused.headers if name.startswith(told)]
             with pytest.raises(InvalidStatus):
                 await socket_to(front, additional_headers=headers)
         else:

@@ -92,6 +92,40 @@ def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
     assert send_all(queue_of(none, late, soon, later_none)) == [soon, late, none, later_none]
 
 
+def test_within_a_tenant_priority_goes_before_deadline_and_length() -> None:
+    for config in (CONFIG, SchedulerConfig(order="shortest")):
+        soon = scheduled_job(deadline_ns=100, tokens=10, priority=1)
+        late = scheduled_job(deadline_ns=200, tokens=90, priority=-1)
+        assert send_all(queue_of(soon, late, config=config)) == [late, soon]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(-9, 9)), max_size=60)
+)
+def test_no_tenant_gets_more_or_sooner_for_a_priority(jobs: list[tuple[str, int, int]]) -> None:
+    """Whose turn it is, job by job, is what it would be without."""
+
+    def tenants_in_turn(*, with_priority: bool) -> list[str]:
+        # All jobs of a tenant are of a size, so that its turns cost the same in any order.
+        sizes = {tenant: tokens for tenant, tokens, _ in jobs}
+        return [
+            one.job.tenant
+            for one in send_all(
+                queue_of(
+                    *(
+                        scheduled_job(
+                            tenant, tokens=sizes[tenant], priority=with_priority * priority
+                        )
+                        for tenant, _, priority in jobs
+                    )
+                )
+            )
+        ]
+
+    assert tenants_in_turn(with_priority=True) == tenants_in_turn(with_priority=False)
+
+
 def test_the_shortest_may_go_first_but_waiting_counts() -> None:
     config = SchedulerConfig(order="shortest", ageing_s=10.0)
     long = scheduled_job(tokens=400, pulled_s=0.0)
@@ -174,7 +208,12 @@ def test_a_tenant_with_jobs_in_the_queue_keeps_its_place_while_none_is_here() ->
 
 _TIERS = st.sampled_from(list(Tier))
 _PUSHES = st.tuples(
-    st.sampled_from("abc"), _TIERS, st.integers(1, 50), st.booleans(), st.none() | st.integers(0, 9)
+    st.sampled_from("abc"),
+    _TIERS,
+    st.integers(1, 50),
+    st.booleans(),
+    st.none() | st.integers(0, 9),
+    st.integers(-2, 2),
 )
 
 
@@ -185,9 +224,14 @@ def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
     here: list[ScheduledJob] = []
     for operation in operations:
         if isinstance(operation, tuple):
-            tenant, tier, tokens, interrupted, deadline_ns = operation
+            tenant, tier, tokens, interrupted, deadline_ns, priority = operation
             made = scheduled_job(
-                tenant, tier, tokens, deadline_ns=deadline_ns, interrupted=interrupted
+                tenant,
+                tier,
+                tokens,
+                deadline_ns=deadline_ns,
+                interrupted=interrupted,
+                priority=priority,
             )
             queue.push(made)
             here.append(made)

@@ -31,7 +31,8 @@ def write_checkpoint(
     **changes: Any,
 ) -> Path:
     """A two-layer Llama in ``path`` with a byte-level tokenizer that has further
-    ``special_tokens``; ``changes`` go to config.json."""
+    ``special_tokens``; ``changes`` go to config.json. A classifier has a head for as many labels
+    as ``num_labels`` says."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level()
     tokenizer.add_special_tokens(list(special_tokens))
@@ -76,9 +77,13 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             f"layers.{layer}.post_attention_layernorm": (hidden,),
         }
     shapes["norm"] = (hidden,)
-    return {
+    weights = {
         f"model.{name}.weight": torch.randn(shape, generator=generator) * 0.2
         if len(shape) > 1
         else torch.ones(shape)
         for name, shape in shapes.items()
     }
+    if config["architectures"][0].endswith("ForSequenceClassification"):
+        shape = (config["num_labels"], hidden)
+        weights["score.weight"] = torch.randn(shape, generator=generator) * 0.2
+    return weights

@@ -182,7 +182,8 @@ class DeviceRunner:
             else:
                 states = self._compute(shape)
                 if layout.pooled:
-                    pooled = pool_rows(layout.pooled, self._decoder.normed(states))
+                    normed = self._decoder.normed(states)
+                    pooled = pool_rows(layout.pooled, normed, self._decoder.labels)
                 scored = score_rows(layout.scored, states, self._decoder.logits)
             read = self._read_back(plan, layout, shape, choice)
             logits = self._host_logits(choice.host_places)

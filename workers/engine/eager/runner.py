@@ -19,7 +19,7 @@ from workers.engine.eager.products import choose_product
 from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from workers.engine.kv.cache import KVCache, choose_num_blocks
-from workers.engine.pooling import pool_rows
+from workers.engine.pooling import PooledChunk, pool_rows
 from workers.engine.sampling.prompt_logprobs import score_rows
 from workers.engine.scheduling.schedule import ScheduledSequence
 from workers.engine.settings import choose_device, with_device_defaults
@@ -114,7 +114,10 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_batch(plan, self._device)
             hidden = self._decoder.forward(batch)
-            pooled = pool_rows(batch.pooled, self._decoder.normed(hidden)) if batch.pooled else []
+            pooled: list[PooledChunk] = []
+            if batch.pooled:
+                normed = self._decoder.normed(hidden)
+                pooled = pool_rows(batch.pooled, normed, self._decoder.labels)
             scored = score_rows(batch.scored, hidden, self._decoder.logits)
             if batch.sampled:
                 logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))

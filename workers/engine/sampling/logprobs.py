@@ -20,16 +20,21 @@ class LogprobTable(NamedTuple):
     top_logprobs: list[list[float]]
 
     def entries(
-        self, token_logits: torch.Tensor, token_ids: Rows[int], counts: Rows[int]
+        self,
+        token_logits: torch.Tensor,
+        token_ids: Rows[int],
+        counts: Rows[int],
+        ranks: Rows[int] | None = None,
     ) -> list[TokenLogprob]:
         """What is reported of one token a row, of which ``token_logits`` [num_rows] are the
-        logits, with ``counts`` alternatives."""
+        logits, with ``counts`` alternatives, and with its rank where these were counted."""
         own = (token_logits.double() - self.log_normalisers).tolist()
         return [
             TokenLogprob(
                 token,
                 own[i],
                 tuple(zip(self.top_ids[i][:count], self.top_logprobs[i][:count], strict=True)),
+                0 if ranks is None else ranks[i],
             )
             for i, (token, count) in enumerate(zip(token_ids, counts, strict=True))
         ]

@@ -79,4 +79,5 @@ def _entries(logits: torch.Tensor, targets: list[int], counts: list[int]) -> Ite
         grouped = largest(padded.view(len(part), -1, GROUP_TOKENS))
         table = tabulate(grouped, every, max(wanted), vocab_size)
         own = part[every, torch.tensor(tokens, device=part.device)]
-        yield from table.entries(own, tokens, wanted)
+        ranks: list[int] = ((part > own[:, None]).sum(-1) + 1).tolist()
+        yield from table.entries(own, tokens, wanted, ranks)

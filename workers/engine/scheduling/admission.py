@@ -7,18 +7,24 @@ import math
 from schemas.config import EngineConfig
 from schemas.errors import ConfigError, ContextLengthError, ParameterError
 from schemas.frames import FinishReason
+from schemas.pooling import Pooling
 from workers.engine.types import EngineRequest, KVCapacityError
 
 
-def check_kind(request: EngineRequest, *, has_head: bool) -> None:
-    """Raise ParameterError for tokens of a checkpoint that makes embeddings only, and for an
-    embedding with what only tokens can have."""
+def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> None:
+    """Raise ParameterError for tokens or labels of a checkpoint that has no head for them, and for
+    an embedding or labels with what only tokens can have."""
     if request.pooling is None:
         if not has_head:
+            kind = "labels" if has_labels else "embeddings"
             raise ParameterError(
-                "model", "This model makes embeddings only: it has no language-model head."
+                "model", f"This model makes {kind} only: it has no language-model head."
             )
         return
+    if request.pooling is Pooling.CLASSIFY and not has_labels:
+        raise ParameterError(
+            "pooling", "This model has no classification head: it makes no labels."
+        )
     for name, given in (
         ("n", request.sampling.n > 1),
         ("grammar", request.sampling.grammar is not None),

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from schemas.config import EngineConfig
 from schemas.frames import TokenLogprob
+from tests.workers.checkpoints import save_llama
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request
+from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput
 
 RUNNERS = ("host", "device")
@@ -39,7 +42,11 @@ def check(
     for position, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True)):
         assert entry is not None
         assert entry.token_id == token
-        assert entry.logprob == pytest.approx(float(table[position, token]), abs=1e-4)
+        own = float(table[position, token])
+        assert entry.logprob == pytest.approx(own, abs=1e-4)
+        # Those that are as likely, as far as two sums of floats can tell, may count or not.
+        num_above = int((table[position] > own + 1e-4).sum())
+        assert num_above < entry.rank <= int((table[position] > own - 1e-4).sum())
         likeliest = table[position].topk(num_top).values.tolist()
         assert [value for _, value in entry.top] == pytest.approx(likeliest, abs=1e-4)
         for top_id, value in entry.top:
@@ -59,6 +66,18 @@ def test_they_are_those_of_the_model_in_any_chunks(
     for name, (token_ids, num_top) in prompts.items():
         check(reported(outputs, name), llama[1], token_ids, num_top)
     assert not any(o.prompt_logprobs for o in outputs if o.request_id == "without")
+
+
+def test_a_token_as_likely_as_all_others_ranks_first(tmp_path: Path) -> None:
+    """As many as are likelier count, and none is."""
+    model = save_llama(tmp_path)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    model.save_pretrained(tmp_path)
+    engine = Engine.load(tmp_path, EngineConfig(num_blocks=16, device="cpu"))
+    engine.add(request("r", prompt(1, 20), prompt_logprobs=2, max_tokens=1))
+    entries = reported(drain(engine), "r")
+    assert [entry.rank for entry in entries[1:] if entry is not None] == [1] * 19
 
 
 def test_a_prefix_that_is_cached_is_computed_again(

@@ -132,7 +132,7 @@ async def test_pooling_is_embeddings_by_another_name(http: httpx.AsyncClient) ->
         ("/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": "b"}, "text_1"),
         ("/v1/score", {"queries": [], "documents": "b"}, "queries"),
-        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "score"}, "task"),
     ],
 )
 async def test_what_cannot_be_compared(

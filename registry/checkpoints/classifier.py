@@ -1,0 +1,102 @@
+"""What a checkpoint with a sequence-classification head says of its labels and their numbers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from registry.checkpoints.json_fields import JsonFields
+
+# transformers' number of labels of a config.json that does not say.
+_USUAL_NUM_LABELS = 2
+_MAX_LABELS = 100_000
+_TORCH_PREFIX = "torch.nn.modules."
+# As sentence-transformers names the activation of its cross-encoders.
+_OLDER_ACTIVATION = "sbert_ce_default_activation_function"
+# As vLLM called ``use_sep_token`` once; it still goes before that.
+_OLDER_SEPARATOR = "use_pad_token"
+
+
+class Activation(StrEnum):
+    """What is made of the numbers of the labels."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"  # of each by itself
+    SOFTMAX = "softmax"  # over all
+
+
+_ACTIVATIONS = {
+    "linear.Identity": Activation.NONE,
+    "activation.Sigmoid": Activation.SIGMOID,
+    "activation.Softmax": Activation.SOFTMAX,
+}
+
+
+class ClassifierHead(msgspec.Struct, frozen=True, kw_only=True):
+    """``labels`` by the row of the head. ``class_activation`` is of texts that are classified,
+    ``score_activation`` of pairs that are scored. A pair is read as the tokenizer puts two texts
+    together, or, if ``joins_pairs``, as one text."""
+
+    labels: tuple[str, ...]
+    class_activation: Activation
+    score_activation: Activation
+    joins_pairs: bool = False
+
+    @property
+    def scores_pairs(self) -> bool:
+        """It is a cross-encoder: its one number says how relevant a text is to another."""
+        return len(self.labels) == 1
+
+
+def read_classifier(fields: JsonFields) -> ClassifierHead:
+    """As transformers and vLLM read ``config.json``. Raises CheckpointError naming the field for
+    labels that are not numbered from 0 and for an activation that is not computed here."""
+    labels = _labels(fields)
+    usual = Activation.SIGMOID if len(labels) == 1 else Activation.SOFTMAX
+    separates = fields.boolean("use_sep_token", default=True)
+    return ClassifierHead(
+        labels=labels,
+        class_activation=_class_activation(fields, usual),
+        score_activation=_score_activation(fields, usual),
+        joins_pairs=not fields.boolean(_OLDER_SEPARATOR, default=separates),
+    )
+
+
+def _labels(fields: JsonFields) -> tuple[str, ...]:
+    named = fields.mapping("id2label")
+    if named is None:
+        num_labels = fields.positive_int("num_labels", _USUAL_NUM_LABELS)
+        if num_labels > _MAX_LABELS:
+            raise fields.bad("num_labels", f"at most {_MAX_LABELS}")
+        return tuple(f"LABEL_{number}" for number in range(num_labels))
+    found = [named.get(str(number)) for number in range(len(named))]
+    labels = tuple(label for label in found if isinstance(label, str))
+    if not labels or len(labels) < len(found):
+        raise fields.bad("id2label", "an object of labels, numbered from 0")
+    return labels
+
+
+def _class_activation(fields: JsonFields, usual: Activation) -> Activation:
+    match fields.string("problem_type", ""):
+        case "regression":
+            return Activation.NONE
+        case "multi_label_classification":
+            return Activation.SIGMOID
+        case "" | "single_label_classification":
+            return usual
+    raise fields.bad("problem_type", "regression, or single_ or multi_label_classification")
+
+
+def _score_activation(fields: JsonFields, usual: Activation) -> Activation:
+    newer = fields.mapping("sentence_transformers") or {}
+    at, name = "sentence_transformers", newer.get("activation_fn")
+    if name is None:
+        at, name = _OLDER_ACTIVATION, fields.get(_OLDER_ACTIVATION)
+    if name is None:
+        return usual
+    found = _ACTIVATIONS.get(str(name).removeprefix(_TORCH_PREFIX))
+    if found is None:
+        names = ", ".join(_TORCH_PREFIX + known for known in _ACTIVATIONS)
+        raise fields.bad(at, f"an activation that is computed here ({names})")
+    return found if found is Activation.NONE else usual

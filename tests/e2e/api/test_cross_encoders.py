@@ -1,0 +1,145 @@
+"""A cross-encoder and a classifier from the catalogue to HTTP, beside what transformers says."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from bus import nats as nats_bus
+from schemas.config import NatsConfig
+from schemas.jobs import Job, JobResult
+from schemas.pooling import Pooling
+from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+_QUERY = "What is a millrace?"
+_DOCUMENTS = ["The channel of a mill.", "Bread", "the time to the first token " * 3]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "ranker": write_checkpoint(
+            folder / "ranker",
+            architectures=["LlamaForSequenceClassification"],
+            num_labels=1,
+        ),
+        "labeller": write_checkpoint(
+            folder / "labeller",
+            architectures=["LlamaForSequenceClassification"],
+            num_labels=3,
+            id2label={"0": "bad", "1": "good", "2": "odd"},
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def small(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    models = [part for path in folders.values() for part in ("--model", str(path))]
+    running = System(tmp_path_factory.mktemp("small"), ("--port", "18650", *models)).start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+async def http(small: System) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=small.http, timeout=60) as client:
+        yield client
+
+
+def logits(path: Path, *texts: str) -> list[float]:
+    """What transformers makes of a text or a pair, with tokenizer and model of its own."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.inference_mode():
+        found: list[float] = model(**tokenizer(*texts, return_tensors="pt")).logits[0].tolist()
+    return found
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+async def test_documents_are_ranked_as_transformers_would(
+    http: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    expected = [sigmoid(*logits(folders["ranker"], _QUERY, one)) for one in _DOCUMENTS]
+    assert max(expected) - min(expected) > 0.01, "there is something to rank"
+    asked = {"model": "ranker", "query": _QUERY, "documents": _DOCUMENTS}
+    answer = (await http.post("/v1/rerank", json=asked)).json()
+    found = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert [found[i] for i in range(3)] == pytest.approx(expected, abs=1e-5)
+    assert list(found) == sorted(range(3), key=lambda i: -expected[i])
+    scored = (
+        await http.post(
+            "/v1/score", json={"model": "ranker", "text_1": _QUERY, "text_2": _DOCUMENTS}
+        )
+    ).json()
+    assert [one["score"] for one in scored["data"]] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_texts_are_classified_as_transformers_would(
+    http: httpx.AsyncClient, folders: dict[str, Path]
+) -> None:
+    answer = (await http.post("/classify", json={"model": "labeller", "input": _DOCUMENTS})).json()
+    for told, text in zip(answer["data"], _DOCUMENTS, strict=True):
+        expected = torch.tensor(logits(folders["labeller"], text)).softmax(0)
+        assert told["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert told["label"] == ("bad", "good", "odd")[int(expected.argmax())]
+
+
+async def test_a_service_has_a_pair_scored(small: System, folders: dict[str, Path]) -> None:
+    bus = await nats_bus.connect(NatsConfig(url=small.endpoints["nats"]), "e2e")
+    try:
+        await bus.jobs.publish(
+            Job(
+                request_id="pair",
+                model="ranker",
+                prompt=_QUERY,
+                text_pair=_DOCUMENTS[0],
+                pooling=Pooling.CLASSIFY,
+                store_result=True,
+            )
+        )
+        found: list[JobResult] = []
+
+        async def is_there() -> bool:
+            result = await bus.results.fetch("local", "pair")
+            found.extend([] if result is None else [result])
+            return bool(found)
+
+        await eventually(is_there, timeout_s=20.0)
+    finally:
+        await bus.close()
+    told = struct.unpack("<f", found[0].embedding)
+    assert told == pytest.approx(logits(folders["ranker"], _QUERY, _DOCUMENTS[0]), abs=1e-5)
+
+
+async def test_what_it_is_for_is_told_and_all_else_refused(http: httpx.AsyncClient) -> None:
+    cards = (await http.get("/v1/models")).json()["data"]
+    tasks = {card["id"]: card["task"] for card in cards if card["id"] in ("ranker", "labeller")}
+    assert tasks == {"ranker": "score", "labeller": "classify"}
+    message = {"messages": [{"role": "user", "content": "Hello"}]}
+    for path, body in (
+        ("/v1/chat/completions", message),
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello", "store": False}),
+        ("/v1/embeddings", {"input": "Hello"}),
+    ):
+        refused = await http.post(path, json={"model": "ranker"} | body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    refused = await http.post(
+        "/v1/rerank", json={"model": "labeller", "query": "a", "documents": ["b"]}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
