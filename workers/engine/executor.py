@@ -225,7 +225,7 @@ class Executor:
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
-        one at their end, whose token is unread."""
+        one at their end, whose token is unread, and beams that are held."""
         unread: set[Sequence] = set()
         if self._unread is not None:
             for sequence, place in zip(
@@ -239,7 +239,9 @@ class Executor:
                     unread.add(sequence)
         for sequence in live:
             has_any = UNREAD_TOKEN in sequence.token_ids
-            assert has_any == (sequence in unread), "a placeholder is without its step"
+            assert has_any == (sequence in unread or sequence.is_held), (
+                "a placeholder is without its step"
+            )
 
 
 def _read(step: InFlightStep) -> ChosenTokens | Exception:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.beams.group import BeamGroup
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -74,6 +77,47 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
         num_preemptions=sequence.num_preemptions,
         **result,
     )
+
+
+def beam_outputs(group: BeamGroup) -> list[EngineOutput]:
+    """The answers of a search that is over, one for each choice."""
+    outputs = [
+        EngineOutput(
+            request_id=group.request.request_id,
+            choice=choice,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            cumulative_logprob=answer.logprob,
+        )
+        for choice, answer in enumerate(group.search.answers)
+    ]
+    return _with_beginning(group, outputs)
+
+
+def beam_failure(group: BeamGroup, error: MillraceError) -> list[EngineOutput]:
+    """The search ends with ``error``, which every choice is told."""
+    outputs = [
+        EngineOutput(
+            request_id=group.request.request_id, choice=choice, error=(error.code, error.message)
+        )
+        for choice in range(group.search.width)
+    ]
+    return _with_beginning(group, outputs)
+
+
+def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    """The last outputs of a search; the first of them also says that it has started, if nobody
+    knows so far."""
+    first = group.first
+    says: dict[str, Any] = {"num_preemptions": group.num_preemptions}
+    if not first.started:
+        says |= {
+            "started": True,
+            "queued_s": first.queued_s,
+            "num_cached_tokens": first.num_cached_tokens,
+        }
+    outputs[0] = msgspec.structs.replace(outputs[0], **says)
+    return outputs
 
 
 def finished_output(request: EngineRequest, finish_reason: FinishReason) -> EngineOutput:
