@@ -92,6 +92,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Of a longer prompt the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as there is
     room for). With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities
     of the prompt's tokens, each with so many alternatives.
+    ``use_beam_search`` finds the ``n`` likeliest completions, by the sum of their
+    log-probabilities divided by their length to the power of ``length_penalty`` (1). No field that
+    changes or reports probabilities goes with it, no ``stop``, no grammar and no ``stream``.
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -133,8 +136,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
