@@ -83,6 +83,8 @@ class LiveRequests:
         ends with it."""
         sequence.contents_finite = False  # nobody has looked at what it computed last
         if sequence.beams is not None:
+            for beam in sequence.beams.members:  # nor at what the others did
+                beam.contents_finite = False
             self._end_search(sequence.beams, beam_failure(sequence.beams, error), outputs)
             return
         for ended in (sequence, *sequence.forks):

@@ -106,18 +106,22 @@ def beam_failure(group: BeamGroup, error: MillraceError) -> list[EngineOutput]:
 
 
 def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[EngineOutput]:
-    """The last outputs of a search; the first of them also says that it has started, if nobody
-    knows so far."""
+    """The last outputs of a search. They are the first ones, too, but for that of choice 0 if it
+    has said that the search started."""
     first = group.first
-    says: dict[str, Any] = {"num_preemptions": group.num_preemptions}
-    if not first.started:
-        says |= {
-            "started": True,
-            "queued_s": first.queued_s,
-            "num_cached_tokens": first.num_cached_tokens,
-        }
-    outputs[0] = msgspec.structs.replace(outputs[0], **says)
-    return outputs
+    beginning: dict[str, Any] = {
+        "started": True,
+        "queued_s": first.queued_s,
+        "num_cached_tokens": first.num_cached_tokens,
+    }
+    begun = [
+        output
+        if output.choice == 0 and first.started
+        else msgspec.structs.replace(output, **beginning)
+        for output in outputs
+    ]
+    begun[0] = msgspec.structs.replace(begun[0], num_preemptions=group.num_preemptions)
+    return begun
 
 
 def finished_output(request: EngineRequest, finish_reason: FinishReason) -> EngineOutput:

@@ -13,7 +13,14 @@ import torch
 from schemas.frames import FinishReason
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.conftest import MakeEngine
-from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
+from tests.workers.engine.support import (
+    drain,
+    embedding_of,
+    last_by_request,
+    prompt,
+    request,
+    tokens_by_request,
+)
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -215,7 +222,7 @@ def test_a_prompt_that_is_cached_gives_the_same_answers(
         engine.add(beams("r", ids))
         outputs = drain(engine)
         assert answers(outputs) == expected
-        assert [o.num_cached_tokens for o in outputs if o.started] == [num_cached]
+        assert {o.num_cached_tokens for o in outputs if o.started} == {num_cached}
 
 
 def test_what_a_search_says_while_it_runs(make_engine: MakeEngine) -> None:
@@ -225,9 +232,12 @@ def test_what_a_search_says_while_it_runs(make_engine: MakeEngine) -> None:
     assert [(o.started, o.finished) for o in engine.step()] == [(True, False)]
     assert [(o.started, o.finished) for o in engine.step()] == [(False, False)]
     last = drain(engine)
-    assert [(o.started, o.finished, len(o.token_ids)) for o in last] == [(False, True, 3)] * 2
+    assert [(o.started, o.finished, len(o.token_ids)) for o in last] == [
+        (False, True, 3),
+        (True, True, 3),
+    ]
     engine.add(beams("s", prompt(3, 10), n=2, max_tokens=1))
-    assert [(o.started, o.finished) for o in engine.step()] == [(True, True), (False, True)]
+    assert [(o.started, o.finished) for o in engine.step()] == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_blocks": 6}, {"max_num_sequences": 2}])
@@ -288,6 +298,22 @@ def test_a_beam_that_fails_ends_its_search_only(
     ]
     assert last_by_request([o for o in outputs if o.request_id == "other"])["other"].error is None
     assert engine.stats().num_free_blocks == 128
+
+
+@pytest.mark.parametrize("best", [0, 3])
+def test_nothing_of_a_poisoned_beam_stays_in_the_cache(
+    make_engine: MakeEngine, llama: tuple[Path, Any], best: int
+) -> None:
+    """Whichever of the beams it is: who gets its blocks next must not find it there."""
+    engine = make_engine(num_blocks=16)
+    ids = prompt(3, 40)
+    second_tokens = [tokens[1] for tokens, _, _ in reference(llama[1], ids, max_tokens=2)]
+    embedding_of(engine)[second_tokens[best]] = math.nan
+    engine.add(beams("r", ids, max_tokens=20))
+    failed = [o.error and o.error[0] for o in drain(engine) if o.finished]
+    assert failed == ["non_finite_logits"] * 4
+    assert engine._runner.cache.data.isfinite().all()
+    assert engine.stats().num_free_blocks == 16
 
 
 @pytest.mark.parametrize(
