@@ -17,6 +17,7 @@ from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason
 from schemas.sampling import MAX_SEED
+from workers.engine.beams.group import charged_together
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from workers.engine.executor import Executor
@@ -236,7 +237,7 @@ class Engine:
                     times.append(_device_time(sequence, over=True))
         if live:
             times += [
-                _device_time(sequence) for sequence in self._live.charged() if sequence.device_s
+                _device_time(sequence) for sequence in self._live.charged() if _device_us(sequence)
             ]
         return times
 
@@ -278,7 +279,7 @@ class Engine:
         self, ended: list[tuple[int, Sequence]], outputs: list[EngineOutput]
     ) -> None:
         """Put the device time of sequences that ended in this step into their last outputs."""
-        sequences = {sequence for _, sequence in ended}
+        sequences = {one for _, sequence in ended for one in charged_together(sequence)}
         may_owe = not self._executor.exempt_ended(sequences)
         for index, sequence in ended:
             owes = may_owe and self._executor.is_in_flight(sequence)

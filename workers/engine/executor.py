@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+from workers.engine.beams.group import charged_together
 from workers.engine.device.meter import DeviceMeter
 from workers.engine.device.work import DeviceWork
 from workers.engine.grammar.grammars import Grammars
@@ -118,8 +119,11 @@ class Executor:
         self.meter.charge(pending.plan, pending.weights, self._monotonic())
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight computes tokens of it."""
-        return self._unread is not None and sequence in map(_sequence, self._unread.plan)
+        """Whether the step in flight computes tokens of it, or of a beam of its search."""
+        if self._unread is None:
+            return False
+        in_flight = set(map(_sequence, self._unread.plan))
+        return not in_flight.isdisjoint(charged_together(sequence))
 
     def exempt_ended(self, ended: Collection[Sequence]) -> bool:
         """Charge the step in flight to the sequences that have not ended; False if there are

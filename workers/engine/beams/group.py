@@ -9,6 +9,11 @@ from workers.engine.sequence import UNREAD_TOKEN, Sequence
 from workers.engine.types import EngineRequest
 
 
+def charged_together(sequence: Sequence) -> Rows[Sequence]:
+    """All beams of its search, which are charged as one; or itself alone."""
+    return (sequence,) if sequence.beams is None else sequence.beams.members
+
+
 class BeamGroup:
     """The beams of one request, each a sequence, in the order of their log-probabilities.
 
