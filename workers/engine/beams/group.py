@@ -41,6 +41,11 @@ class BeamGroup:
         return self.first.request
 
     @property
+    def num_beams(self) -> int:
+        """How many there are, or will be once the prompt is computed."""
+        return len(self.members) if self.has_advanced else self.search.width
+
+    @property
     def is_complete(self) -> bool:
         """Whether the next tokens of all beams are known."""
         return len(self._candidates) == len(self.members)

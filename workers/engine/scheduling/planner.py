@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from workers.engine.kv.block_tables import BlockTables, PrefixHit
 from workers.engine.scheduling.background import is_background, non_preemptible, rank_of
+from workers.engine.scheduling.beam_slots import has_slot
 from workers.engine.scheduling.cost_model import CostModel, StepWork
 from workers.engine.scheduling.schedule import Schedule, ScheduledSequence
 from workers.engine.scheduling.waiting import WaitingQueue
@@ -197,9 +198,8 @@ class Planner:
         return list(map(ScheduledSequence._make, schedule.counts.items()))
 
     def _displace_held(self, schedule: Schedule) -> None:
-        """Preempt beams that are held, the lowest rank first, until something can be computed:
-        those that they wait for may be short of the blocks and slots that they have. So every
-        search gets on in which one beam at a time fits the pool."""
+        """Preempt beams that are held, the lowest rank first, until something can be computed. So
+        every search gets on in which one beam at a time fits the pool."""
         held = [sequence for sequence in self.running if sequence.is_held]
         while held and not schedule.counts:
             beam = held.pop()
@@ -331,7 +331,7 @@ class Planner:
         self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
     ) -> bool:
         """Whether a newcomer can be admitted if so many more slots and blocks come free."""
-        if len(self.running) - num_slots >= self.max_num_sequences:
+        if not has_slot(sequence, self.running, num_slots, self.max_num_sequences):
             return False
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:

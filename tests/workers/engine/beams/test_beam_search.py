@@ -404,3 +404,19 @@ def test_engines_of_both_kinds_agree(llama: tuple[Path, Any], make_engine: MakeE
     assert tokens_by_request([o for o in outputs if o.request_id == "other"]) == (
         tokens_by_request(drain(alone))
     )
+
+
+def test_searches_run_whole_or_wait(make_engine: MakeEngine, llama: tuple[Path, Any]) -> None:
+    """Of many only as many run at a time as have slots for all their beams, so that none waits for
+    beams that do not fit; smaller requests do not take these slots either."""
+    engine = make_engine(max_num_sequences=10)
+    asked = {f"r{number}": prompt(number, 20) for number in range(5)}
+    for name, ids in asked.items():
+        engine.add(beams(name, ids))
+    engine.add(request("other", prompt(9, 10), max_tokens=30))
+    outputs = drain(engine)
+    for name, ids in asked.items():
+        assert answers(outputs, name) == reference(llama[1], ids)
+    assert engine.stats().num_preemptions == 0
+    # Two at a time, and one; what is drawn has a slot beside them only then.
+    assert engine.stats().num_steps < 3 * 12 + 30 + 5
