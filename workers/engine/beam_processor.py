@@ -35,7 +35,8 @@ class BeamProcessor:
         computed; those of a search that is over are dropped."""
         group: BeamGroup = sequences[0].beams
         search = group.search
-        candidates = likeliest(logits, search.temperature, search.num_candidates)
+        excluded = search.excluded(sequences[0].num_output_tokens)
+        candidates = likeliest(logits, search.temperature, search.num_candidates, excluded)
         if candidates is None:
             error = NonFiniteLogitsError(sequences[0].num_output_tokens)
             self._live.fail(sequences[0], error, outputs)

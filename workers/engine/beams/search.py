@@ -44,10 +44,11 @@ class Answer(NamedTuple):
 class BeamSearch:
     """Extends all beams by a token at a time, and keeps the ``sampling.n`` best answers.
 
-    Of each beam the ``num_candidates`` likeliest tokens are looked at. Those that stop it make
-    answers, unless they come among the first ``min_tokens``; of the others the ``n`` likeliest
-    beams go on. What is left after ``max_tokens`` are answers too. A score is that of
-    ``SamplingOptions``: the sum of log-probabilities / number of tokens ** length_penalty.
+    Of each beam the ``num_candidates`` likeliest tokens are looked at, which ``excluded`` ones are
+    not among: the stop tokens, while there are fewer than ``min_tokens``. Those that stop it make
+    answers; of the others the ``n`` likeliest beams go on. What is left after ``max_tokens`` are
+    answers too. A score is that of ``SamplingOptions``: the sum of log-probabilities / number of
+    tokens ** length_penalty.
 
     The search is over as soon as none of its beams can become one of the ``n`` best answers any
     more, so the answers are those of a search that goes on to ``max_tokens``. Of equals the one
@@ -61,13 +62,18 @@ class BeamSearch:
     ) -> None:
         self.width = sampling.n
         self.temperature = sampling.temperature
-        # So many of them do not stop their beam that all beams could come of one.
-        self.num_candidates = max(2 * self.width, self.width + len(stop_token_ids))
+        # If as many of them as are not wanted stop their beam, there are as many answers.
+        self.num_candidates = 2 * self.width
         self.answers: list[Answer] = []
         self._max_tokens = max_tokens
         self._min_tokens = sampling.min_tokens
         self._length_penalty = sampling.length_penalty
         self._stop_token_ids = stop_token_ids
+        self._sorted_stops = sorted(stop_token_ids)
+
+    def excluded(self, length: int) -> Rows[int]:
+        """The tokens that may not be token ``length`` of a completion, counted from 0."""
+        return self._sorted_stops if length < self._min_tokens else ()
 
     def extend(self, beams: Rows[Beam], candidates: Rows[Rows[Candidate]]) -> list[Extension]:
         """The beams that go on, the likeliest first; [] if the search is over.
@@ -81,7 +87,7 @@ class BeamSearch:
                 total = beam.logprob + logprob
                 if token not in self._stop_token_ids:
                     extensions.append(Extension(number, token, total))
-                elif length > self._min_tokens:
+                else:
                     self._add_answer(beam, token, total, FinishReason.STOP)
         extensions.sort(key=_best_first)
         del extensions[self.width :]

@@ -70,11 +70,13 @@ def reference(
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
         longer = []
         for (tokens, total), row in zip(live, logprobs, strict=True):
-            top = row.topk(max(2 * n, n + len(stops)))
+            if length <= min_tokens:
+                row[list(stops)] = -math.inf
+            top = row.topk(2 * n)
             for value, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 if token not in stops:
                     longer.append(((*tokens, token), total + value))
-                elif length > min_tokens:
+                else:
                     done.append(((*tokens, token), total + value, FinishReason.STOP))
         live = sorted(longer, key=lambda beam: -beam[1])[:n]
     done += [(*beam, FinishReason.LENGTH) for beam in live]

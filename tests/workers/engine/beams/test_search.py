@@ -38,8 +38,10 @@ def run(search: BeamSearch, model: Callable[[tuple[int, ...]], list[float]]) -> 
     for step in range(1, 100):
         candidates = []
         for beam in beams:
+            excluded = search.excluded(len(beam.token_ids))
             ranked = sorted(enumerate(model(tuple(beam.token_ids))), key=lambda c: -c[1])
-            candidates.append([Candidate(*c) for c in ranked[: search.num_candidates]])
+            allowed = [Candidate(*one) for one in ranked if one[0] not in excluded]
+            candidates.append(allowed[: search.num_candidates])
         extensions = search.extend(beams, candidates)
         if not extensions:
             return step
@@ -62,11 +64,12 @@ def exhaustive(
         longer = []
         for token_ids, total in beams:
             ranked = sorted(enumerate(model(token_ids)), key=lambda c: -c[1])
-            for token, logprob in ranked[: max(2 * width, width + len(STOPS))]:
+            allowed = [one for one in ranked if length > min_tokens or one[0] not in STOPS]
+            for token, logprob in allowed[: 2 * width]:
                 reached = (*token_ids, token), total + logprob
                 if token not in STOPS:
                     longer.append(reached)
-                elif length > min_tokens:
+                else:
                     answers.append((*reached, FinishReason.STOP))
         beams = sorted(longer, key=lambda beam: -beam[1])[:width]
     answers += [(*beam, FinishReason.LENGTH) for beam in beams]
@@ -113,8 +116,8 @@ def test_a_search_is_over_when_nothing_better_can_come() -> None:
 
 
 def test_a_longer_answer_is_waited_for_if_length_is_rewarded() -> None:
-    """Each token costs the same, so a mean of them does too, and the longest has the best sum."""
-    even = [-2.0] * VOCAB_SIZE
+    """Each token costs about the same, and so does a mean of them."""
+    even = [-1.9, -9.0, *[-2.0] * (VOCAB_SIZE - 2)]
     search = search_of(12, n=1, length_penalty=3.0)
     assert run(search, lambda _: even) == 12
     assert len(search.answers[0].token_ids) == 12
