@@ -15,9 +15,9 @@ from schemas.sampling import SamplingOptions
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
-_NUM_SEARCHES = 4
+_NUM_SEARCHES, _WIDTH, _NUM_TOKENS = 3, 6, 200
 _BEAMS = {"use_beam_search": True}
 
 
@@ -29,8 +29,8 @@ async def search(client: openai.AsyncOpenAI, number: int, **fields: Any) -> Any:
     return await client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": f"What is TTFT? {number}"}],
-        n=8,
-        max_tokens=250,
+        n=_WIDTH,
+        max_tokens=_NUM_TOKENS,
         extra_body=_BEAMS | {"ignore_eos": True} | fields,
     )
 
@@ -48,8 +48,8 @@ async def test_searches_start_anew_when_what_runs_them_is_killed(system: System,
         worker = psutil.Process(system.pid("worker-1"))
         [engine] = worker.children()
         before_s = engine.cpu_times().user
-        # They run: a search takes seconds of the engine's time.
-        await eventually(lambda: engine.cpu_times().user > before_s + 0.5, timeout_s=30.0)
+        # They run: all together take more than a second of the engine's time.
+        await eventually(lambda: engine.cpu_times().user > before_s + 0.3, timeout_s=30.0)
         assert not any(task.done() for task in asked)
         if part == "engine":
             engine.kill()
@@ -59,7 +59,7 @@ async def test_searches_start_anew_when_what_runs_them_is_killed(system: System,
     assert texts(answers) == texts(undisturbed)
     for answer in answers:
         assert len({choice.message.content for choice in answer.choices}) > 1
-        assert answer.usage.completion_tokens == 8 * 250
+        assert answer.usage.completion_tokens == _WIDTH * _NUM_TOKENS
     ids = ", ".join(f"'{answer.id}'" for answer in answers)
 
     async def recorded() -> bool:
@@ -69,7 +69,7 @@ async def test_searches_start_anew_when_what_runs_them_is_killed(system: System,
         )
         return (
             len(rows) == _NUM_SEARCHES == len({row["request_id"] for row in rows})
-            and {int(row["completion_tokens"]) for row in rows} == {8 * 250}
+            and {int(row["completion_tokens"]) for row in rows} == {_WIDTH * _NUM_TOKENS}
             and all(int(row["device_us"]) > 0 for row in rows)
         )
 
@@ -79,7 +79,7 @@ async def test_searches_start_anew_when_what_runs_them_is_killed(system: System,
 async def test_a_job_on_the_bus_leaves_all_answers(system: System, bus: Bus) -> None:
     async with client_of(system) as client:
         over_http = await search(client, 1, max_tokens=20, ignore_eos=False)
-    sampling = SamplingOptions(use_beam_search=True, n=8, max_tokens=20)
+    sampling = SamplingOptions(use_beam_search=True, n=_WIDTH, max_tokens=20)
     job = Job(
         request_id="beams-1",
         model="demo",

@@ -81,6 +81,7 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
 
 def beam_outputs(group: BeamGroup) -> list[EngineOutput]:
     """The answers of a search that is over, one for each choice."""
+    assert len(group.search.answers) == group.search.width, "a choice has no answer"
     outputs = [
         EngineOutput(
             request_id=group.request.request_id,
