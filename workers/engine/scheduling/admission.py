@@ -35,7 +35,9 @@ def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
     if not request.sampling.use_beam_search:
         return
     if request.output_token_ids:
-        raise ParameterError("output_token_ids", "A beam search is not resumed: it starts anew.")
+        raise ParameterError(
+            "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."
+        )
     num_stops = len(request.sampling.stop_token_ids) + len(request.eos_token_ids)
     if 2 * request.sampling.n + num_stops > vocab_size:
         raise ParameterError(
