@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from schemas.frames import (
     Accepted,
+    Beam,
     Delta,
     Done,
     Embedding,
@@ -43,6 +44,16 @@ class Progress(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class BeamText:
+    """What was read of one answer of a beam search."""
+
+    __slots__ = ("text", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+
+
 class StreamReader:
     """Splices the frames of one request and gathers what its client has not taken yet.
 
@@ -50,6 +61,9 @@ class StreamReader:
     text given out by ``take`` plus the text that waits is exactly the text of those tokens;
     ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all that it
     counts and the usage are there: until then each further sign of it is a gap.
+
+    ``beams`` are the answers of a beam search, in place of tokens: those of one epoch, as another
+    worker searches anew.
 
     With ``first_wanted_index`` the client has the tokens before that already: they are read like
     the others, but their text goes to ``text_before`` and is not given out by ``take``.
@@ -63,6 +77,7 @@ class StreamReader:
         "_taken",
         "_texts",
         "_texts_before",
+        "beams",
         "embedding",
         "epoch",
         "num_epochs",
@@ -87,6 +102,7 @@ class StreamReader:
         self.pending_bytes = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
+        self.beams: list[BeamText] = []
         self._texts: list[str] = []
         self._texts_before: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -160,6 +176,8 @@ class StreamReader:
         if isinstance(frame, Embedding):
             self.embedding = frame.values
             return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
+        if isinstance(frame, Beam):
+            return self._feed_beam(frame)
         assert not isinstance(frame, Delta)
         self.terminal = frame
         return Outcome.END
@@ -172,6 +190,7 @@ class StreamReader:
     def _enter_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.usage = None
+        self.beams = []
         self._held_end = None
 
     def _feed_queued(self, frame: Queued) -> Outcome:
@@ -194,6 +213,20 @@ class StreamReader:
         if num_known < 0:
             return Outcome.GAP
         self.prompt_logprobs += frame.logprobs[num_known:]
+        return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
+
+    def _feed_beam(self, frame: Beam) -> Outcome:
+        if frame.beam == len(self.beams):
+            self.beams.append(BeamText())
+        elif frame.beam > len(self.beams):
+            return Outcome.GAP
+        beam = self.beams[frame.beam]
+        num_known = len(beam.token_ids)
+        if num_known < frame.index:
+            return Outcome.GAP
+        if num_known == frame.index:  # they are cut in the same places whenever they are sent
+            beam.token_ids.extend(frame.token_ids)
+            beam.text += frame.text
         return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
 
     def _feed_delta(self, frame: Delta) -> Outcome:
@@ -254,6 +287,7 @@ class StreamReader:
             or self.usage is None
             or len(self.prompt_logprobs) < end.num_prompt_logprobs
             or len(self.embedding) < end.embedding_bytes
+            or [len(beam.token_ids) for beam in self.beams] != [b.num_tokens for b in end.beams]
         ):
             return Outcome.GAP
         self.terminal = end

@@ -15,16 +15,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is well formed: what to continue, how, and for whom.
 
     Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
-    further ones. ``sampling.n`` choices are made of each, every one by a job of its own. ``tier``
-    None is the caller's own. ``tools`` are those that the client runs, ``server_tools`` names of
-    those that the gateway runs. Where the gateway chose ``model``, ``model_requested`` is what was
-    asked for and ``route_reason`` why it is this one. ``chat_template_kwargs`` are variables of the
-    model's chat template, or of ``chat_template`` in its place; what begins an answer is left out
-    unless ``add_generation_prompt``, the answer goes on with the last message if
-    ``continue_final_message``, ``cache_salt`` keeps its prompt apart in prefix caches, of which the
-    last ``truncate_prompt_tokens`` count if that is given (-1: as many as there is room for).
-    Of its tenant's requests those of a lower ``priority`` are served earlier. ``grammar_field`` is
-    where the caller wrote the grammar of ``sampling``.
+    further ones. ``sampling.n`` choices are made of each, every one by a job of its own unless a
+    beam search finds them. ``tier`` None is the caller's own. ``tools`` are those that the client
+    runs, ``server_tools`` names of those that the gateway runs. Where the gateway chose ``model``,
+    ``model_requested`` is what was asked for and ``route_reason`` why it is this one.
+    ``chat_template_kwargs`` are variables of the model's chat template, or of ``chat_template`` in
+    its place; what begins an answer is left out unless ``add_generation_prompt``, the answer goes
+    on with the last message if ``continue_final_message``, ``cache_salt`` keeps its prompt apart in
+    prefix caches, of which the last ``truncate_prompt_tokens`` count if that is given (-1: as many
+    as there is room for). Of its tenant's requests those of a lower ``priority`` are served
+    earlier. ``grammar_field`` is where the caller wrote the grammar of ``sampling``.
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt.
@@ -64,6 +64,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def form_field(self) -> str:
         """The field at fault if the form of the answer cannot be kept; empty: none asks for it."""
         return self.grammar_field or ("tools" if self.tools or self.server_tools else "")
+
+    @property
+    def jobs_per_prompt(self) -> int:
+        """How many jobs the choices of one prompt are."""
+        return self.sampling.n // self.sampling.num_answers
 
     @property
     def num_prompt_characters(self) -> int:

@@ -138,8 +138,10 @@ class ServedModel:
             self._check_token_id("allowed_token_ids", token_id)
         for token_id in sampling.logit_bias:
             self._check_token_id("logit_bias", token_id)
-        if in_frames and sampling.n != 1:
-            raise ParameterError("n", "n must be 1: one request makes one completion.")
+        if in_frames and sampling.n != sampling.num_answers:
+            raise ParameterError(
+                "n", "n must be 1: one request makes one completion, unless by use_beam_search."
+            )
         max_tokens = self._max_tokens(len(token_ids), sampling)
         job = msgspec.structs.replace(job, sampling=sampling)
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)

@@ -12,9 +12,11 @@ from schemas.sampling import GrammarKind, SamplingOptions
 
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
+_BEAMS = "use_beam_search"
 _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
+    _BEAMS: "makes no beam search",
     "grammar": "keeps no answer to a grammar, a response_format or a demanded tool call",
 }
 
@@ -80,24 +82,27 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
-                *("bad_words", _BUDGET, _ALLOWED),
+                *("bad_words", _BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
     ),
     EngineKind.VLLM: EnginePromises(
-        continues_grammars=True, unsupported=frozenset({"pooling", "n", "typical_p", _BUDGET})
+        continues_grammars=True,
+        unsupported=frozenset({"pooling", "n", "typical_p", _BUDGET, _BEAMS}),
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _BUDGET, _ALLOWED}),
+        unsupported=frozenset(
+            {"pooling", "n", "typical_p", "bad_words", _BUDGET, _ALLOWED, _BEAMS}
+        ),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
         unsupported=frozenset(
             {
                 *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
+                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         continues_grammars=True,
@@ -110,7 +115,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET, _ALLOWED),
+                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -121,7 +126,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
+                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -131,13 +136,20 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("min_tokens", "typical_p"),
-                *("repetition_penalty", "presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED),
+                *(
+                    "repetition_penalty",
+                    "presence_penalty",
+                    "frequency_penalty",
+                    _BUDGET,
+                    _ALLOWED,
+                    _BEAMS,
+                ),
             }
         ),
         grammars=frozenset(),
     ),
-    # Such an engine refuses by itself what it cannot do.
-    EngineKind.CUSTOM: EnginePromises(),
+    # Such an engine refuses by itself what it cannot do, but for answers that come all at once.
+    EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({_BEAMS})),
 }
 
 
@@ -154,7 +166,7 @@ def check_supported(
     if pooling is not None and "pooling" in promises.unsupported:
         given.add("pooling")
     if given:
-        name = min(given)
+        name = _BEAMS if _BEAMS in given else min(given)
         why = _REASONS.get(name, f"cannot honour {name}")
         raise ParameterError(name, f"The {kind} engine of this model {why}; leave {name} out.")
     grammar = sampling.grammar

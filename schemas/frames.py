@@ -1,9 +1,10 @@
 """What streams back to the reader of a request.
 
 ``Accepted -> Queued -> Started -> PromptLogprobs* -> Delta* -> Usage -> Done``, or one of ``Shed``,
-``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas. Every request
-ends in exactly one terminal frame. A reader keeps the highest epoch it has seen, drops frames of an
-older one, drops token indices that it has and asks for a replay when it sees a gap.
+``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas, and so do the
+``Beam`` frames of a beam search. Every request ends in exactly one terminal frame. A reader keeps
+the highest epoch it has seen, drops frames of an older one, drops token indices that it has and
+asks for a replay when it sees a gap.
 """
 
 from __future__ import annotations
@@ -82,6 +83,27 @@ class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embe
     values: bytes
 
 
+class Beam(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="beam"):
+    """Tokens of one answer of a beam search from ``index`` on, and the text that they add; in place
+    of Deltas. ``beam`` 0 is the best answer. They come at the end; those of an older epoch are
+    forgotten."""
+
+    beam: int
+    index: int = 0
+    token_ids: tuple[int, ...]
+    text: str = ""
+
+
+class BeamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an answer of a beam search ended, by what stop token if by one, and the sum of the
+    natural-log probabilities of its tokens."""
+
+    num_tokens: int
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+    cumulative_logprob: float = 0.0
+
+
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
     """Tokens as the worker counted them; no other part counts. ``reasoning_tokens`` are those of
     the completion that its thoughts took, with what marks them."""
@@ -95,13 +117,15 @@ class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
     the number of prompt log-probabilities and the size of the embedding. ``stop_reason`` is the
-    stop string or the id of the stop token that ended it, if one did."""
+    stop string or the id of the stop token that ended it, if one did. ``beams`` are the answers of
+    a beam search, the best first, which is the one that the reasons are those of."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     num_tokens: int
     num_prompt_logprobs: int = 0
     embedding_bytes: int = 0
+    beams: tuple[BeamEnd, ...] = ()
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
@@ -134,7 +158,9 @@ class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"
 
 
 TerminalFrame = Done | Cancelled | Expired | Shed | Failed
-Frame = Accepted | Queued | Started | PromptLogprobs | Delta | Embedding | Usage | TerminalFrame
+Frame = (
+    Accepted | Queued | Started | PromptLogprobs | Delta | Embedding | Beam | Usage | TerminalFrame
+)
 TERMINAL_FRAMES = (Done, Cancelled, Expired, Shed, Failed)
 
 

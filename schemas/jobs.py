@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.frames import FinishReason, TokenLogprob, Usage
+from schemas.frames import BeamEnd, FinishReason, TokenLogprob, Usage
 from schemas.pooling import Pooling
 from schemas.sampling import SamplingOptions
 from schemas.tools import ToolCall, ToolDefinition
@@ -144,6 +144,13 @@ class Job(
             raise ValueError(f"deadline_ns must be between 0 and {MAX_TIME_NS}")
         check_priority(self.priority)
 
+    @property
+    def max_completion_tokens(self) -> int:
+        """The most that its answers may have together; an embedding has none. 0 if nobody knows."""
+        if self.pooling is not None:
+            return 0
+        return (self.sampling.max_tokens or 0) * self.sampling.num_answers
+
 
 def check_priority(priority: int) -> None:
     """Raises ValueError for one that no job can have."""
@@ -157,13 +164,21 @@ def check_length(name: str, value: str, max_characters: int) -> None:
         raise ValueError(f"{name} must have at most {max_characters} characters")
 
 
+class BeamResult(BeamEnd, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer of a beam search. ``token_ids`` are left out of a result that is too large."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h.
 
     ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader who has the
     first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry for each
     token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
-    little-endian float32 numbers, as pooled; those of labels before any activation.
+    little-endian float32 numbers, as pooled; those of labels before any activation. ``beams`` are
+    the answers of a beam search, the best first, in place of text and tokens.
     """
 
     request_id: str
@@ -176,6 +191,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     embedding: bytes = b""
+    beams: tuple[BeamResult, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None

@@ -95,6 +95,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     of the prompt's tokens, each with so many alternatives.
     Of the requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not
     given).
+    ``use_beam_search`` finds the ``n`` likeliest completions, by the sum of their
+    log-probabilities divided by their length to the power of ``length_penalty`` (1). No field that
+    changes or reports probabilities goes with it, no ``stop``, no grammar and no ``stream``.
     ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
     between tokens.
     """
@@ -136,8 +139,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

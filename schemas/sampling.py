@@ -23,6 +23,14 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_LENGTH_PENALTY = 10.0
+# What changes or reports the probabilities of tokens, and what is looked for in text, which beams
+# do not have before they end.
+_NOT_WITH_BEAM_SEARCH = (
+    *("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "stop", "logprobs"),
+    *("prompt_logprobs", "grammar", "max_reasoning_tokens"),
+)
 
 
 class GrammarKind(StrEnum):
@@ -99,6 +107,13 @@ class SamplingOptions(
     accepts a request with messages fills it in. The grammar is that of the text behind them. After
     ``max_reasoning_tokens`` of thoughts the model is made to end them.
 
+    With ``use_beam_search`` nothing is drawn: the ``n`` likeliest beams are kept at each token, and
+    of all that were completed the ``n`` with the highest scores are the completions, the best
+    first. A score is the sum of a completion's log-probabilities, divided by its number of tokens
+    to the power of ``length_penalty``. Log-probabilities are those at ``temperature``; 0, which it
+    is if it is not given, leaves them as the model has them. No field that would change or report
+    them goes with it.
+
     Raises ParameterError, naming the field, for a value out of range.
     """
 
@@ -127,6 +142,8 @@ class SamplingOptions(
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] = ()
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -172,6 +189,12 @@ class SamplingOptions(
         self._check_logit_bias()
         self._check_bad_words()
         self._check_allowed_token_ids()
+        self._check_beam_search()
+
+    @property
+    def num_answers(self) -> int:
+        """How many completions one job makes."""
+        return self.n if self.use_beam_search else 1
 
     @property
     def is_guided(self) -> bool:
@@ -192,7 +215,10 @@ class SamplingOptions(
     def with_defaults(
         self, defaults: SamplingDefaults, *, seed: int, max_tokens: int
     ) -> SamplingOptions:
-        """The same with every field filled in: nothing is left to whoever runs it."""
+        """The same with every field filled in: nothing is left to whoever runs it. What a model is
+        best sampled with is not for a beam search."""
+        if self.use_beam_search:
+            defaults = _BEAM_SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in SamplingOptions.__struct_fields__}
         for name in _WITH_DEFAULTS:
             given[name] = self.value(name, defaults)
@@ -237,6 +263,20 @@ class SamplingOptions(
         if allowed and min(allowed) < 0:
             raise ParameterError("allowed_token_ids", "a token id must not be negative")
 
+    def _check_beam_search(self) -> None:
+        _within("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise ParameterError(
+                    "length_penalty", "length_penalty goes only with use_beam_search: true"
+                )
+            return
+        for name in _NOT_WITH_BEAM_SEARCH:
+            if self.asks_for(name):
+                raise ParameterError(
+                    name, f"{name} does not go with use_beam_search: true; leave one of them out"
+                )
+
 
 class SamplingParams(
     SamplingOptions, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
@@ -265,4 +305,5 @@ def _within(param: str, value: float | None, low: float, high: float) -> None:
 
 
 _NEUTRAL = SamplingParams()
+_BEAM_SEARCH_DEFAULTS = SamplingDefaults(temperature=0.0)
 _WITH_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -85,7 +85,8 @@ def answer_line(generated: Generated) -> str:
 
 
 def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
-    """``tool_calls``, ``cancelled``, ``logprobs`` and ``error`` are there if there are any."""
+    """``tool_calls``, ``cancelled``, ``logprobs``, ``error``, and ``cumulative_logprob`` of a beam
+    search's answer are there if there are any."""
     text = "".join(choice.text)
     shown: dict[str, Any] = {
         "token_ids": choice.token_ids,
@@ -94,6 +95,8 @@ def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
         "completion_tokens": len(choice.token_ids),
     }
     request = generated.request
+    if request.job.sampling.use_beam_search and choice.finish_reason is not None:
+        shown["cumulative_logprob"] = choice.cumulative_logprob
     calls = tool_calls(text, request.tool_format, request.tools) if request.tool_format else []
     if calls:
         shown["tool_calls"] = calls
@@ -133,6 +136,11 @@ def _request(
         raise ParameterError("priority", f"priority must be within ±{_MAX_PRIORITY}")
     if row.cancel_after_tokens is not None and row.cancel_after_tokens < 0:
         raise ParameterError("cancel_after_tokens", "cancel_after_tokens must not be negative")
+    if row.cancel_after_tokens and fields.get("use_beam_search"):
+        raise ParameterError(
+            "cancel_after_tokens",
+            "cancel_after_tokens above 0 does not go with use_beam_search: all tokens come at once",
+        )
     sampling = {name: value for name, value in fields.items() if name not in _ROW_FIELDS}
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = (sampling["stop"],)

@@ -39,9 +39,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "top_k, min_p, typical_p, seed, stop, stop_token_ids, ignore_eos, min_tokens, logprobs, "
         "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
         "bad_words, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, n, "
-        "grammar as {kind, text}), priority (higher goes first), cache_salt, and "
-        "cancel_after_tokens. Answers are written in the same order. The last line on stderr is a "
-        "JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was counted.",
+        "use_beam_search, length_penalty, grammar as {kind, text}), priority (higher goes first), "
+        "cache_salt, and cancel_after_tokens. Answers are written in the same order. The last line "
+        "on stderr is a JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was "
+        "counted.",
     )
     parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
     add_file_arguments(parser)

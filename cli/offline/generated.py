@@ -56,6 +56,7 @@ class Choice:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finish_reason: FinishReason | None = None
+    cumulative_logprob: float = 0.0
     error: tuple[str, str] | None = None
 
     @property
@@ -77,6 +78,7 @@ class Choice:
                 self.finish_reason = FinishReason.STOP
                 return
         self.error = output.error
+        self.cumulative_logprob = output.cumulative_logprob
         if limit is None or len(output.token_ids) <= limit:
             self.finish_reason = output.finish_reason
         if self.ended:

@@ -127,8 +127,17 @@ async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float)
     result = await _wait_for_result(bus, tenant, request_id, time.monotonic() + timeout_s)
     if result is None:
         return _timed_out(tenant, request_id, timeout_s)
-    print(json.dumps(_numbers(result.embedding)) if result.embedding else result.text)
+    print(_shown(result))
     return _exit_code(result)
+
+
+def _shown(result: JobResult) -> str:
+    """The text; an embedding, or the texts of a beam search, the best first, as JSON."""
+    if result.embedding:
+        return json.dumps(_numbers(result.embedding))
+    if result.beams:
+        return json.dumps([beam.text for beam in result.beams], ensure_ascii=False)
+    return result.text
 
 
 def _numbers(embedding: bytes) -> list[float]:

@@ -34,7 +34,9 @@ class EchoEngine(EngineLike):
 
     promises = EnginePromises(
         continues_sampling=True,
-        unsupported=frozenset({"pooling", "n", "grammar", "logprobs", "prompt_logprobs"}),
+        unsupported=frozenset(
+            {"pooling", "n", "grammar", "logprobs", "prompt_logprobs", "use_beam_search"}
+        ),
         grammars=frozenset(),
     )
 

@@ -149,7 +149,7 @@ class _GenerationOrder(BatchOrder):
         )
         response = ResponseReader(accepted, self.gateway.metrics.gaps)
         for job, result in zip(self.jobs, results, strict=True):
-            response.add_choice(_replayed(job, result))
+            response.add_choices(_replayed(job, result))
         renderer = self.prepared.render(response)
         for part in response.read_parts(0.0):
             renderer.add(part)

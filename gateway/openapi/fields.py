@@ -17,6 +17,7 @@ from schemas.responses import GivenItem
 from schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_MIN_TOKENS,
@@ -77,6 +78,7 @@ SAMPLING: dict[str, Schema] = {
     "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
     "min_p": {"minimum": 0, "maximum": 1},
+    "length_penalty": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY},
     "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED},
     "min_tokens": {"minimum": 0, "maximum": MAX_MIN_TOKENS},
     "presence_penalty": {"minimum": -2, "maximum": 2},

@@ -72,7 +72,7 @@ class Admission:
         """Reserve the most that the jobs may need of the caller's limits; the headers say what is
         left. Reserving again is the same as once. Raises what ``Limiter.reserve`` does."""
         num_prompt = sum(map(_num_prompt_tokens, jobs))
-        num_completion = sum(map(_max_completion_tokens, jobs))
+        num_completion = sum(job.max_completion_tokens for job in jobs)
         await self._intake_limits.give_back(reservation_id)
         reservation = await self._limiter.reserve(
             caller,
@@ -83,9 +83,7 @@ class Admission:
             max_tokens=num_completion,
             cost_upper=cost(model.prices, num_prompt, 0, num_completion),
             deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
-            longest_tokens=max(
-                _num_prompt_tokens(job) + _max_completion_tokens(job) for job in jobs
-            ),
+            longest_tokens=max(map(_longest_tokens, jobs)),
         )
         return reservation.headers
 
@@ -122,9 +120,10 @@ def _num_prompt_tokens(job: Job) -> int:
     return len(job.prompt_token_ids or ())
 
 
-def _max_completion_tokens(job: Job) -> int:
-    """An embedding has no completion."""
-    return 0 if job.pooling is not None else job.sampling.max_tokens or 0
+def _longest_tokens(job: Job) -> int:
+    """Of the prompt and one completion; an embedding has none."""
+    num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
+    return _num_prompt_tokens(job) + num_completion
 
 
 def _price(model: ServedModelLike, usage: Usage) -> Decimal:

@@ -60,6 +60,11 @@ def grammar_of(request: GenerationFields) -> AskedGrammar | None:
     return None if grammar is None else AskedGrammar(grammar, field)
 
 
+def grammar_field(request: GenerationFields) -> str | None:
+    """The field by which a request asks for a grammar, if it does. Raises ParameterError."""
+    return next((field for field, _ in _asked(request)), None)
+
+
 def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
     """Each grammar with the field that asks for it."""
     if isinstance(request, ChatFields | CompletionRequest):

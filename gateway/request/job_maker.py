@@ -34,7 +34,7 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         request_id=request_id,
         model=request.model,
         prompt_token_ids=(),
-        sampling=replace(_of_one_choice(request.sampling), reasoning=state.reasoning),
+        sampling=replace(_of_one_job(request.sampling), reasoning=state.reasoning),
         reply=state.origin,
         batch_frames=True,
         store_result=state.keep_result,
@@ -92,13 +92,14 @@ class JobMaker:
     async def jobs(
         self, base: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> list[Job]:
-        """One for each choice of each prompt, ready for a worker. Choices differ in their seeds
-        only; ``base`` says everything that is not in the ask, and the request's id."""
+        """One for each choice of each prompt, ready for a worker; for all that a beam search finds
+        there is one. Choices differ in their seeds only; ``base`` says everything that is not in
+        the ask, and the request's id."""
         jobs: list[Job] = []
         for job in _with_each_prompt(base, request):
             first = await self.prepare(job, request, model, caller)
             seed = first.sampling.seed or 0
-            for choice in range(request.sampling.n):
+            for choice in range(request.jobs_per_prompt):
                 if not jobs:
                     jobs.append(first)  # it has the request's own id already
                     continue
@@ -178,7 +179,7 @@ def prompt_token_ids(jobs: Sequence[Job], request: GenerationRequest) -> PromptT
     """Of each prompt of the request that ``jobs`` are of, if they are to be told."""
     if not request.tells_token_ids:
         return ()
-    return tuple(job.prompt_token_ids or () for job in jobs[:: request.sampling.n])
+    return tuple(job.prompt_token_ids or () for job in jobs[:: request.jobs_per_prompt])
 
 
 def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
@@ -192,8 +193,8 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 def _sampling(
     request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
 ) -> SamplingOptions:
-    """What one choice is drawn with; a call that is demanded is a grammar."""
-    sampling = _of_one_choice(request.sampling)
+    """What one job is drawn with; a call that is demanded is a grammar."""
+    sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling
     grammar = call_grammar(
@@ -210,8 +211,9 @@ def _prepared(
     return model.prepare(job, seed_source)
 
 
-def _of_one_choice(sampling: SamplingOptions) -> SamplingOptions:
-    return sampling if sampling.n == 1 else replace(sampling, n=1)
+def _of_one_job(sampling: SamplingOptions) -> SamplingOptions:
+    is_one = sampling.n == sampling.num_answers
+    return sampling if is_one else replace(sampling, n=1)
 
 
 def _within_context(job: Job, wanted: int | None, context_tokens: int) -> Job:

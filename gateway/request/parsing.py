@@ -9,6 +9,7 @@ import msgspec
 
 from gateway.errors import InvalidJsonError
 from gateway.generation_request import GenerationRequest
+from gateway.request.beam_fields import check_beam_search
 from gateway.request.grammar_fields import grammar_of
 from gateway.request.message_fields import (
     NOTHING,
@@ -56,8 +57,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1.0),
     "documents": NOTHING,
 }
 
@@ -129,8 +128,12 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
 
 def parse_generate(message: Generate) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
-    if message.prompt_logprobs is not None:
-        raise ParameterError("prompt_logprobs", "prompt_logprobs does not go over a WebSocket.")
+    for name, given in (
+        ("prompt_logprobs", message.prompt_logprobs is not None),
+        ("use_beam_search", message.use_beam_search),
+    ):
+        if given:
+            raise ParameterError(name, f"{name} does not go over a WebSocket.")
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
@@ -245,6 +248,7 @@ def _sampling(
     request: GenerationFields, logprobs: int | None, default_max_tokens: int | None
 ) -> SamplingOptions:
     stop = request.stop or ()
+    check_beam_search(request)
     if request.allowed_token_ids == ():
         raise ParameterError("allowed_token_ids", "allowed_token_ids must not be empty.")
     given = {
@@ -270,6 +274,8 @@ def _sampling(
         "logprobs": logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "n": request.n,
+        "use_beam_search": request.use_beam_search,
+        "length_penalty": request.length_penalty,
     }
     if isinstance(request, ChatFields):
         given["max_reasoning_tokens"] = _budget(request)

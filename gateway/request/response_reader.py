@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from gateway.errors import Refusal, refusal_of_end
 from gateway.generation_request import GenerationRequest
 from gateway.models import ServedModelLike
 from gateway.request.index import PromptTokenIds, RequestState
+from gateway.streams.beam_choice import BeamChoice
 from gateway.streams.choice import Choice
 from gateway.streams.parts import Part
 from gateway.streams.stream import OpenStream
@@ -74,21 +76,34 @@ class ResponseReader:
         self.refusal: Refusal | None = None
         self._gaps = gaps
 
-    def add_choice(self, stream: OpenStream, from_index: int = 0) -> None:
-        """The next choice, which is read from ``stream``."""
+    @property
+    def num_jobs(self) -> int:
+        """How many jobs its first rounds are."""
+        return len(self.choices) // self.request.sampling.num_answers
+
+    def add_choices(self, stream: OpenStream, from_indices: Sequence[int] = ()) -> None:
+        """The next choices, which are read from ``stream``: one, or all answers of a beam search;
+        ``from_indices`` are theirs, or all 0."""
         request = self.request
         mode = request.tool_choice.mode
         has_tools = bool(request.tools or self.own_tools) and mode is not ToolMode.NONE
         tool_format = self.model.tool_format if has_tools else None
         ends = _end_token_ids(self.model, request.sampling)
         number = len(self.choices)
+        if request.sampling.use_beam_search:
+            indices = from_indices or (0,) * request.sampling.n
+            self.choices += [
+                BeamChoice(number + beam, beam, stream, tool_format, index, tools=self.tools)
+                for beam, index in enumerate(indices)
+            ]
+            return
         self.choices.append(
             Choice(
                 number,
                 stream,
                 tool_format,
                 self.own_tools,
-                from_index,
+                from_indices[0] if from_indices else 0,
                 ends,
                 tools=self.tools,
                 must_call=mode in (ToolMode.REQUIRED, ToolMode.NAMED),

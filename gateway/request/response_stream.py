@@ -283,7 +283,7 @@ class ResponseStream(ResponseReader):
             context.admission.settle(stream.request_id, self.model, [usage])
         else:
             self._settled.append(usage)
-            if len(self._settled) == len(self.choices):
+            if len(self._settled) == self.num_jobs:
                 context.admission.settle(self.request_id, self.model, self._settled)
         if all(choice.stream.ended and not choice.runs_tools for choice in self.choices):
             context.responses.remove(self)

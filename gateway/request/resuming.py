@@ -103,12 +103,14 @@ class Resuming:
         # Those of rounds that are still to be read.
         history.keep(request_id, statistics)
         response = ResponseStream(self._context, accepted, first_indices=next_indices, owner=owner)
-        for index, next_index in enumerate(next_indices):
+        for index, own in enumerate(_by_job(state, next_indices)):
             job = job_of(state, job_id(request_id, index, 0), keep_transcript=keep_transcript)
-            stream = self._streams.take_over(job, client, response, next_index)
+            # What a beam search found comes as a whole, or not at all.
+            from_index = 0 if job.sampling.use_beam_search else own[0]
+            stream = self._streams.take_over(job, client, response, from_index)
             if job.request_id in statistics:
                 continue_statistics(stream, statistics[job.request_id], self._clock)
-            response.add_choice(stream, next_index)
+            response.add_choices(stream, own)
         responses.add(response, replace(state, holder=self._gateway_id))
         try:
             await self._follow(response, state, is_dead=is_dead)
@@ -154,9 +156,9 @@ class Resuming:
         )
         is_here = self._context.responses.get(request_id) is not None
         is_foreign = None if is_here else state.origin != self._gateway_id
-        for index in range(len(indices)):
+        for index in range(_num_jobs(state)):
             job = job_of(state, job_id(request_id, index, 0), keep_transcript=False)
-            response.add_choice(self._streams.copy(job, client, response, is_foreign=is_foreign))
+            response.add_choices(self._streams.copy(job, client, response, is_foreign=is_foreign))
         self._context.responses.copies.add(response)
         return response
 
@@ -215,7 +217,7 @@ class Resuming:
             return {}
         return {
             job_id(state.request_id, index, 0): DeliveryStatistics(received_ns=state.created_ns)
-            for index in range(len(next_indices))
+            for index in range(_num_jobs(state))
         }
 
     async def _state_of(self, caller: Caller, request_id: str) -> RequestState:
@@ -234,6 +236,16 @@ class Resuming:
             )
         except (MillraceError, TimeoutError):
             return None
+
+
+def _by_job(state: RequestState, of_choices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What is said of each choice, by the jobs that they are of."""
+    size = state.request.sampling.num_answers
+    return [of_choices[start : start + size] for start in range(0, len(of_choices), size)]
+
+
+def _num_jobs(state: RequestState) -> int:
+    return _num_choices(state) // state.request.sampling.num_answers
 
 
 def _num_choices(state: RequestState) -> int:

@@ -104,7 +104,7 @@ class RequestSubmitter:
                 context.streams.open(job, requester.client, received_s, response) for job in jobs
             ]
             for stream in streams:
-                response.add_choice(stream)
+                response.add_choices(stream)
             # Nobody can attach to what may yet be refused.
             context.responses.add(response, None)
             try:

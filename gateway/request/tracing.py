@@ -215,7 +215,7 @@ class RequestTrace:
         reasons = tuple(choice.reason for choice in response.choices if choice.reason)
         if reasons:
             self._attributes["gen_ai.response.finish_reasons"] = reasons
-        streams = [choice.stream for choice in response.choices]
+        streams = list(dict.fromkeys(choice.stream for choice in response.choices))
         self._attributes["millrace.runs"] = sum(stream.reader.num_epochs for stream in streams)
         firsts_s = [stream.delivery.first_token_s for stream in streams]
         known_s = [first_s for first_s in firsts_s if first_s is not None]

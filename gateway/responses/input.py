@@ -217,6 +217,11 @@ def generation_request_of(
     request: ResponsesRequest, messages: tuple[Message, ...]
 ) -> GenerationRequest:
     """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
+    if request.use_beam_search:
+        raise ParameterError(
+            "use_beam_search",
+            "use_beam_search goes with chat completions and completions; leave it out.",
+        )
     try:
         parsed = parse_chat(_chat_request(request, messages))
     except ParameterError as error:

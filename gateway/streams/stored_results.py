@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import msgspec
 
 from schemas.frames import (
+    Beam,
+    BeamEnd,
     Cancelled,
     Delta,
     Done,
@@ -20,7 +22,7 @@ from schemas.frames import (
     TerminalFrame,
     Usage,
 )
-from schemas.jobs import JobResult
+from schemas.jobs import BeamResult, JobResult
 from schemas.records import Status
 
 UNKNOWN_TOKEN_ID = -1
@@ -36,6 +38,9 @@ def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
         yield PromptLogprobs(epoch=epoch, logprobs=result.prompt_logprobs)
     if result.embedding:
         yield Embedding(epoch=epoch, values=result.embedding)
+    for number, beam in enumerate(result.beams):
+        ids = beam.token_ids or (UNKNOWN_TOKEN_ID,) * beam.num_tokens
+        yield Beam(epoch=epoch, beam=number, token_ids=ids, text=beam.text)
     if token_ids:
         yield Delta(
             epoch=epoch,
@@ -59,6 +64,7 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
                 finish_reason=result.finish_reason,
                 stop_reason=result.stop_reason,
                 num_tokens=num_tokens,
+                beams=tuple(map(_end_of_beam, result.beams)),
             )
         case Status.CANCELLED:
             return Cancelled(epoch=epoch, num_tokens=num_tokens)
@@ -68,6 +74,10 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
             return Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
         case _:
             return Failed(epoch=epoch, code=result.error_code, message=result.error_message)
+
+
+def _end_of_beam(beam: BeamResult) -> BeamEnd:
+    return BeamEnd(**{name: getattr(beam, name) for name in BeamEnd.__struct_fields__})
 
 
 def _token_ids(result: JobResult) -> tuple[int, ...]:

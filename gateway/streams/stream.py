@@ -160,6 +160,15 @@ class OpenStream:
             delivery.last_token_s = now_s
         return progress
 
+    def note_delivered(self, num_tokens: int, now_s: float) -> None:
+        """The client is given so many tokens that were not read one by one."""
+        if self.phase is _ATTACHED:
+            delivery = self.delivery
+            delivery.num_delivered += num_tokens
+            if delivery.first_token_s is None:
+                delivery.first_token_s = now_s
+            delivery.last_token_s = now_s
+
     def change_client(self, client: Client) -> None:
         """What waits, and all that comes, is for ``client`` from now on."""
         self.client.pending_bytes -= self.reader.pending_bytes

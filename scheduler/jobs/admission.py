@@ -99,7 +99,7 @@ class JobAdmission:
     async def _reserve(self, reservation_id: str, job: Job, now_ns: int) -> bool:
         """Whether it was set aside within this process, as Redis is unreachable."""
         num_prompt_tokens = len(job.prompt_token_ids or ())
-        max_tokens = 0 if job.pooling is not None else job.sampling.max_tokens or 0
+        max_tokens = job.max_completion_tokens
         lapse_s = _LAPSE_S
         if job.deadline_ns is not None:
             lapse_s = max((job.deadline_ns - now_ns) / _NS_PER_S, _SHORTEST_LAPSE_S)

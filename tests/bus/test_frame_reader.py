@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from bus.frame_reader import Outcome, StreamReader
 from schemas.frames import (
+    Beam,
+    BeamEnd,
     Cancelled,
     Delta,
     Done,
@@ -200,3 +202,43 @@ def test_an_end_waits_for_the_embedding() -> None:
     assert reader.feed(done) is Outcome.GAP
     assert reader.feed(Embedding(values=b"\0" * 8)) is Outcome.END
     assert reader.embedding == b"\0" * 8
+
+
+def beam_frames(texts: list[str], epoch: int) -> list[Frame]:
+    """What a worker sends of a beam search with these answers, two tokens a frame."""
+    frames: list[Frame] = [Started(worker_id="w", epoch=epoch)]
+    for beam, text in enumerate(texts):
+        for index in range(0, len(text), 2):
+            part = text[index : index + 2]
+            ids = tuple(map(ord, part))
+            frames.append(Beam(beam=beam, index=index, token_ids=ids, text=part, epoch=epoch))
+    ends = tuple(BeamEnd(num_tokens=len(text), finish_reason=FinishReason.STOP) for text in texts)
+    frames.append(Usage(completion_tokens=sum(map(len, texts)), epoch=epoch))
+    frames.append(Done(finish_reason=FinishReason.STOP, num_tokens=0, beams=ends, epoch=epoch))
+    return frames
+
+
+@given(
+    former=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3),
+    texts=st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3),
+    num_former=st.integers(0, 8),
+    data=st.data(),
+)
+def test_beams_are_those_of_the_last_attempt_whatever_happens_to_frames(
+    former: list[str], texts: list[str], num_former: int, data: st.DataObject
+) -> None:
+    reader = StreamReader()
+    # All of the first but its end may have come.
+    for frame in beam_frames(former, 0)[:-1][:num_former]:
+        reader.feed(frame)
+    sent = beam_frames(texts, 1)
+    for frame in data.draw(st.lists(st.sampled_from(sent), max_size=20)):
+        reader.feed(frame)
+    for frame in beam_frames(former, 0):  # an attempt that was given up lives
+        assert reader.epoch == 0 or reader.feed(frame) is Outcome.NOTHING
+    for frame in sent:
+        reader.feed(frame)
+    assert [beam.text for beam in reader.beams] == texts
+    assert [beam.token_ids for beam in reader.beams] == [list(map(ord, text)) for text in texts]
+    assert isinstance(reader.terminal, Done)
+    assert reader.next_index == 0

@@ -16,7 +16,7 @@ from cli.requests.answers import StreamPrinter
 from schemas.config import NatsConfig
 from schemas.control import Replay, WorkerCommand, WorkerReply
 from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame, Started, Usage
-from schemas.jobs import Job, JobResult
+from schemas.jobs import BeamResult, Job, JobResult
 from tests.support.model_queue import pull_one
 from tests.support.waiting import eventually
 
@@ -81,6 +81,19 @@ async def test_an_embedding_is_printed_as_numbers(
     )
     assert await millrace("result", "e1", nats_url=nats_config.url) == 0
     assert capsys.readouterr().out == "[0.5, -2.0, 0.25]\n"
+
+
+async def test_the_answers_of_a_beam_search_are_printed_as_a_list(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beams = tuple(
+        BeamResult(num_tokens=1, finish_reason=FinishReason.STOP, text=text) for text in ("你", "b")
+    )
+    await bus.results.store(
+        JobResult(request_id="b1", tenant="local", model="m", status="done", beams=beams)
+    )
+    assert await millrace("result", "b1", nats_url=nats_config.url) == 0
+    assert capsys.readouterr().out == '["你", "b"]\n'
 
 
 async def test_leave_and_come_back(

@@ -20,10 +20,10 @@ from gateway.api.classify import ROUTE as CLASSIFY_ROUTE
 from gateway.openapi import document as openapi
 from gateway.openapi.fields import FIELDS, SAMPLING
 from gateway.openapi.operations import OPERATIONS
-from gateway.request.parsing import decode, parse_chat, parse_generate
+from gateway.request.parsing import decode, parse_chat, parse_completion, parse_generate
 from schemas.chat.messages import MESSAGE_OF_ROLE
 from schemas.errors import ParameterError
-from schemas.openai import ChatCompletionRequest
+from schemas.openai import ChatCompletionRequest, CompletionRequest
 from schemas.websocket import SUBPROTOCOL, Generate
 from tests.support.running_gateway import MODEL, RunningGateway
 
@@ -127,15 +127,22 @@ def test_operations_have_names_of_their_own() -> None:
 def test_ranges_are_those_of_sampling(name: str) -> None:
     """What the document allows at its edges is taken, and what is beyond them is not."""
     bounds = SAMPLING[name]
-    message: Json = {"id": "a", "model": MODEL, "prompt": "x"}
+
+    def parse(value: float) -> None:
+        if name == "length_penalty":  # goes only with what goes over no WebSocket
+            asked: Json = {"use_beam_search": True, name: value}
+            parse_completion(CompletionRequest(model=MODEL, prompt="x", **asked))
+        else:
+            parse_generate(Generate(id="a", model=MODEL, prompt="x", **{name: value}))  # type: ignore[arg-type]
+
     for key, beyond in (("minimum", -0.001), ("maximum", 0.001)):
         if key in bounds:
-            parse_generate(Generate(**message, **{name: bounds[key]}))
+            parse(bounds[key])
             with pytest.raises(ParameterError):
-                parse_generate(Generate(**message, **{name: bounds[key] + beyond}))
+                parse(bounds[key] + beyond)
     if "exclusiveMinimum" in bounds:
         with pytest.raises(ParameterError):
-            parse_generate(Generate(**message, **{name: bounds["exclusiveMinimum"]}))
+            parse(bounds["exclusiveMinimum"])
 
 
 def test_tiers_are_those_that_are_taken() -> None:

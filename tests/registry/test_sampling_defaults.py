@@ -93,6 +93,20 @@ def test_every_door_has_the_same_defaults(path: Path) -> None:
     assert sampled(served, parse_completion(completion).sampling) == ALL | {"max_tokens": 16}
 
 
+def test_a_beam_search_is_not_sampled_as_recommended(path: Path) -> None:
+    served = load(path)
+    plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for door in (chat, published):
+        beams = door(use_beam_search=True, n=3)
+        assert sampled(served, beams) == plain | {"max_tokens": ALL["max_tokens"]}
+        warmer = door(use_beam_search=True, temperature=0.5)
+        assert sampled(served, warmer)["temperature"] == 0.5
+        job = Job(request_id="r", model="tiny", prompt="mill", sampling=beams)
+        ready = served.prepare(job, random.Random(1))
+        assert (ready.sampling.n, ready.max_completion_tokens) == (3, 3 * ALL["max_tokens"])
+        assert served.prepare(ready, random.Random(2)) == ready
+
+
 def test_generate_draws_as_if_they_had_been_asked_for(path: Path, tmp_path: Path) -> None:
     prompt = {"prompt": "mill wheel", "seed": 3, "ignore_eos": True}
     code, answers = generate(tmp_path, path, [prompt, prompt | ALL, prompt | {"temperature": 0}])

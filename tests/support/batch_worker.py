@@ -9,7 +9,7 @@ from collections import Counter
 from bus.api import Bus
 from bus.job_queue import LeasedJob
 from schemas.frames import FinishReason, Usage
-from schemas.jobs import Job, JobResult
+from schemas.jobs import BeamResult, Job, JobResult
 from schemas.records import Status
 from tests.support.echo_worker import EchoWorker, embedding_of
 
@@ -65,6 +65,11 @@ class BatchWorker(EchoWorker):
             usage = Usage(prompt_tokens=num_prompt)
             return result_of(job, Status.DONE, embedding=embedding_of(job), usage=usage)
         texts = list(self.script(job))[: job.sampling.max_tokens]
+        if job.sampling.use_beam_search:
+            beams = _beams(texts, job.sampling.n)
+            num_tokens = sum(beam.num_tokens for beam in beams)
+            usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens)
+            return result_of(job, Status.DONE, beams=beams, usage=usage)
         return result_of(
             job,
             Status.DONE,
@@ -73,6 +78,18 @@ class BatchWorker(EchoWorker):
             text_ends=tuple(itertools.accumulate(map(len, texts))),
             usage=Usage(prompt_tokens=num_prompt, completion_tokens=len(texts)),
         )
+
+
+def _beams(texts: list[str], width: int) -> tuple[BeamResult, ...]:
+    """The text, then without its last token, and so on; ids are too many to be stored."""
+    return tuple(
+        BeamResult(
+            num_tokens=len(texts) - less,
+            finish_reason=FinishReason.STOP,
+            text="".join(texts[: len(texts) - less]),
+        )
+        for less in range(width)
+    )
 
 
 def result_of(
@@ -86,6 +103,7 @@ def result_of(
     text_ends: tuple[int, ...] = (),
     embedding: bytes = b"",
     usage: Usage | None = None,
+    beams: tuple[BeamResult, ...] = (),
 ) -> JobResult:
     """What is stored of a job."""
     return JobResult(
@@ -99,6 +117,7 @@ def result_of(
         embedding=embedding,
         finish_reason=FinishReason.STOP if status is Status.DONE else None,
         usage=usage,
+        beams=beams,
         error_code=code,
         error_message=message,
     )

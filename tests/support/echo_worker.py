@@ -21,6 +21,8 @@ from runtime.clock import Clock, SystemClock
 from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from schemas.errors import BusUnavailableError
 from schemas.frames import (
+    Beam,
+    BeamEnd,
     Cancelled,
     Delta,
     Done,
@@ -32,7 +34,7 @@ from schemas.frames import (
     TokenLogprob,
     Usage,
 )
-from schemas.jobs import Job, JobResult
+from schemas.jobs import BeamResult, Job, JobResult
 from schemas.pooling import Pooling
 from schemas.records import Status
 from tests.support.model_queue import ModelQueue
@@ -175,6 +177,9 @@ class EchoWorker:
         if job.pooling is not None:
             await self._embed(job)
             return
+        if job.sampling.use_beam_search:
+            await self._search(job)
+            return
         num_prompt_top = job.sampling.prompt_logprobs
         if num_prompt_top is not None:
             # Their bytes are their ranks, so that those beyond the alternatives can be told.
@@ -213,6 +218,38 @@ class EchoWorker:
             epoch=epoch,
         )
         await self._send(job, done)
+
+    async def _search(self, job: Job) -> None:
+        """A beam search finds what the script says, and then that with more and more marks."""
+        await self.gate.wait()
+        whole, limit, epoch = self.script(job), job.sampling.max_tokens, self.epoch
+        ends: list[BeamEnd] = []
+        for beam in range(job.sampling.n):
+            texts = [*whole, *"!" * beam][:limit]
+            ids = tuple(range(100 * beam, 100 * beam + len(texts)))
+            for part in (slice(1), slice(1, None)):
+                await self._send(
+                    job,
+                    Beam(
+                        beam=beam,
+                        index=part.start or 0,
+                        token_ids=ids[part],
+                        text="".join(texts[part]),
+                        epoch=epoch,
+                    ),
+                )
+            is_cut = len(whole) + beam > len(texts)
+            reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+            stop = None if is_cut or beam == 0 else beam
+            ends.append(BeamEnd(num_tokens=len(texts), finish_reason=reason, stop_reason=stop))
+        num_prompt = len(job.prompt_token_ids or ())
+        num_tokens = sum(end.num_tokens for end in ends)
+        usage = Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, epoch=epoch)
+        await self._send(job, usage)
+        best = ends[0].finish_reason
+        await self._send(
+            job, Done(finish_reason=best, num_tokens=0, beams=tuple(ends), epoch=epoch)
+        )
 
     async def _embed(self, job: Job) -> None:
         await self.gate.wait()
@@ -258,6 +295,7 @@ class EchoWorker:
                 text=text,
                 token_ids=token_ids,
                 text_ends=tuple(itertools.accumulate(len(delta.text) for delta in deltas)),
+                beams=_results_of(frames),
                 finish_reason=next(f.finish_reason for f in frames if isinstance(f, Done)),
                 stop_reason=self.stop_reason,
                 usage=next(frame for frame in frames if isinstance(frame, Usage)),
@@ -285,6 +323,22 @@ class EchoWorker:
             command.reply, [(command.request_id, frame) for frame in frames], batch=True
         )
         return WorkerReply(ok=True)
+
+
+def _results_of(frames: Sequence[Frame]) -> tuple[BeamResult, ...]:
+    """The answers of a beam search."""
+    ends = next(frame.beams for frame in frames if isinstance(frame, Done))
+    results: list[BeamResult] = []
+    for beam, end in enumerate(ends):
+        parts = [frame for frame in frames if isinstance(frame, Beam) and frame.beam == beam]
+        results.append(
+            BeamResult(
+                **msgspec.structs.asdict(end),
+                text="".join(part.text for part in parts),
+                token_ids=tuple(token for part in parts for token in part.token_ids),
+            )
+        )
+    return tuple(results)
 
 
 def _with_logprobs(job: Job, delta: Delta) -> Delta:

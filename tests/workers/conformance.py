@@ -46,6 +46,7 @@ _REFUSED: dict[str, Any] = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "n": 2,
+    "use_beam_search": True,
     "grammar": Grammar(kind=GrammarKind.JSON_OBJECT),
 }
 

@@ -17,6 +17,7 @@ from schemas.config import EngineConfig
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason
 from schemas.sampling import MAX_SEED
+from workers.engine.beams.group import charged_together
 from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from workers.engine.executor import Executor
@@ -30,6 +31,7 @@ from workers.engine.outputs import as_millrace_error, finished_output, refusal, 
 from workers.engine.runners import Runner, load_runner
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.scheduling.admission import (
+    check_beams,
     check_config,
     check_kind,
     finished_before,
@@ -173,6 +175,7 @@ class Engine:
                 has_head=self._runner.config.has_head,
                 has_labels=self._runner.config.classifier is not None,
             )
+            check_beams(request, vocab_size=self._runner.config.vocab_size)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._runner.config.vocab_size,
@@ -202,7 +205,7 @@ class Engine:
                 _log.exception("a request could not be prepared for sampling")
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
-        self._num_arrived += len(group)
+        self._num_arrived += request.sampling.n
         if request.sampling.is_guided:
             self._grammars.submit(group)
         self._live.add(group)
@@ -218,7 +221,8 @@ class Engine:
     def _drop_request(self, request_id: str) -> bool:
         """Whether any of its sequences was live."""
         cancelled = self._live.cancel(request_id)
-        self._owing += cancelled
+        is_search = bool(cancelled) and cancelled[0].beams is not None
+        self._owing += cancelled[:1] if is_search else cancelled
         if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
         return bool(cancelled)
@@ -236,7 +240,9 @@ class Engine:
                 else:
                     times.append(_device_time(sequence, over=True))
         if live:
-            times += [_device_time(sequence) for sequence in self._live if sequence.device_s]
+            times += [
+                _device_time(sequence) for sequence in self._live.charged() if _device_us(sequence)
+            ]
         return times
 
     def step(self) -> list[EngineOutput]:
@@ -277,14 +283,14 @@ class Engine:
         self, ended: list[tuple[int, Sequence]], outputs: list[EngineOutput]
     ) -> None:
         """Put the device time of sequences that ended in this step into their last outputs."""
-        sequences = {sequence for _, sequence in ended}
+        sequences = {one for _, sequence in ended for one in charged_together(sequence)}
         may_owe = not self._executor.exempt_ended(sequences)
         for index, sequence in ended:
             owes = may_owe and self._executor.is_in_flight(sequence)
             if owes:
                 self._owing.append(sequence)
             outputs[index] = msgspec.structs.replace(
-                outputs[index], device_us=sequence.device_s * _US_PER_S, owes=owes
+                outputs[index], device_us=_device_us(sequence), owes=owes
             )
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
@@ -355,5 +361,11 @@ def _device_work(runner: Runner) -> DeviceWork:
 
 
 def _device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:
-    device_us = sequence.device_s * _US_PER_S
-    return DeviceTime(sequence.request_id, sequence.choice, device_us, over)
+    choice = sequence.choice if sequence.beams is None else 0
+    return DeviceTime(sequence.request_id, choice, _device_us(sequence), over)
+
+
+def _device_us(sequence: Sequence) -> float:
+    """Of a beam what its whole search took."""
+    taken = sequence if sequence.beams is None else sequence.beams
+    return float(taken.device_s) * _US_PER_S

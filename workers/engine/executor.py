@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+from workers.engine.beams.group import charged_together
 from workers.engine.device.meter import DeviceMeter
 from workers.engine.device.work import DeviceWork
 from workers.engine.grammar.grammars import Grammars
@@ -118,8 +119,11 @@ class Executor:
         self.meter.charge(pending.plan, pending.weights, self._monotonic())
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight computes tokens of it."""
-        return self._unread is not None and sequence in map(_sequence, self._unread.plan)
+        """Whether the step in flight computes tokens of it, or of a beam of its search."""
+        if self._unread is None:
+            return False
+        in_flight = set(map(_sequence, self._unread.plan))
+        return not in_flight.isdisjoint(charged_together(sequence))
 
     def exempt_ended(self, ended: Collection[Sequence]) -> bool:
         """Charge the step in flight to the sequences that have not ended; False if there are
@@ -225,7 +229,7 @@ class Executor:
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
-        one at their end, whose token is unread."""
+        one at their end, whose token is unread, and beams that are held."""
         unread: set[Sequence] = set()
         if self._unread is not None:
             for sequence, place in zip(
@@ -239,7 +243,9 @@ class Executor:
                     unread.add(sequence)
         for sequence in live:
             has_any = UNREAD_TOKEN in sequence.token_ids
-            assert has_any == (sequence in unread), "a placeholder is without its step"
+            assert has_any == (sequence in unread or sequence.is_held), (
+                "a placeholder is without its step"
+            )
 
 
 def _read(step: InFlightStep) -> ChosenTokens | Exception:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from schemas.errors import MillraceError
-from workers.engine.outputs import error_output
+from workers.engine.beams.group import BeamGroup
+from workers.engine.outputs import beam_failure, beam_outputs, error_output
 from workers.engine.sampling.sampler import Sampler
 from workers.engine.scheduling.planner import Planner
 from workers.engine.sequence import Sequence, SequenceState
@@ -34,6 +35,33 @@ class LiveRequests:
         self._groups[group[0].request_id] = list(group)
         self._planner.add(group[0])
 
+    def charged(self) -> Iterator[Sequence]:
+        """Those whose device times are reported: the first beam stands for all of its search."""
+        for group in self._groups.values():
+            yield from group if group[0].beams is None else group[:1]
+
+    def add_beam(self, sequence: Sequence) -> None:
+        """A beam goes on as two; the planner has the new one."""
+        self._groups[sequence.request_id].append(sequence)
+
+    def drop_beam(self, sequence: Sequence) -> None:
+        """A beam does not go on, but others of its search do."""
+        self._groups[sequence.request_id].remove(sequence)
+        self._release(sequence)
+
+    def finish_search(self, group: BeamGroup, outputs: list[EngineOutput]) -> None:
+        """A beam search ends with its answers."""
+        self._end_search(group, beam_outputs(group), outputs)
+
+    def _end_search(
+        self, group: BeamGroup, last: list[EngineOutput], outputs: list[EngineOutput]
+    ) -> None:
+        """A beam search ends with its ``last`` outputs, of which the first says what it took."""
+        self._ended.append((len(outputs), group.first))
+        outputs += last
+        for sequence in self.cancel(group.request.request_id):
+            assert sequence.beams is group
+
     def cancel(self, request_id: str) -> list[Sequence]:
         """Remove a request in any state; returns its sequences."""
         group = self._groups.pop(request_id, [])
@@ -51,8 +79,14 @@ class LiveRequests:
         self._release(sequence)
 
     def fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
-        """End a sequence, and those that wait for its prompt, with an error."""
+        """End a sequence, and those that wait for its prompt, with an error; a beam's whole search
+        ends with it."""
         sequence.contents_finite = False  # nobody has looked at what it computed last
+        if sequence.beams is not None:
+            for beam in sequence.beams.members:  # nor at what the others did
+                beam.contents_finite = False
+            self._end_search(sequence.beams, beam_failure(sequence.beams, error), outputs)
+            return
         for ended in (sequence, *sequence.forks):
             outputs.append(error_output(ended, error))
             self.finish(ended, outputs)
@@ -73,6 +107,11 @@ class LiveRequests:
         forming = {fork for sequence in live for fork in sequence.forks}
         assert self._planner.num_live == len(live) - len(forming)
         assert forming.issubset(live)
+        for group in self._groups.values():
+            beams = group[0].beams
+            if beams is not None:
+                beams.check_integrity()
+                assert set(group) == set(beams.members)
         for sequence in live:
             assert (sequence.state is SequenceState.FORMING) == (sequence in forming)
             assert sequence.state is not SequenceState.FINISHED

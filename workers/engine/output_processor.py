@@ -11,6 +11,8 @@ import torch
 
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.beam_processor import BeamProcessor
+from workers.engine.beams.group import BeamGroup
 from workers.engine.grammar.grammars import Grammars
 from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens
 from workers.engine.kv.cache import KVCache
@@ -28,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _forks = attrgetter("forks")
 _matcher = attrgetter("matcher")
+_beams = attrgetter("beams")
 
 
 class Chunk(NamedTuple):
@@ -58,6 +61,7 @@ class OutputProcessor:
         self._sampler = sampler
         self._grammars = grammars
         self._live = live
+        self._beams = BeamProcessor(planner, live)
 
     def fail_sequence(
         self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]
@@ -101,6 +105,8 @@ class OutputProcessor:
             return
         for (sequence, _, end), table in zip(here, tables, strict=True):
             flags = [next(finite) for _ in table]
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # another beam of its search has failed
             if all(flags):
                 self._tables.cache_full_blocks(sequence, end)
             else:
@@ -167,7 +173,13 @@ class OutputProcessor:
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
         """Sample the next token of each sequence, and the first one of each choice that forks."""
-        index = [i for i, s in enumerate(computed) if s.state is SequenceState.RUNNING]
+        if any(map(_beams, computed)):
+            self._add_beams(computed, logits, outputs)
+        index = [
+            i
+            for i, s in enumerate(computed)
+            if s.state is SequenceState.RUNNING and s.beams is None
+        ]
         sequences = [computed[i] for i in index]
         if any(map(_forks, sequences)):
             index = [i for i in index for _ in range(1 + len(computed[i].forks))]
@@ -192,6 +204,23 @@ class OutputProcessor:
                 self._live.fail(sequence, outcome, outputs)
             else:
                 self._append(sequence, outcome, logprob, outputs)
+
+    def _add_beams(
+        self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+    ) -> None:
+        """Give each beam search its rows of the logits."""
+        rows: dict[BeamGroup, list[int]] = {}
+        for row, sequence in enumerate(computed):
+            if sequence.beams is not None:
+                rows.setdefault(sequence.beams, []).append(row)
+        for own in rows.values():
+            sequences = [computed[row] for row in own]
+            if sequences[0].state is not SequenceState.RUNNING:
+                continue  # they end together
+            try:
+                self._beams.add(sequences, logits[own], outputs)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one search only)
+                self.fail_sequence(sequences[0], error, outputs)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
         """Fork the choices that waited for the parent's prompt; returns them behind the parent."""

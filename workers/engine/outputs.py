@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from schemas.errors import MillraceError
 from schemas.frames import FinishReason, TokenLogprob
+from workers.engine.beams.group import BeamGroup
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -74,6 +77,52 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
         num_preemptions=sequence.num_preemptions,
         **result,
     )
+
+
+def beam_outputs(group: BeamGroup) -> list[EngineOutput]:
+    """The answers of a search that is over, one for each choice."""
+    assert len(group.search.answers) == group.search.width, "a choice has no answer"
+    outputs = [
+        EngineOutput(
+            request_id=group.request.request_id,
+            choice=choice,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            cumulative_logprob=answer.logprob,
+        )
+        for choice, answer in enumerate(group.search.answers)
+    ]
+    return _with_beginning(group, outputs)
+
+
+def beam_failure(group: BeamGroup, error: MillraceError) -> list[EngineOutput]:
+    """The search ends with ``error``, which every choice is told."""
+    outputs = [
+        EngineOutput(
+            request_id=group.request.request_id, choice=choice, error=(error.code, error.message)
+        )
+        for choice in range(group.search.width)
+    ]
+    return _with_beginning(group, outputs)
+
+
+def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    """The last outputs of a search. They are the first ones, too, but for that of choice 0 if it
+    has said that the search started."""
+    first = group.first
+    beginning: dict[str, Any] = {
+        "started": True,
+        "queued_s": first.queued_s,
+        "num_cached_tokens": first.num_cached_tokens,
+    }
+    begun = [
+        output
+        if output.choice == 0 and first.started
+        else msgspec.structs.replace(output, **beginning)
+        for output in outputs
+    ]
+    begun[0] = msgspec.structs.replace(begun[0], num_preemptions=group.num_preemptions)
+    return begun
 
 
 def finished_output(request: EngineRequest, finish_reason: FinishReason) -> EngineOutput:

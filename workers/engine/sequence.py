@@ -60,6 +60,7 @@ class Sequence:
     ``tail_shared``, ``num_reserved_blocks`` and ``guaranteed`` are those of ``BlockTables``, which
     allocates the blocks and frees them on preemption and at the end.
 
+    ``beams`` is the beam search that it is a beam of, None for a sequence that is drawn.
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
@@ -69,6 +70,7 @@ class Sequence:
     __slots__ = (
         "added_s",
         "arrival",
+        "beams",
         "block_keys",
         "block_table",
         "choice",
@@ -140,6 +142,7 @@ class Sequence:
         self.added_s = added_s
         self.queued_s = 0.0
         self.device_s = 0.0
+        self.beams: Any = None
         self.sampling_state: Any = None
         self.matcher: Any = None
         self.pooling_state: Any = None
@@ -173,6 +176,11 @@ class Sequence:
     @property
     def has_unread_token(self) -> bool:
         return self.token_ids[-1] == UNREAD_TOKEN
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it is a beam that waits for the others of its search."""
+        return self.beams is not None and self.token_ids[-1] == UNREAD_TOKEN
 
     @property
     def num_read_output_tokens(self) -> int:

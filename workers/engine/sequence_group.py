@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from workers.engine.beams.group import BeamGroup
+from workers.engine.beams.search import BeamSearch
 from workers.engine.sequence import Sequence
 from workers.engine.types import EngineRequest
 from workers.kernels.random_stream import stream_key
@@ -16,10 +18,12 @@ def choice_key(seed: int, choice: int) -> int:
 def make_sequence_group(
     request: EngineRequest, *, arrival: int, seed: int, max_total_tokens: int, added_s: float
 ) -> list[Sequence]:
-    """One sequence for each completion; the first computes the prompt for all of them.
+    """One sequence for each completion; the first computes the prompt for all of them. A beam
+    search begins with the first only.
 
     They take the ``sampling.n`` numbers of arrival from ``arrival`` on.
     """
+    num_sequences = 1 if request.sampling.use_beam_search else request.sampling.n
     choices = [
         Sequence(
             request,
@@ -29,7 +33,15 @@ def make_sequence_group(
             added_s=added_s,
             choice=choice,
         )
-        for choice in range(request.sampling.n)
+        for choice in range(num_sequences)
     ]
+    if request.sampling.use_beam_search:
+        first = choices[0]
+        search = BeamSearch(
+            request.sampling,
+            max_tokens=max_total_tokens - first.num_prompt_tokens,
+            stop_token_ids=first.stop_token_ids,
+        )
+        first.beams = BeamGroup(first, search)
     choices[0].forks = choices[1:]
     return choices

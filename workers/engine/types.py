@@ -17,10 +17,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token has index ``len(output_token_ids)``; they count towards ``sampling.max_tokens``. A higher
     ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
     ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
-    choices; ``output_token_ids`` are taken for one choice only. Blocks of the KV cache are shared
-    between requests of the same ``cache_salt``. With ``pooling`` it asks for the prompt's
-    embedding, or the numbers of its labels, instead of tokens. Whoever added a ``watched`` one may
-    end it at any of its tokens.
+    choices; ``output_token_ids`` are taken for one choice only, and not for a beam search. Blocks
+    of the KV cache are shared between requests of the same ``cache_salt``. With ``pooling`` it asks
+    for the prompt's embedding, or the numbers of its labels, instead of tokens. Whoever added a
+    ``watched`` one may end it at any of its tokens.
     """
 
     request_id: str
@@ -47,7 +47,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     the choice took of the device; ``owes``: a step that it had a part in is not over yet, so a
     ``DeviceTime`` follows. A request is over when each of its choices 0 … n - 1 has had its last
     output, or with one error of choice 0 if it was refused; a cancelled request has no last output,
-    only a ``DeviceTime``. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
+    only a ``DeviceTime``. The choices of a beam search have one output each, all of them with the
+    same step, the best first, with all tokens and their ``cumulative_logprob``; an output without
+    anything says before that that it has chosen its first tokens, and what it took of the device
+    is that of choice 0. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
     1 is the caller's; [num_labels] before any activation, for ``CLASSIFY``) comes in the last
     output of a request with ``pooling``, which makes no tokens. ``resampled``: from here on other
     tokens are drawn than the seed would have given.
@@ -68,6 +71,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     device_us: float = 0.0
     owes: bool = False
     resampled: bool = False
+    cumulative_logprob: float = 0.0
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,7 @@ from workers.host.context import WorkerContext
 from workers.host.endings.device_times import DeviceTimes
 from workers.host.endings.finalizer import Finalizer
 from workers.host.flusher import Flusher
+from workers.host.generations.beam_answers import BeamAnswers
 from workers.host.generations.finished import EpochFloors, FinishedGenerations
 from workers.host.generations.generation import Generation
 from workers.host.generations.latencies import RequestTimes
@@ -152,7 +153,10 @@ class Requests:
         job = dispatch.job
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
-        generation = Generation(dispatch, stream, self._clock.now_ns(), self._clock.monotonic())
+        searches = job.sampling.use_beam_search
+        beams = BeamAnswers(self._model.tokenizer, job) if searches else None
+        now_ns, now_s = self._clock.now_ns(), self._clock.monotonic()
+        generation = Generation(dispatch, stream, now_ns, now_s, beams)
         if self._traces is not None:
             generation.trace = self._traces.start(dispatch)
         self._running[job.request_id] = generation
@@ -247,13 +251,13 @@ class Requests:
         before = generation.phase
         before_ns = generation.timing.last_token_ns
         outcome = generation.apply(output, now_ns)
-        if output.token_ids:
+        if output.token_ids and not output.choice:
             self.times.note_tokens(generation.timing, len(output.token_ids), before_ns)
         has_advanced = generation.phase is not before
         if has_advanced and before is Phase.QUEUED:
             self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
         if outcome is None:
-            if not output.token_ids:
+            if not output.token_ids and (generation.beams is None or output.started):
                 return
             self._requeue.note_token(generation)
             if has_advanced:

@@ -97,6 +97,35 @@ async def test_the_field_of_a_grammar_that_does_not_compile_is_named(
     assert line["response"]["body"]["error"]["param"] == "guided_regex"
 
 
+async def test_a_beam_search_is_one_job(front: BatchGateway, worker: BatchWorker) -> None:
+    line = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {
+            "model": MODEL,
+            "prompt": ["one", "three"],
+            "n": 2,
+            "use_beam_search": True,
+            "return_token_ids": True,
+        },
+    }
+    batch = await front.end(await front.begin([line], "/v1/completions"))
+    (answer,) = await front.lines(batch.output_file_id)
+    body = answer["response"]["body"]
+    assert [(one["index"], one["text"]) for one in body["choices"]] == [
+        (0, "one"),
+        (1, "on"),
+        (2, "three"),
+        (3, "thre"),
+    ]
+    # They were too many to be kept.
+    assert [one["token_ids"] for one in body["choices"]] == [None] * 4
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (8, 3 + 2 + 5 + 4)
+    assert sorted(worker.answers) == [f"{batch.id}.1", f"{batch.id}.1.1"]
+
+
 async def test_embeddings(front: BatchGateway, worker: BatchWorker) -> None:
     body = {"model": MODEL, "input": ["ab", "c"], "encoding_format": "base64"}
     line = {"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body}

@@ -54,6 +54,15 @@ async def streamed(client: openai.AsyncOpenAI, **more: Any) -> tuple[str, str, A
     return thoughts, answer, usage
 
 
+async def test_each_answer_of_a_beam_search_has_its_thoughts(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        **ASKED, n=2, extra_body={"use_beam_search": True}
+    )
+    told: list[Any] = [choice.message for choice in answer.choices]
+    assert [message.reasoning_content for message in told] == [THOUGHTS] * 2
+    assert [message.content for message in told] == [ANSWER, ANSWER + "!"]
+
+
 async def test_a_whole_answer(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(**ASKED)
     message: Any = answer.choices[0].message

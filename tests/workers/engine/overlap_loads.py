@@ -28,6 +28,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "scored": {"prompt_logprobs": 1},
     "choices": {"n": 3, "temperature": 1.0},
     "greedy choices": {"n": 2},
+    "beams": {"use_beam_search": True, "n": 3},
 }
 
 
@@ -59,8 +60,8 @@ class Arrival(NamedTuple):
         return token_ids + prompt(self.seed, self.own_tokens, POISON)
 
     def fault_of(self, number: int) -> Fault | None:
-        if self.fault is None or self.poisoned:
-            return None
+        if self.fault is None or self.poisoned or self.kind == "beams":
+            return None  # which beam is computed where depends on who is preempted
         choice, behind, on_read = self.fault
         # The prompt's last token is computed for choice 0, and for others once they are preempted.
         behind = max(behind, min(choice, 1))

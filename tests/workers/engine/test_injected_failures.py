@@ -15,7 +15,7 @@ from schemas.pooling import Pooling
 from schemas.sampling import Grammar, GrammarKind
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
-from workers.engine import output_processor
+from workers.engine import beam_processor, output_processor
 from workers.engine.engine import Engine
 from workers.engine.types import EngineOutput, EngineRequest
 
@@ -141,6 +141,8 @@ class _Callers:
             options |= {"output_token_ids": (5, 6, 7), "max_tokens": 40}
         elif kind == 5:
             options |= {"max_tokens": 400}  # never fits
+        elif kind == 6:
+            options |= {"n": pick.randint(1, 4), "use_beam_search": True}
         return request(name, token_ids, priority=pick.randint(-1, 2), **options)
 
 
@@ -169,6 +171,7 @@ def test_the_engine_outlives_failing_allocations(
         (engine._host._memory, "store"),
         (output_processor, "add_chunk"),
         (output_processor, "add_scores"),
+        (beam_processor, "likeliest"),
     ):
         faults.into(monkeypatch, owner, name)
     callers = _Callers(engine, seed)

@@ -32,6 +32,7 @@ class Arrival(NamedTuple):
     max_tokens: int
     priority: int
     n: int
+    beams: bool
     seed: int
     poisoned: bool
     gap: int
@@ -41,6 +42,16 @@ class Arrival(NamedTuple):
         token_ids = [*prompt(self.family, self.shared_tokens, 190), *prompt(number, 1, 190)]
         token_ids += [POISON] if self.poisoned else []
         token_ids += prompt(self.seed, self.own_tokens, 190)
+        if self.beams:
+            return request(
+                f"r{number}",
+                token_ids,
+                max_tokens=self.max_tokens,
+                priority=self.priority,
+                n=self.n,
+                use_beam_search=True,
+                stop_token_ids=tuple(range(0, 190, 9)),
+            )
         return request(
             f"r{number}",
             token_ids,
@@ -63,6 +74,7 @@ ARRIVALS = st.lists(
         max_tokens=st.integers(1, 30),
         priority=st.integers(-1, 2),
         n=st.sampled_from([1, 1, 1, 2, 4]),
+        beams=st.sampled_from([False, False, True]),
         seed=st.integers(0, 5),
         poisoned=st.sampled_from([False] * 7 + [True]),
         gap=st.integers(0, 8),
@@ -81,7 +93,7 @@ class World:
         self.engine = engine
         self.tokens: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], EngineOutput] = {}
-        self.background: set[str] = set()
+        self.often_preempted: set[str] = set()
         self.num_steps = 0
 
     def step(self) -> None:
@@ -91,7 +103,7 @@ class World:
             key = (output.request_id, output.choice)
             assert key not in self.ended, "an output after the last one"
             self.tokens[key] += output.token_ids
-            assert output.num_preemptions <= MAX_PREEMPTIONS or key[0] in self.background
+            assert output.num_preemptions <= MAX_PREEMPTIONS or key[0] in self.often_preempted
             if output.finished:
                 self.ended[key] = output
         self.engine.check_integrity()
@@ -108,8 +120,8 @@ class World:
 
         for number, arrival in enumerate(arrivals):
             item = arrival.request(number)
-            if item.priority < 0:
-                self.background.add(item.request_id)
+            if item.priority < 0 or arrival.beams:  # of beams it is the sum
+                self.often_preempted.add(item.request_id)
             self.engine.add(item)
             if arrival.cancel_after is not None:
                 due.append((self.num_steps + 1 + arrival.cancel_after, item.request_id))
@@ -170,7 +182,8 @@ def test_any_load_on_any_pool(
                 assert world.tokens[key] == expected.tokens[key]
                 ours, theirs = world.ended[key], expected.ended[key]
                 assert (ours.finish_reason, ours.error) == (theirs.finish_reason, theirs.error)
-                assert (ours.error is not None) == arrival.poisoned
+                # A beam may find the poisoned token by itself.
+                assert (ours.error is not None) == arrival.poisoned or arrival.beams
             else:
                 assert arrival.cancel_after is not None, f"{name} never ended"
                 tokens = world.tokens[key]

@@ -20,7 +20,7 @@ from schemas.pooling import Pooling
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
 from workers.engine.types import EngineOutput
-from workers.host.generations.generation import MAX_PROMPT_LOGPROBS_PER_FRAME
+from workers.host.generations.frames import MAX_PROMPT_LOGPROBS_PER_FRAME
 
 _VALUES = (0.5, -1.25, 3.0)
 _BYTES = struct.pack("<3f", *_VALUES)

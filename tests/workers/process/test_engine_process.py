@@ -96,6 +96,7 @@ async def test_a_process_serves_until_it_is_killed(checkpoint: Path, kernels: st
     try:
         heard = _Heard(client)
         await _same_tokens_as_in_this_process(checkpoint, client, heard)
+        await _all_beams_come_at_once_and_are_cancelled_at_once(checkpoint, client, heard)
         await _signals_leave_it_to_its_parent(client, heard)
         await _a_cancel_frees_the_blocks_before_the_next_step(client, heard)
         os.kill(client.pid, signal.SIGKILL)
@@ -127,6 +128,32 @@ async def _signals_leave_it_to_its_parent(client: EngineClient, heard: _Heard) -
     os.kill(client.pid, signal.SIGINT)
     client.add(_request("c", 2))
     await eventually(lambda: heard.finish("c") is FinishReason.LENGTH)
+
+
+async def _all_beams_come_at_once_and_are_cancelled_at_once(
+    checkpoint: Path, client: EngineClient, heard: _Heard
+) -> None:
+    sampling = SamplingParams(max_tokens=9, n=3, use_beam_search=True, ignore_eos=True)
+    beams = EngineRequest(request_id="beams", prompt_token_ids=(10, 20, 30), sampling=sampling)
+    engine = Engine.load(checkpoint, _CONFIG)
+    engine.add(beams)
+    expected = [output for _ in range(9) for output in engine.step() if output.finished]
+    for _ in range(2):  # from the cache the second time
+        heard.steps.clear()
+        client.add(beams)
+        await eventually(lambda: heard.finish("beams") is not None)
+        ended = [[o for o in outputs if o.finished] for outputs, _ in heard.steps]
+        assert [(o.choice, o.token_ids) for outputs in ended for o in outputs] == [
+            (o.choice, o.token_ids) for o in expected
+        ]
+        assert sorted(map(len, ended))[-2:] == [0, 3], "they come at once"
+        await eventually(lambda: client.stats.num_free_blocks == 64)
+    longer = msgspec.structs.replace(sampling, max_tokens=100, n=8)
+    client.add(msgspec.structs.replace(beams, sampling=longer))
+    await eventually(lambda: client.stats.num_running == 8)
+    client.cancel("beams")
+    await eventually(lambda: client.stats.num_running == 0)
+    assert client.stats.num_free_blocks == 64
 
 
 async def _a_cancel_frees_the_blocks_before_the_next_step(

@@ -323,5 +323,7 @@ class DeviceRunner:
 
 
 def _suits(sequence: Sequence) -> bool:
-    """Whether the device can choose a sequence's tokens."""
+    """Whether the device can choose a sequence's tokens; those of beams depend on one another."""
+    if sequence.beams is not None:
+        return False
     return sequence.prompt_logprobs is None and DeviceSampler.suits(sequence.request.sampling)

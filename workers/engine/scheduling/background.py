@@ -1,15 +1,24 @@
-"""Background work, which makes way for all other work, and how much of it need not."""
+"""Ranks; and background work, which makes way for all other work, and how much of it need not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workers.engine.sequence import Sequence
+from workers.engine.sequence import Rank, Sequence
 
 # Of slots and blocks, so that arrivals find the rest at once: what all of it may have that is not
 # preempted, and what a single one may.
 _SHARE_OF_ALL = 1 / 4
 _SHARE_OF_ONE = 1 / 2
+
+
+def rank_of(sequence: Sequence, ageing_s: float) -> Rank:
+    """The rank that it has for life: its priority, or its time of arrival moved back by
+    ``ageing_s`` for each level of priority if that is above 0."""
+    priority = sequence.request.priority
+    if ageing_s > 0:
+        return (int(priority < 0), sequence.added_s - priority * ageing_s, sequence.arrival)
+    return (-priority, 0.0, sequence.arrival)
 
 
 def is_background(sequence: Sequence) -> bool:

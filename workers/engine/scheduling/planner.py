@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from workers.engine.kv.block_tables import BlockTables, PrefixHit
-from workers.engine.scheduling.background import is_background, non_preemptible
+from workers.engine.scheduling.background import is_background, non_preemptible, rank_of
+from workers.engine.scheduling.beam_slots import has_slot
 from workers.engine.scheduling.cost_model import CostModel, StepWork
 from workers.engine.scheduling.schedule import Schedule, ScheduledSequence
 from workers.engine.scheduling.waiting import WaitingQueue
@@ -98,32 +99,30 @@ class Planner:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; it must fit the pool when it is alone in it."""
         assert self._pool.blocks_for(sequence.max_total_tokens) <= self._pool.num_blocks
-        self._set_rank(sequence)
+        sequence.rank = rank_of(sequence, self._ageing_s)
         self._waiting.add(sequence)
         for live in (sequence, *sequence.forks):
             self.outstanding_tokens += live.outstanding_tokens
 
-    def _set_rank(self, sequence: Sequence) -> None:
-        priority = sequence.request.priority
-        if self._ageing_s > 0:
-            sequence.rank = (
-                int(priority < 0),
-                sequence.added_s - priority * self._ageing_s,
-                sequence.arrival,
-            )
-        else:
-            sequence.rank = (-priority, 0.0, sequence.arrival)
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
         free, else later from the cache."""
-        self._set_rank(child)
+        child.rank = rank_of(child, self._ageing_s)
         if not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
             child.enter(SequenceState.RUNNING)
             insort(self.running, child, key=_rank)
         else:
+            self._waiting.add(child)
+
+    def fork_beam(self, parent: Sequence, child: Sequence) -> None:
+        """Add ``child``, which goes on from what ``parent`` has, computed or not."""
+        self.outstanding_tokens += child.outstanding_tokens
+        if parent.state is SequenceState.RUNNING:
+            self.fork(parent, child)
+        else:
+            child.rank = rank_of(child, self._ageing_s)
             self._waiting.add(child)
 
     def remove(self, sequence: Sequence) -> None:
@@ -168,6 +167,8 @@ class Planner:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
+            if sequence.beams is not None and sequence.is_held:
+                continue
             num_tokens = len(sequence.token_ids)
             if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
                 schedule.ending.append(sequence)
@@ -192,7 +193,21 @@ class Planner:
             self._admit(schedule, background=False)
             self._continue_prefills(prefilling[num_urgent:], schedule)
         self._admit(schedule)
+        if not schedule.counts and not schedule.ending:
+            self._displace_held(schedule)
         return list(map(ScheduledSequence._make, schedule.counts.items()))
+
+    def _displace_held(self, schedule: Schedule) -> None:
+        """Preempt beams that are held, the lowest rank first, until something can be computed. So
+        every search gets on in which one beam at a time fits the pool."""
+        held = [sequence for sequence in self.running if sequence.is_held]
+        while held and not schedule.counts:
+            beam = held.pop()
+            if beam.state is SequenceState.RUNNING:  # none before it has preempted it
+                self._preempt(beam, schedule)
+            schedule.short_of_blocks = False
+            self._continue_prefills([s for s in self.running if not s.is_held], schedule)
+            self._admit(schedule)
 
     @property
     def _has_urgent_newcomer(self) -> bool:
@@ -316,7 +331,7 @@ class Planner:
         self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
     ) -> bool:
         """Whether a newcomer can be admitted if so many more slots and blocks come free."""
-        if len(self.running) - num_slots >= self.max_num_sequences:
+        if not has_slot(sequence, self.running, num_slots, self.max_num_sequences):
             return False
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
@@ -354,7 +369,9 @@ class Planner:
         self.outstanding_tokens += sequence.num_computed_tokens
         self._remove_from_batch(sequence)
         self.tables.preempt(sequence, self._now_s, self._recompute_s)
-        sequence.num_preemptions += 1
+        # A guaranteed beam is displaced only while it is held, however often.
+        if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
+            sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
 

@@ -85,12 +85,13 @@ def job_result(generation: Generation) -> JobResult:
     )
     return msgspec.structs.replace(
         result,
-        text=generation.text,
+        text="".join(generation.pieces),
         token_ids=tuple(generation.token_ids),
         text_ends=tuple(accumulate(map(len, generation.pieces))),
         logprobs=() if generation.num_resumed else tuple(generation.logprobs),
         prompt_logprobs=generation.prompt_logprobs,
         embedding=generation.embedding,
+        beams=() if generation.beams is None else generation.beams.results(),
         finish_reason=outcome.finish_reason,
         stop_reason=generation.stop_reason,
         usage=generation.usage(),
@@ -102,12 +103,14 @@ def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
     without log-probabilities, without token ids, and at last a failure that has ``message``."""
     result = msgspec.structs.replace(result, logprobs=(), prompt_logprobs=())
     yield result
-    result = msgspec.structs.replace(result, token_ids=(), text_ends=())
+    beams = tuple(msgspec.structs.replace(beam, token_ids=()) for beam in result.beams)
+    result = msgspec.structs.replace(result, token_ids=(), text_ends=(), beams=beams)
     yield result
     yield msgspec.structs.replace(
         result,
         text="",
         embedding=b"",
+        beams=(),
         status=Status.FAILED.value,
         finish_reason=None,
         error_code="payload_too_large",

@@ -77,7 +77,7 @@ def _size(generation: Generation) -> int:
     sampling = generation.job.sampling
     return (
         len(generation.prompt_token_ids)
-        + len(generation.token_ids)
+        + generation.num_completion_tokens
         + len(generation.embedding) // 4
         + _NUMBERS_PER_LOGPROB
         * (

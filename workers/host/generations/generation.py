@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -12,15 +11,11 @@ import msgspec
 from registry.reasoning import num_reasoning_tokens
 from schemas.control import Dispatch, Served
 from schemas.frames import (
-    Cancelled,
     Delta,
     Done,
     Embedding,
-    Expired,
-    Failed,
     FinishReason,
     Frame,
-    PromptLogprobs,
     Started,
     TerminalFrame,
     TokenLogprob,
@@ -30,7 +25,9 @@ from schemas.jobs import Tier
 from schemas.records import Status
 from schemas.sampling import SamplingParams
 from workers.engine.types import EngineOutput, EngineRequest
+from workers.host.generations.beam_answers import BeamAnswers
 from workers.host.generations.device_use import DeviceUse
+from workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
 from workers.host.generations.outcomes import LENGTH_REACHED, STOPPED, GenerationOutcome
 from workers.host.generations.output_text import TextStream
 from workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
@@ -38,7 +35,6 @@ from workers.host.generations.state import Delivery, LeaseState, Listener, Phase
 # An attribute of an enum takes longer to look up, and each output does so.
 _QUEUED, _PREFILLING, _, _ENDED = Phase
 MAX_TOKENS_PER_DELTA = 1024
-MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 # Batch work has one below 0, so it is preempted for all other work.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
@@ -61,7 +57,8 @@ class Generation:
     ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added. The
     client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has one entry
     for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
-    each of the prompt. ``embedding`` is little-endian float32, empty until it is computed. With
+    each of the prompt. ``embedding`` is little-endian float32, empty until it is computed.
+    ``beams`` are a beam search's answers, beside which it has no tokens; None without. With
     ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
     are missing. ``resampled``: it was continued by an engine that draws other tokens then than its
     seed would have given. ``lives`` are the attempts before this one, by epoch; it is this attempt
@@ -73,6 +70,7 @@ class Generation:
         "_is_charged",
         "_num_found_tokens",
         "_stream",
+        "beams",
         "delivery",
         "device_use",
         "embedding",
@@ -99,7 +97,12 @@ class Generation:
     )
 
     def __init__(
-        self, dispatch: Dispatch, stream: TextStream, accepted_ns: int, now_s: float
+        self,
+        dispatch: Dispatch,
+        stream: TextStream,
+        accepted_ns: int,
+        now_s: float,
+        beams: BeamAnswers | None = None,
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
@@ -115,6 +118,7 @@ class Generation:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
+        self.beams = beams
         self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
@@ -166,14 +170,22 @@ class Generation:
         return PRIORITIES[self.job.tier]
 
     @property
+    def num_completion_tokens(self) -> int:
+        """Of all that was made, by earlier attempts too."""
+        return len(self.token_ids) if self.beams is None else self.beams.num_tokens
+
+    @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        """Of a beam search that of its best answer."""
+        return "".join(self.pieces) if self.beams is None else self.beams.text
 
     @property
     def stop_reason(self) -> str | int | None:
         """The stop string or the id of the stop token that ended it, if one did."""
         if self.outcome is None or self.outcome.finish_reason is not FinishReason.STOP:
             return None
+        if self.beams is not None:
+            return self.beams.ends[0].stop_reason
         if self._stream.stop_string is not None or not self.token_ids:
             return self._stream.stop_string
         last = self.token_ids[-1]
@@ -240,6 +252,8 @@ class Generation:
                 if self.trace is not None:
                     self.trace.end_prefill(self)
             self.timing.last_token_ns = now_ns
+            if self.beams is not None:
+                return self.beams.add(output)
             if output.logprobs:
                 self.logprobs.extend(output.logprobs)
             push, token_ids, pieces = self._stream.push, self.token_ids, self.pieces
@@ -300,14 +314,9 @@ class Generation:
 
     def pre_token_frames(self) -> list[Frame]:
         """Frames before the tokens, or in their place, as far as they are computed."""
-        frames: list[Frame] = [
-            PromptLogprobs(
-                epoch=self.epoch,
-                index=start,
-                logprobs=self.prompt_logprobs[start : start + MAX_PROMPT_LOGPROBS_PER_FRAME],
-            )
-            for start in range(0, len(self.prompt_logprobs), MAX_PROMPT_LOGPROBS_PER_FRAME)
-        ]
+        frames: list[Frame] = [*prompt_logprob_frames(self.epoch, self.prompt_logprobs)]
+        if self.beams is not None:
+            frames += self.beams.frames(self.epoch)
         if self.embedding:
             frames.append(Embedding(epoch=self.epoch, values=self.embedding))
         return frames
@@ -329,11 +338,15 @@ class Generation:
 
     def usage(self) -> Usage:
         reasoning = self.job.sampling.reasoning
+        if self.beams is not None:
+            num_thoughts = self.beams.num_reasoning_tokens
+        else:
+            num_thoughts = num_reasoning_tokens(reasoning, self.pieces) if reasoning else 0
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
-            completion_tokens=len(self.token_ids),
-            reasoning_tokens=num_reasoning_tokens(reasoning, self.pieces) if reasoning else 0,
+            completion_tokens=self.num_completion_tokens,
+            reasoning_tokens=num_thoughts,
         )
 
     def pop_served(self) -> Served | None:
@@ -351,41 +364,30 @@ class Generation:
             device_us=self.device_use.total_us,
             prompt_tokens=len(self.prompt_token_ids) + num_resumed,
             cached_tokens=self._num_found_tokens,
-            completion_tokens=len(self.token_ids) - self.num_resumed,
+            completion_tokens=self.num_completion_tokens - self.num_resumed,
         )
 
     def _delta(self, start: int, end: int) -> Delta:
-        pieces = self.pieces[start:end]
         logprobs = self.logprobs
         if logprobs:
             skip = self.num_resumed
             logprobs = logprobs[max(0, start - skip) : max(0, end - skip)]
-        return Delta(
-            epoch=self.epoch,
-            index=start,
-            token_ids=tuple(self.token_ids[start:end]),
-            text="".join(pieces),
-            text_ends=tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else (),
-            logprobs=tuple(logprobs),
-        )
+        tokens, pieces = self.token_ids[start:end], self.pieces[start:end]
+        return delta(self.epoch, start, tokens, pieces, logprobs)
 
     def _terminal_frame(self) -> TerminalFrame:
-        outcome, epoch, num_tokens = self.outcome, self.epoch, len(self.token_ids)
+        outcome, num_tokens = self.outcome, len(self.token_ids)
         assert outcome is not None
-        match outcome.status:
-            case Status.CANCELLED:
-                return Cancelled(epoch=epoch, num_tokens=num_tokens)
-            case Status.EXPIRED:
-                return Expired(epoch=epoch, num_tokens=num_tokens)
-            case Status.FAILED:
-                return Failed(epoch=epoch, code=outcome.error_code, message=outcome.error_message)
-            case _:
-                assert outcome.finish_reason is not None
-                return Done(
-                    epoch=epoch,
-                    finish_reason=outcome.finish_reason,
-                    stop_reason=self.stop_reason,
-                    num_tokens=num_tokens,
-                    num_prompt_logprobs=len(self.prompt_logprobs),
-                    embedding_bytes=len(self.embedding),
-                )
+        failure = unanswered(outcome, self.epoch, num_tokens)
+        if failure is not None:
+            return failure
+        assert outcome.finish_reason is not None
+        return Done(
+            epoch=self.epoch,
+            finish_reason=outcome.finish_reason,
+            stop_reason=self.stop_reason,
+            num_tokens=num_tokens,
+            num_prompt_logprobs=len(self.prompt_logprobs),
+            embedding_bytes=len(self.embedding),
+            beams=() if self.beams is None else self.beams.ends,
+        )

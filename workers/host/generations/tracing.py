@@ -139,7 +139,7 @@ class RunTrace:
                 generation.timing.last_token_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
-                    "gen_ai.usage.output_tokens": len(generation.token_ids)
+                    "gen_ai.usage.output_tokens": generation.num_completion_tokens
                     - generation.num_resumed,
                 },
             )

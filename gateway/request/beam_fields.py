@@ -1,0 +1,48 @@
+"""What does not go with a beam search, by the names that clients have for it."""
+
+from __future__ import annotations
+
+from gateway.request.grammar_fields import grammar_field
+from schemas.errors import ParameterError
+from schemas.openai import ChatCompletionRequest, ChatFields, CompletionRequest, GenerationFields
+
+# Those that only ask for something if they are true, or not empty.
+_CHAT_FIELDS = ("logprobs", "top_logprobs", "server_tools")
+
+
+def check_beam_search(request: GenerationFields) -> None:
+    """Raises ParameterError, naming the field, for one that ``SamplingOptions`` knows by another
+    name, or not at all."""
+    if not request.use_beam_search:
+        return
+    if isinstance(request, ChatCompletionRequest | CompletionRequest) and request.stream:
+        raise ParameterError(
+            "stream", "stream: true does not go with use_beam_search: the answers come at the end."
+        )
+    field = grammar_field(request)
+    if field is not None:
+        raise _refusal(field)
+    if isinstance(request, ChatFields):
+        _check_chat(request)
+
+
+def _check_chat(request: ChatFields) -> None:
+    for name in _CHAT_FIELDS:
+        if getattr(request, name):
+            raise _refusal(name)
+    if request.thinking_token_budget is not None:
+        raise _refusal("thinking_token_budget")
+    # Each of these holds the answer to a grammar.
+    if request.tool_choice not in (None, "auto", "none"):
+        raise ParameterError(
+            "tool_choice", "With use_beam_search tool_choice must be auto or none."
+        )
+    if request.tools and request.parallel_tool_calls is False:
+        raise _refusal("parallel_tool_calls: false")
+    if any(tool.function.strict for tool in request.tools or ()):
+        raise _refusal("tools", "A strict tool")
+
+
+def _refusal(field: str, what: str = "") -> ParameterError:
+    param = field.partition(":")[0]
+    return ParameterError(param, f"{what or field} does not go with use_beam_search: true.")

@@ -1,0 +1,1 @@
+"""Tests of beam search in the engine."""

@@ -1,0 +1,112 @@
+"""The answers of a beam search, as the engine gives them out at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from registry.reasoning import num_reasoning_tokens
+from registry.tokenizers.tokenizer import Tokenizer
+from schemas.frames import Beam, BeamEnd
+from schemas.jobs import BeamResult, Job
+from schemas.records import Status
+from workers.engine.types import EngineOutput
+from workers.host.generations.outcomes import GenerationOutcome
+from workers.host.generations.output_text import TextStream
+
+MAX_TOKENS_PER_BEAM_FRAME = 1024
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """``pieces[i]`` is the text that ``token_ids[i]`` added."""
+
+    token_ids: tuple[int, ...]
+    pieces: list[str]
+    end: BeamEnd
+
+
+class BeamAnswers:
+    """Gathers the ``sampling.n`` answers of a job, the best first; until ``add`` has returned an
+    outcome there is nothing to be told of them. An engine that died before it had given out all is
+    followed by one that gives out all anew."""
+
+    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
+        self._tokenizer = tokenizer
+        self._job = job
+        self._answers: list[_Answer] = []
+        self._is_complete = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers; 0 until all are there."""
+        return sum(end.num_tokens for end in self.ends)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of the thoughts of all answers."""
+        reasoning = self._job.sampling.reasoning
+        if reasoning is None or not self._is_complete:
+            return 0
+        return sum(num_reasoning_tokens(reasoning, answer.pieces) for answer in self._answers)
+
+    @property
+    def text(self) -> str:
+        """That of the best answer."""
+        return "".join(self._answers[0].pieces) if self._is_complete else ""
+
+    @property
+    def ends(self) -> tuple[BeamEnd, ...]:
+        return tuple(answer.end for answer in self._answers) if self._is_complete else ()
+
+    def add(self, output: EngineOutput) -> GenerationOutcome | None:
+        """Add the next answer; returns the outcome, which is the best answer's, with the last."""
+        if output.choice == 0:
+            self._answers.clear()
+        sampling = self._job.sampling
+        stream = TextStream(self._tokenizer, sampling, self._job.prompt_token_ids or ())
+        pieces = stream.prime(output.token_ids)
+        pieces[-1] += stream.flush()
+        last = output.token_ids[-1]
+        assert output.finish_reason is not None
+        end = BeamEnd(
+            num_tokens=len(output.token_ids),
+            finish_reason=output.finish_reason,
+            stop_reason=last if last in sampling.stop_token_ids else None,
+            cumulative_logprob=output.cumulative_logprob,
+        )
+        self._answers.append(_Answer(output.token_ids, pieces, end))
+        if len(self._answers) < sampling.n:
+            return None
+        self._is_complete = True
+        return GenerationOutcome(
+            status=Status.DONE, finish_reason=self._answers[0].end.finish_reason
+        )
+
+    def frames(self, epoch: int) -> Iterator[Beam]:
+        """All answers in frames of bounded size."""
+        if not self._is_complete:
+            return
+        for number, answer in enumerate(self._answers):
+            for start in range(0, len(answer.token_ids), MAX_TOKENS_PER_BEAM_FRAME):
+                part = slice(start, start + MAX_TOKENS_PER_BEAM_FRAME)
+                yield Beam(
+                    epoch=epoch,
+                    beam=number,
+                    index=start,
+                    token_ids=answer.token_ids[part],
+                    text="".join(answer.pieces[part]),
+                )
+
+    def results(self) -> tuple[BeamResult, ...]:
+        """The answers as an asynchronous caller gets them."""
+        if not self._is_complete:
+            return ()
+        return tuple(
+            BeamResult(
+                **msgspec.structs.asdict(answer.end),
+                text="".join(answer.pieces),
+                token_ids=answer.token_ids,
+            )
+            for answer in self._answers
+        )
