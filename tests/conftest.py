@@ -16,6 +16,7 @@ from playwright.async_api import Browser
 
 from schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first
+from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium
 from tests.support.engine_servers import is_there
 from tests.support.nats.streams import delete_streams
@@ -49,6 +50,16 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trusted_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever names no authority trusts one that signs nothing. Each HTTP client of the tests would
+    read all those of the machine when it is made, which takes it 16 ms."""
+    authority = Authority(tmp_path_factory.mktemp("authority"), "Signs nothing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(authority.certificate))
         yield
 
 
