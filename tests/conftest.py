@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from playwright.async_api import Browser
 
 from schemas.config import NatsConfig
-from tests.scheduling import RoomScheduling, longest_first
+from tests.scheduling import RoomScheduling, longest_first, refuse_namesakes
 from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium
 from tests.support.engine_servers import is_there
@@ -123,6 +123,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refuse_namesakes(items)
     if "vllm" not in config.option.markexpr:
         # It takes minutes, and an environment that is not made for a run of all other tests.
         left_out = [item for item in items if item.get_closest_marker("vllm")]
