@@ -35,11 +35,15 @@ gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_compute_thread() -> None:
-    """What computes in this process leaves the other cores to the other processes. torch is there
-    if any test of the run needs it."""
+def _one_compute_thread() -> Iterator[None]:
+    """What computes in this process, or in one that it starts, leaves the other cores to the other
+    processes: shared out among cores, the small models of tests take longer. torch is there if any
+    test of the run needs it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
