@@ -166,7 +166,7 @@ class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[InputText, ...]
+    output: str | tuple[InputText | EchoedText, ...]
 
 
 class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, settings
 from playwright.async_api import Browser
 
 from schemas.config import NatsConfig
-from tests.scheduling import RoomScheduling, longest_first
+from tests.scheduling import RoomScheduling, longest_first, refuse_namesakes
+from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium
 from tests.support.engine_servers import is_there
 from tests.support.nats.streams import delete_streams
@@ -34,11 +35,15 @@ gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_compute_thread() -> None:
-    """What computes in this process leaves the other cores to the other processes. torch is there
-    if any test of the run needs it."""
+def _one_compute_thread() -> Iterator[None]:
+    """What computes in this process, or in one that it starts, leaves the other cores to the other
+    processes: shared out among cores, the small models of tests take longer. torch is there if any
+    test of the run needs it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +54,16 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trusted_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever names no authority trusts one that signs nothing. Each HTTP client of the tests would
+    read all those of the machine when it is made, which takes it 16 ms."""
+    authority = Authority(tmp_path_factory.mktemp("authority"), "Signs nothing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(authority.certificate))
         yield
 
 
@@ -112,6 +127,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refuse_namesakes(items)
     if "vllm" not in config.option.markexpr:
         # It takes minutes, and an environment that is not made for a run of all other tests.
         left_out = [item for item in items if item.get_closest_marker("vllm")]

@@ -7,6 +7,7 @@ small machine. Where each test of a file is long and needs nothing of the others
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ def room_of(node_id: str) -> str:
     if node_id.startswith(_ALONE):
         return node_id
     return node_id.split("::", 1)[0]
+
+
+def refuse_namesakes(items: list[pytest.Item]) -> None:
+    """Of tests with one id, xdist would run one and not tell. Raises UsageError."""
+    counts = Counter(item.nodeid for item in items)
+    namesakes = sorted(name for name, count in counts.items() if count > 1)
+    if namesakes:
+        raise pytest.UsageError(f"Several tests have the same id: {', '.join(namesakes)}")
 
 
 def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -24,7 +24,7 @@ class _Quiet(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def examples() -> Iterator[str]:
     """The origin at which the documents' examples are served."""
     handler = partial(_Quiet, directory="docs/examples")
@@ -36,8 +36,9 @@ def examples() -> Iterator[str]:
         thread.join()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def system(tmp_path_factory: pytest.TempPathFactory, examples: str) -> Iterator[System]:
+    """It goes with the last test of this folder: at rest it takes a twentieth of a core."""
     folder = tmp_path_factory.mktemp("system")
     tools, settings = folder / "tools.yaml", folder / "settings.yaml"
     gateway = {"tools": str(tools), "allowed_origins": [examples]}

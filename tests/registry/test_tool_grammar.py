@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
-import torch
 
 from registry.catalogue import load_catalogue
 from registry.served import ServedModel
@@ -97,12 +97,12 @@ def drawn(made: Grammar, seed: int, max_tokens: int = 9_000) -> str:
     tokenizer = demo().tokenizer
     matcher = library().compile(made)
     source = random.Random(seed)
-    mask = torch.zeros(library().num_words, dtype=torch.int32)
+    mask = np.zeros(library().num_words, dtype="<u4")
     tokens: list[int] = []
     while not matcher.complete and len(tokens) < max_tokens:
-        matcher.fill_mask(mask.data_ptr(), library().num_words)
-        bits = torch.stack([mask >> i & 1 for i in range(32)], dim=1).flatten()
-        tokens.append(source.choice(bits.nonzero().flatten().tolist()))
+        matcher.fill_mask(mask.ctypes.data, library().num_words)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        tokens.append(source.choice(np.flatnonzero(bits).tolist()))
         matcher.accept((tokens[-1],))
     assert matcher.complete
     return tokenizer.decode(tokens)

@@ -19,6 +19,8 @@ from redis import Redis
 from schemathesis import Case, CheckContext, GenerationMode, Response
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
+from schemathesis.core.result import Ok
+from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -147,11 +149,16 @@ def kept(served: Served) -> Iterator[dict[str, str]]:
             "completion_window": "24h",
         }
         batch = http.post("/v1/batches", json=order).json()
+        begun = {"items": [{"type": "message", "role": "user", "content": "hi"}]}
+        conversation = http.post("/v1/conversations", json=begun).json()
+        [item] = http.get(f"/v1/conversations/{conversation['id']}/items").json()["data"]
     yield {
         "session_id": "kept",
         "response_id": response["id"],
         "file_id": file["id"],
         "batch_id": batch["id"],
+        "conversation_id": conversation["id"],
+        "item_id": item["id"],
         "name": MODEL,
         "query": _KEPT,
     }
@@ -175,9 +182,25 @@ def says_what_is_wrong(_context: CheckContext, response: Response, _case: Case[A
 _SCHEMA = schemathesis.openapi.from_dict(_reachable(), config=SchemathesisConfig.from_dict(_CONFIG))
 
 
-@_SCHEMA.parametrize()
+def _operations() -> Iterator[Any]:
+    for path, methods in _SCHEMA.items():
+        for method in methods:
+            yield pytest.param(method, path, id=f"{method.upper()} {path}")
+
+
+# Not by the schema's own ``parametrize``: that makes the cases when tests are collected, which each
+# process of a run does, and names all operations' tests alike, of which xdist runs one.
+@pytest.mark.parametrize(("method", "path"), list(_operations()))
+def test_it_keeps_its_word(method: str, path: str, served: Served, kept: dict[str, str]) -> None:
+    only = _SCHEMA.include(method=method, path=path)
+    [made] = get_all_tests(schema=only, test_func=_keeps_word, settings=None, given_kwargs=None)
+    assert isinstance(made, Ok), made
+    _operation, test = made.ok()
+    test(served=served, kept=kept)
+
+
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
-def test_it_keeps_its_word(case: Case[Any], served: Served, kept: dict[str, str]) -> None:
+def _keeps_word(case: Case[Any], served: Served, kept: dict[str, str]) -> None:
     for name, value in case.path_parameters.items():
         # As text: what is not would lead elsewhere if there is a "#" in it.
         case.path_parameters[name] = kept[name] if value == _KEPT else str(value)

@@ -141,6 +141,10 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
         ({"role": "user", "content": "x", "phase": "commentary"}, "input[1].phase"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[1].content[0].type"),
         ({"type": "function_call", "call_id": "x", "name": "f"}, "input[1].arguments"),
+        (
+            {"type": "function_call_output", "call_id": "x", "output": [{"text": "y"}]},
+            "input[1].output[0].type",
+        ),
         ({"type": "function_call_output", "call_id": "x", "output": "y"}, "input"),
         ({"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}, "input"),
         ([], "input[1]"),
