@@ -36,13 +36,14 @@ def configure_threads(
     for when another process is busy: two threads beside one made a step of a 100M model take
     155 ms instead of 19.
 
-    Where there is a thread for each core, each is bound to one. Two that wait for each other may
+    Where there is a thread for each core that this process may run on, each is bound to one. Two that wait for each other may
     else be kept on one core for as long as they run, while the other is idle: Linux looks for an
     idle core less, the fewer there are. Of ten starts on 2 cores five made steps three times as
     long. Threads that are no part of the team ``leave_core``.
     """
     environ = os.environ if environ is None else environ
-    _cores.update(os.sched_getaffinity(0))
+    if not _cores:  # a thread that is bound sees one only
+        _cores.update(os.sched_getaffinity(0))
     if config.num_threads > 0:
         environ["OMP_NUM_THREADS"] = str(config.num_threads)
     else:
@@ -52,7 +53,7 @@ def configure_threads(
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     num_threads = int(environ["OMP_NUM_THREADS"].split(",")[0])
-    if num_threads == usable_cores() > 1 and not _BINDING & environ.keys():
+    if num_threads == len(_cores) > 1 and not _BINDING & environ.keys():
         environ["OMP_PROC_BIND"] = "true"
         environ["OMP_PLACES"] = places(sorted(_cores), os.getpid())
     if "torch" in sys.modules:

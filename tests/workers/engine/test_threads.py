@@ -66,12 +66,12 @@ def test_threads_are_bound_where_each_core_has_one(monkeypatch: pytest.MonkeyPat
         configure_threads(EngineConfig(num_threads=num_threads), shared=True, environ=environ)
         return environ.get("OMP_PROC_BIND")
 
-    monkeypatch.setattr("workers.engine.threads.usable_cores", lambda: 3)
+    monkeypatch.setattr("workers.engine.threads._cores", {0, 1, 2})
     assert binding(3) == "true"
     assert binding(2) is None, "a core is left to the others"
     assert binding(3, GOMP_CPU_AFFINITY="0-2") is None
     assert binding(3, OMP_PROC_BIND="false") == "false"
-    monkeypatch.setattr("workers.engine.threads.usable_cores", lambda: 1)
+    monkeypatch.setattr("workers.engine.threads._cores", {0})
     assert binding(1) is None
 
 
