@@ -36,10 +36,10 @@ def configure_threads(
     for when another process is busy: two threads beside one made a step of a 100M model take
     155 ms instead of 19.
 
-    Where there is a thread for each core that this process may run on, each is bound to one. Two that wait for each other may
-    else be kept on one core for as long as they run, while the other is idle: Linux looks for an
-    idle core less, the fewer there are. Of ten starts on 2 cores five made steps three times as
-    long. Threads that are no part of the team ``leave_core``.
+    Where there is a thread for each core that this process may run on, each is bound to one. Two
+    that wait for each other may else be kept on one core for as long as they run, while the other
+    is idle: Linux looks for an idle core less, the fewer there are. Of ten starts on 2 cores five
+    made steps three times as long. Threads that are no part of the team ``leave_core``.
     """
     environ = os.environ if environ is None else environ
     if not _cores:  # a thread that is bound sees one only
