@@ -37,6 +37,9 @@ from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
+# Together, in one process, which has to begin with them early.
+pytestmark = pytest.mark.slow
+
 _START_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 10.0
 _KEPT = "KEPT"  # stands for the id of something that is there
