@@ -98,7 +98,8 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     tracing = open_tracing(config.tracing, "worker", config.worker.name)
     bus, index = await enter(config, config.worker.name, Part.WORKER)
     clock = SystemClock()
-    own_name = WorkerName(bus.workers, clock, config.worker.name, config.worker.heartbeat_s)
+    renew_s = 2 * config.worker.heartbeat_s
+    own_name = WorkerName(bus.workers, clock, config.worker.name, renew_s)
     metrics = WorkerMetrics()
     monitor.registry.register(metrics)
     monitor.trouble = lambda: _trouble(bus, metrics, count)

@@ -15,9 +15,11 @@ from schemas.errors import BusUnavailableError, NameTakenError
 
 logger = logging.getLogger(__name__)
 
-# A holder that has not written its lease anew for this many times as long as it should is gone:
-# with heartbeats of 0.5 s, as soon as the schedulers think so too.
-_MISSED_RENEWALS = 4
+# A lease is written anew with every second heartbeat of a worker that has something to do.
+RENEWAL_BEATS = 2
+# A holder that has not written its lease anew for this many times as long as it should is gone: not
+# before the schedulers think so too.
+MISSED_RENEWALS = 2.5
 _RETRY_S = 0.25
 _POLL_S = 0.1
 
@@ -79,7 +81,7 @@ class WorkerName:
             return True
         # Looks are counted, not only time: it may have been us who stood still.
         poll_s = min(_POLL_S, found.lease.renew_s / 2)
-        for _ in range(math.ceil(_MISSED_RENEWALS * found.lease.renew_s / poll_s) if poll_s else 0):
+        for _ in range(math.ceil(MISSED_RENEWALS * found.lease.renew_s / poll_s) if poll_s else 0):
             await self._clock.sleep(poll_s)
             now = await self._workers.name_holder(self._name)
             if now is None:
