@@ -25,7 +25,7 @@ import uvloop
 from msgspec.structs import replace
 
 from bus.api import Bus
-from bus.fleet.worker_names import WorkerName, new_worker_name
+from bus.fleet.worker_names import RENEWAL_BEATS, WorkerName, new_worker_name
 from bus.nats.permissions import Part
 from bus.startup import enter
 from bus.tenancy.settling import Settlements
@@ -98,7 +98,7 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
     tracing = open_tracing(config.tracing, "worker", config.worker.name)
     bus, index = await enter(config, config.worker.name, Part.WORKER)
     clock = SystemClock()
-    renew_s = 2 * config.worker.heartbeat_s
+    renew_s = RENEWAL_BEATS * config.worker.heartbeat_s
     own_name = WorkerName(bus.workers, clock, config.worker.name, renew_s)
     metrics = WorkerMetrics()
     monitor.registry.register(metrics)

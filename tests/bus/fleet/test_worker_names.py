@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from bus.api import Bus
-from bus.fleet.worker_names import WorkerName, new_worker_name
+from bus.fleet.worker_names import MISSED_RENEWALS, RENEWAL_BEATS, WorkerName, new_worker_name
 from bus.memory import MemoryBroker, MemoryBus
 from runtime.clock import SystemClock
+from schemas.config import SchedulerConfig, WorkerConfig
 from schemas.control import NameLease
 from schemas.errors import NameTakenError
 from tests.bus.conftest import Broker
@@ -62,7 +63,12 @@ async def test_the_name_of_a_life_that_was_killed_is_free_again_soon(
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     await asyncio.wait_for(_name(again).claim(), _WITHIN_S)
-    assert loop.time() - began_s >= 4 * _RENEW_S, "only when it is sure"
+    assert loop.time() - began_s >= MISSED_RENEWALS * _RENEW_S, "only when it is sure"
+
+
+def test_a_name_is_not_free_before_its_holder_counts_as_dead() -> None:
+    renew_s = RENEWAL_BEATS * WorkerConfig().heartbeat_s
+    assert MISSED_RENEWALS * renew_s > SchedulerConfig().heartbeat_timeout_s
 
 
 async def test_a_name_that_was_given_back_is_free_at_once(bus: Bus, broker: Broker) -> None:
