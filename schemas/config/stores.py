@@ -162,4 +162,5 @@ class StorageConfig(Section, frozen=True, kw_only=True):
     was accepted. Below half of it the queue itself refuses jobs, whoever publishes them."""
 
     check_interval_s: float = 1.0
-    """How often the disks are looked at."""
+    """How often the disks are looked at; up to five times less often while they have so much room
+    that nothing could fill them meanwhile."""

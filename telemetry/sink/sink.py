@@ -181,21 +181,17 @@ class Sink:
         """Fetch nothing until there is something, if all that was shipped is stored."""
         if self._shipped is None or self.num_behind(self._shipped) or any(self.lag().values()):
             return
-        partitions = consumer.assignment()
-        consumer.pause(*partitions)
         self.is_resting = True
         try:
-            await wait_or_sleep(self._wake, self._clock, _SHORT_REST_S)
+            await self._pause(consumer, _SHORT_REST_S)
             if not self._wake.is_set():
                 # The client looks five times a second whether what is paused goes on.
+                partitions = consumer.assignment()
                 consumer.unsubscribe()
-                try:
-                    await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S - _SHORT_REST_S)
-                finally:
-                    consumer.assign(partitions)
+                await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S - _SHORT_REST_S)
+                consumer.assign(partitions)
         finally:
             self.is_resting = False
-            consumer.resume(*partitions)
 
     async def _follow_ends(self, consumer: AIOKafkaConsumer) -> None:
         if not self.is_resting:

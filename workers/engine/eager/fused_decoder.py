@@ -8,6 +8,7 @@ import torch
 
 from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.batch import FlatBatch
+from workers.engine.eager.attention import TorchAttention
 from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
 from workers.kernels.cpu import CpuKernels, DecoderShape
 from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -65,6 +66,17 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
         )
         return hidden
+
+
+def compiled_decoder(
+    config: ModelConfig, weights: DecoderWeights, attention: TorchAttention, kernels: CpuKernels
+) -> Decoder[FlatBatch, CpuMetadata]:
+    """By the compiled kernels: a step in one call where its layers can be computed so, else in one
+    for each operation."""
+    operations = CpuOperations(attention, kernels, epsilon=config.rms_norm_eps)
+    if packed_layers(weights) is None:
+        return Decoder(config, weights, operations)
+    return FusedDecoder(config, weights, operations, kernels)
 
 
 def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:

@@ -14,8 +14,8 @@ import torch
 from registry.checkpoints.checkpoint import ModelConfig
 from workers.engine.batch import FlatBatch, QueryRange
 from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
-from workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
+from workers.engine.eager.cpu_operations import CpuMetadata
+from workers.engine.eager.fused_decoder import compiled_decoder
 from workers.engine.kv.cache import KVCache
 from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
@@ -49,7 +49,7 @@ def choose_product(
     dtype and steps take less time with them than with oneDNN, as a mean over sizes of batches.
 
     Steps are timed, not products: layers of the kernels' own products are computed in one call
-    where that can be (``FusedDecoder``), which may be worth more than the products differ by.
+    where that can be (``compiled_decoder``), which may be worth more than the products differ by.
     """
     if not kernels.has_products:
         return Projection
@@ -140,10 +140,7 @@ def _decoder(
     attention = TorchAttention(
         cache, num_heads=config.num_attention_heads, dtype=dtype, windows=config.windows
     )
-    operations = CpuOperations(attention, kernels, epsilon=config.rms_norm_eps)
-    if packed_layers(weights) is None:
-        return Decoder(config, weights, operations)
-    return FusedDecoder(config, weights, operations, kernels)
+    return compiled_decoder(config, weights, attention, kernels)
 
 
 def _batches() -> list[FlatBatch]:

@@ -13,8 +13,8 @@ from schemas.config import EngineConfig
 from schemas.errors import ConfigError
 from workers.engine.batch import FlatBatch, build_batch
 from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
-from workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
+from workers.engine.eager.cpu_operations import CpuMetadata, suits
+from workers.engine.eager.fused_decoder import compiled_decoder
 from workers.engine.eager.products import choose_product
 from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from workers.engine.in_flight_step import ChosenTokens, InFlightStep
@@ -133,13 +133,9 @@ def _decoder(
     kernels: CpuKernels | None,
 ) -> AnyDecoder:
     """The fastest that computes these weights."""
-    epsilon = config.rms_norm_eps
     if kernels is None:
-        return Decoder(config, weights, TorchOperations(attention, epsilon=epsilon))
-    operations = CpuOperations(attention, kernels, epsilon=epsilon)
-    if packed_layers(weights) is None:
-        return Decoder(config, weights, operations)
-    return FusedDecoder(config, weights, operations, kernels)
+        return Decoder(config, weights, TorchOperations(attention, epsilon=config.rms_norm_eps))
+    return compiled_decoder(config, weights, attention, kernels)
 
 
 def _nothing_chosen() -> ChosenTokens:

@@ -140,10 +140,10 @@ class StatusReporter:
     async def _beat(self) -> None:
         while True:
             await self.announce()
-            num_skipped = 0
-            while num_skipped < _REST_BEATS:
+            for _ in range(_REST_BEATS):
                 await self._clock.sleep(until_beat_s(self._clock, self._config.heartbeat_s))
-                num_skipped = num_skipped + 1 if self._has_rested() else _REST_BEATS
+                if not self._has_rested():
+                    break
 
     async def _beat_urgently(self) -> None:
         while True:

@@ -30,7 +30,7 @@ from workers.models.packed_projection import PackedProjection
 from workers.models.projection import Projection
 
 NUM_BLOCKS = 80
-_LLAMA: dict[str, Any] = {
+LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
@@ -73,7 +73,7 @@ def kernels() -> CpuKernels:
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, changes = _SHAPES[request.param]
     folder = tmp_path_factory.mktemp("checkpoint")
-    save_model(folder, family, **_LLAMA | changes)
+    save_model(folder, family, **LLAMA | changes)
     return folder
 
 
@@ -158,7 +158,7 @@ def test_single_tokens_are_the_same_bit_for_bit(
 
 
 def test_what_is_not_finite_stays_in_its_sequence(kernels: CpuKernels, tmp_path: Path) -> None:
-    save_model(tmp_path, "Llama", **_LLAMA)
+    save_model(tmp_path, "Llama", **LLAMA)
     contents = torch.zeros_like(_cache(read_model_config(tmp_path)).data)
     batch = _batch([(20, 1), (0, 30), (40, 13)])
     poisoned = batch.ranges[2]
@@ -172,7 +172,7 @@ def test_what_is_not_finite_stays_in_its_sequence(kernels: CpuKernels, tmp_path:
 def test_a_stream_has_the_same_tokens_alone_and_in_company(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: CpuKernels
 ) -> None:
-    save_model(tmp_path, "Llama", **_LLAMA)
+    save_model(tmp_path, "Llama", **LLAMA)
     monkeypatch.setattr(
         "workers.engine.eager.runner.choose_product",
         lambda kernels, config: partial(PackedProjection, kernels),
@@ -192,6 +192,6 @@ def test_a_stream_has_the_same_tokens_alone_and_in_company(
 
 
 def test_layers_that_are_not_packed_have_no_step(tmp_path: Path, kernels: CpuKernels) -> None:
-    save_model(tmp_path, "Llama", **_LLAMA)
+    save_model(tmp_path, "Llama", **LLAMA)
     contents = torch.zeros_like(_cache(read_model_config(tmp_path)).data)
     assert packed_layers(_Side(tmp_path, kernels, contents, packed=False).weights) is None

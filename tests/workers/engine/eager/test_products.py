@@ -12,6 +12,7 @@ import torch
 
 from registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from tests.workers.checkpoints import save_model
+from tests.workers.engine.eager.test_fused_decoder import LLAMA
 from tests.workers.kernels.compiled import compiled
 from workers.engine.batch import FlatBatch
 from workers.engine.eager import products
@@ -21,15 +22,6 @@ from workers.kernels.cpu import CpuKernels
 from workers.models.decoder import Decoder
 from workers.models.projection import Projection
 
-_SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_hidden_layers": 3,
-    "vocab_size": 90,
-}
 _WIDE = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -50,7 +42,7 @@ class _Clock:
 
 
 def _config(tmp_path: Path, family: str = "Llama", **changes: Any) -> ModelConfig:
-    save_model(tmp_path, family, **_SMALL | changes)
+    save_model(tmp_path, family, **LLAMA | changes)
     return read_model_config(tmp_path)
 
 
