@@ -16,7 +16,7 @@ from gateway.messages.refusals import in_messages_shape
 from gateway.messages.renderer import MessageRenderer
 from gateway.rendering.rendering import Endpoint, Prepared, read_long
 from gateway.request.admission import tier_of
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.responses.window import num_input_tokens
 from gateway.tenancy.caller import Caller
 from gateway.transport.http import json_response

@@ -11,8 +11,8 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.generation_request import GenerationRequest
+from gateway.request.decoding import decode
 from gateway.request.intake_limits import LONG_BODY_BYTES
-from gateway.request.parsing import decode
 from gateway.request.response_reader import ResponseReader
 from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidJsonError
 from gateway.generation_request import GenerationRequest
 from gateway.request.beam_fields import check_beam_search
 from gateway.request.grammar_fields import grammar_of
@@ -20,8 +18,7 @@ from gateway.request.message_fields import (
     tool_choice_of,
     tools_of,
 )
-from runtime.json_outline import check_outline
-from schemas.chat.messages import MESSAGE_OF_ROLE, Message
+from schemas.chat.messages import Message
 from schemas.errors import ParameterError
 from schemas.jobs import Tier
 from schemas.openai import (
@@ -62,26 +59,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Fields that only messages can have.
 _OF_MESSAGES = ("chat_template", "chat_template_kwargs", "enable_thinking", "thinking_token_budget")
-
-# Entries of an object have no name of their own there.
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
-_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
-_INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '(.*)' - at ", re.DOTALL)
-_ROLE = re.compile(r"(?:^|\.)role$")
-_CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
-
-
-def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
-    """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
-    check_outline(body)
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _parameter_error(str(error)) from error
-    except RecursionError as error:
-        raise InvalidJsonError("The JSON is nested too deeply.") from error
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise InvalidJsonError(f"The body is not valid JSON: {error}") from error
 
 
 def parse_chat(request: ChatCompletionRequest) -> GenerationRequest:
@@ -382,24 +359,3 @@ def _check_stream(request: ChatCompletionRequest | CompletionRequest) -> None:
             "stream_options.continuous_usage_stats goes only with include_usage: true.",
         )
     refuse_unhonoured(options, NEUTRAL, "stream_options.")
-
-
-def _parameter_error(text: str) -> ParameterError:
-    """Name the field out of the decoder's sentence."""
-    path = _PATH.search(text)
-    field = _FIELD.search(text)
-    where = path.group(1) if path else ""
-    param = ".".join(part for part in (where, field.group(1) if field else "") if part)
-    if text.startswith("Object contains unknown field"):
-        return ParameterError(param, f"{param} is not a field of this request; leave it out.")
-    if text.startswith("Object missing required field"):
-        return ParameterError(param, f"{param} is required.")
-    given = _INVALID_VALUE.match(text)
-    if given and _ROLE.search(param):
-        return ParameterError(param, f"{param} must be one of {', '.join(MESSAGE_OF_ROLE)}.")
-    if given and _CONTENT_TYPE.search(param):
-        return ParameterError(
-            param, f"{param}: this model takes text only, not {given.group(1)!r:.100}."
-        )
-    sentence = _PATH.sub("", text)
-    return ParameterError(param, f"{param}: {sentence}" if param else sentence)

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from gateway.__main__ import models_of
-from gateway.request.parsing import decode, parse_chat, parse_completion
+from gateway.request.decoding import decode
+from gateway.request.parsing import parse_chat, parse_completion
 from registry.catalogue import Catalogue, load_catalogue
 from registry.served import ServedModel
 from schemas.errors import CheckpointError, ConfigError

@@ -20,7 +20,7 @@ from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
 from gateway.request.admission import tier_of
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.request.response_reader import ResponseReader
 from gateway.responses.conversations import ConversationStore
 from gateway.responses.input import (

@@ -11,7 +11,7 @@ import msgspec
 from gateway.api.socket.session import KEY_REVOKED, SocketSession
 from gateway.core import Gateway
 from gateway.errors import InvalidJsonError, Refusal, refusal_of
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.request.tracing import TRACEPARENT
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import token_of

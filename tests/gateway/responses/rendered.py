@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from gateway.generation_request import GenerationRequest
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.request.response_reader import ResponseReader
 from gateway.responses.input import check_fields, generation_request_of, given_items, messages_of
 from gateway.responses.renderer import ResponseRenderer

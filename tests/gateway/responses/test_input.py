@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import InvalidJsonError
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.responses.input import check_fields, messages_of
 from gateway.streams.parts import ChoiceEnd
 from schemas.errors import GrammarError, ParameterError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import Refusal
-from gateway.request.parsing import decode
+from gateway.request.decoding import decode
 from gateway.responses.items import _without_end
 from gateway.streams.parts import (
     CallArguments,

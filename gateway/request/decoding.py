@@ -1,0 +1,56 @@
+"""From the bytes of a body to its typed form, or the field at fault."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from gateway.errors import InvalidJsonError
+from runtime.json_outline import check_outline
+from schemas.chat.messages import MESSAGE_OF_ROLE
+from schemas.errors import ParameterError
+
+_T = TypeVar("_T")
+
+# Entries of an object have no name of their own there.
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
+_INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '(.*)' - at ", re.DOTALL)
+_ROLE = re.compile(r"(?:^|\.)role$")
+_CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
+
+
+def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
+    """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
+    check_outline(body)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _parameter_error(str(error)) from error
+    except RecursionError as error:
+        raise InvalidJsonError("The JSON is nested too deeply.") from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidJsonError(f"The body is not valid JSON: {error}") from error
+
+
+def _parameter_error(text: str) -> ParameterError:
+    """Name the field out of the decoder's sentence."""
+    path = _PATH.search(text)
+    field = _FIELD.search(text)
+    where = path.group(1) if path else ""
+    param = ".".join(part for part in (where, field.group(1) if field else "") if part)
+    if text.startswith("Object contains unknown field"):
+        return ParameterError(param, f"{param} is not a field of this request; leave it out.")
+    if text.startswith("Object missing required field"):
+        return ParameterError(param, f"{param} is required.")
+    given = _INVALID_VALUE.match(text)
+    if given and _ROLE.search(param):
+        return ParameterError(param, f"{param} must be one of {', '.join(MESSAGE_OF_ROLE)}.")
+    if given and _CONTENT_TYPE.search(param):
+        return ParameterError(
+            param, f"{param}: this model takes text only, not {given.group(1)!r:.100}."
+        )
+    sentence = _PATH.sub("", text)
+    return ParameterError(param, f"{param}: {sentence}" if param else sentence)
