@@ -14,8 +14,8 @@ from gateway.batches.ordered_ids import new_ordered_id
 from gateway.batches.store import BatchRecord, BatchStore
 from gateway.core import Gateway
 from gateway.errors import NotFoundError
-from gateway.request.decoding import decode
 from gateway.request.message_fields import check_metadata
+from gateway.transport.decoding import decode
 from gateway.transport.http import json_response, read_body
 from runtime.redis.link import reachable
 from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus

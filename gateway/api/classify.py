@@ -11,8 +11,8 @@ from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.rendering.activation import activated, numbers_of
 from gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
-from gateway.request.decoding import decode
 from gateway.request.message_fields import priority_of
+from gateway.transport.decoding import decode
 from registry.checkpoints.classifier import Activation, ClassifierHead
 from schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
 from schemas.pooling import Pooling

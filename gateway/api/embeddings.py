@@ -20,8 +20,8 @@ from gateway.rendering.embedding_jobs import (
     user_of,
 )
 from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.decoding import decode
 from gateway.request.message_fields import priority_of
+from gateway.transport.decoding import decode
 from schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,

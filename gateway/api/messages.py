@@ -16,9 +16,9 @@ from gateway.messages.refusals import in_messages_shape
 from gateway.messages.renderer import MessageRenderer
 from gateway.rendering.rendering import Endpoint, Prepared, read_long
 from gateway.request.admission import tier_of
-from gateway.request.decoding import decode
 from gateway.responses.window import num_input_tokens
 from gateway.tenancy.caller import Caller
+from gateway.transport.decoding import decode
 from gateway.transport.http import json_response
 from registry.tokenizers.prompt_pool import PromptPool
 from schemas.anthropic.answers import TokenCount

@@ -15,8 +15,8 @@ from gateway.models import ServedModelLike
 from gateway.rendering.activation import activated, numbers_of
 from gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from gateway.rendering.similarity import Vector, cosine
-from gateway.request.decoding import decode
 from gateway.request.message_fields import priority_of
+from gateway.transport.decoding import decode
 from registry.checkpoints.classifier import Activation, ClassifierHead
 from schemas.embeddings import (
     RerankedText,

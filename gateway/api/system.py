@@ -15,9 +15,9 @@ from bus.storage import NATS
 from gateway.api.counted_reading import counted_body
 from gateway.core import Gateway
 from gateway.models import ServedModelLike
-from gateway.request.decoding import decode
 from gateway.request.message_fields import chat_messages, tools_of
 from gateway.tenancy.identity import AuthenticationError
+from gateway.transport.decoding import decode
 from gateway.transport.http import json_response
 from gateway.transport.proxies import is_forwarded
 from registry.tokenizers.prompt_pool import num_characters_with

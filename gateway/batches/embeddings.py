@@ -12,11 +12,11 @@ from gateway.batches.lines import BatchEndpoint, BatchOrder
 from gateway.core import Gateway
 from gateway.rendering.embedding_jobs import embedding_pooling, form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.decoding import decode
 from gateway.request.job_maker import bare_job
 from gateway.request.message_fields import priority_of
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
+from gateway.transport.decoding import decode
 from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
 from schemas.jobs import JobResult, Tier
 

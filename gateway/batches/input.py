@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.request.decoding import decode
+from gateway.transport.decoding import decode
 from schemas.batches import MAX_LINES, BatchError, BatchLine
 from schemas.errors import MillraceError, ParameterError
 

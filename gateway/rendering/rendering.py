@@ -11,12 +11,12 @@ import msgspec
 
 from gateway.errors import Refusal
 from gateway.generation_request import GenerationRequest
-from gateway.request.decoding import decode
 from gateway.request.intake_limits import LONG_BODY_BYTES
 from gateway.request.response_reader import ResponseReader
 from gateway.request.response_stream import ResponseStream
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import Caller
+from gateway.transport.decoding import decode
 from registry.tokenizers.prompt_pool import PromptPool
 
 _ReadT = TypeVar("_ReadT")

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import msgspec
 
 from gateway.generation_request import GenerationRequest
-from gateway.request.decoding import decode
 from gateway.request.message_fields import in_words, respelled
 from gateway.request.parsing import parse_chat
+from gateway.transport.decoding import decode
 from schemas.chat.messages import (
     MESSAGE_OF_ROLE,
     CalledFunction,

@@ -20,8 +20,8 @@ from gateway.api.classify import ROUTE as CLASSIFY_ROUTE
 from gateway.openapi import document as openapi
 from gateway.openapi.fields import FIELDS, SAMPLING
 from gateway.openapi.operations import OPERATIONS
-from gateway.request.decoding import decode
 from gateway.request.parsing import parse_chat, parse_completion, parse_generate
+from gateway.transport.decoding import decode
 from schemas.chat.messages import MESSAGE_OF_ROLE
 from schemas.errors import ParameterError
 from schemas.openai import ChatCompletionRequest, CompletionRequest

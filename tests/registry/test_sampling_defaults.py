@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from gateway.__main__ import models_of
-from gateway.request.decoding import decode
 from gateway.request.parsing import parse_chat, parse_completion
+from gateway.transport.decoding import decode
 from registry.catalogue import Catalogue, load_catalogue
 from registry.served import ServedModel
 from schemas.errors import CheckpointError, ConfigError

@@ -14,13 +14,13 @@ from starlette.routing import Route
 from gateway.api.kept.items_page import check_items_query, check_query, items_page
 from gateway.api.paging import list_response
 from gateway.core import Gateway
-from gateway.request.decoding import decode
 from gateway.request.message_fields import check_metadata
 from gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from gateway.responses.input import given_items, named
 from gateway.responses.references import ItemNotFoundError, resolve
 from gateway.responses.store import ResponseStore
 from gateway.tenancy.caller import Caller
+from gateway.transport.decoding import decode
 from gateway.transport.http import json_response, new_request_id, read_body
 from schemas.chat.conversations import (
     Conversation,

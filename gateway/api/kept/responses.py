@@ -20,7 +20,6 @@ from gateway.generation_request import GenerationRequest
 from gateway.rendering.logprobs import logprob_infos
 from gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
 from gateway.request.admission import tier_of
-from gateway.request.decoding import decode
 from gateway.request.response_reader import ResponseReader
 from gateway.responses.conversations import ConversationStore
 from gateway.responses.input import (
@@ -42,6 +41,7 @@ from gateway.responses.store import (
 )
 from gateway.responses.window import fit_window, num_input_tokens
 from gateway.tenancy.caller import Caller
+from gateway.transport.decoding import decode
 from gateway.transport.http import (
     Receive,
     Scope,

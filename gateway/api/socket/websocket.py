@@ -11,11 +11,11 @@ import msgspec
 from gateway.api.socket.session import KEY_REVOKED, SocketSession
 from gateway.core import Gateway
 from gateway.errors import InvalidJsonError, Refusal, refusal_of
-from gateway.request.decoding import decode
 from gateway.request.tracing import TRACEPARENT
 from gateway.tenancy.caller import Caller
 from gateway.tenancy.identity import token_of
 from gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
+from gateway.transport.decoding import decode
 from gateway.transport.http import CALLER, Receive, Scope, Send, header_of, refuse_handshake
 from gateway.transport.proxies import is_forwarded
 from schemas.errors import MillraceError, ParameterError

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from gateway.errors import InvalidJsonError
-from gateway.request.decoding import decode
 from gateway.request.parsing import parse_chat, parse_completion, parse_generate
+from gateway.transport.decoding import decode
 from schemas.errors import ParameterError
 from schemas.openai import ChatCompletionRequest, CompletionRequest
 from schemas.sampling import Grammar, GrammarKind

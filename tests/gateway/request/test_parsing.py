@@ -9,8 +9,8 @@ import pytest
 
 from gateway.errors import InvalidJsonError
 from gateway.generation_request import GenerationRequest
-from gateway.request.decoding import decode
 from gateway.request.parsing import parse_chat, parse_completion
+from gateway.transport.decoding import decode
 from schemas.errors import ParameterError
 from schemas.jobs import ChatMessage, Tier
 from schemas.openai import ChatCompletionRequest, CompletionRequest

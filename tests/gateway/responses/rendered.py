@@ -10,12 +10,12 @@ from typing import Any, cast
 import msgspec
 
 from gateway.generation_request import GenerationRequest
-from gateway.request.decoding import decode
 from gateway.request.response_reader import ResponseReader
 from gateway.responses.input import check_fields, generation_request_of, given_items, messages_of
 from gateway.responses.renderer import ResponseRenderer
 from gateway.streams.parts import Part
 from gateway.tenancy.caller import LOCAL
+from gateway.transport.decoding import decode
 from schemas.frames import TokenLogprob, Usage
 from schemas.openai import LogprobInfo
 from schemas.responses import Item, ItemReference, ResponsesRequest

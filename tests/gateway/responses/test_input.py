@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import InvalidJsonError
-from gateway.request.decoding import decode
 from gateway.responses.input import check_fields, messages_of
 from gateway.streams.parts import ChoiceEnd
+from gateway.transport.decoding import decode
 from schemas.errors import GrammarError, ParameterError
 from schemas.responses import FunctionCallItem, Item, ResponsesRequest
 from tests.gateway.responses.rendered import (

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import Refusal
-from gateway.request.decoding import decode
 from gateway.responses.items import _without_end
 from gateway.streams.parts import (
     CallArguments,
@@ -22,6 +21,7 @@ from gateway.streams.parts import (
     StepPart,
     TextPart,
 )
+from gateway.transport.decoding import decode
 from schemas.errors import MillraceError
 from schemas.frames import TokenLogprob
 from schemas.openai import LogprobInfo
