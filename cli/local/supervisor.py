@@ -131,7 +131,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=functools.partial(_begin_child, process.niceness),
+                preexec_fn=functools.partial(begin_child, process.niceness),
                 start_new_session=True,
             )
         except OSError as error:
@@ -207,7 +207,7 @@ def _stage(running: _Running) -> int:
     return running.process.stage
 
 
-def _begin_child(niceness: int) -> None:
+def begin_child(niceness: int) -> None:
     """What a child does before it becomes the program: it dies with its parent."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if niceness:

@@ -59,7 +59,16 @@ async def _follow(client: openai.AsyncOpenAI, response_id: str) -> str:
                     assert event.response.output_text == text
                     return text
         except (openai.APIError, httpx.TransportError):
-            await asyncio.sleep(0.1)  # its gateway comes back
+            await eventually(lambda: _answers(client), timeout_s=30.0, what="a gateway")
+
+
+async def _answers(client: openai.AsyncOpenAI) -> bool:
+    """Whether a gateway is there again."""
+    try:
+        await client.models.list()
+    except openai.APIError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

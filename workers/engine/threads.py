@@ -38,9 +38,9 @@ def configure_threads(
 
     Where there is a thread for each core that this process may run on, each is bound to one. Two
     that wait for each other may else be kept on one core for as long as they run, while the other
-    is idle: Linux looks for an idle core less, the fewer there are. Of nine starts on 2 cores,
-    beside other work, seven made steps three times as long. Threads that are no part of the team
-    ``leave_core``.
+    has nothing, or something of low priority, to do: Linux takes that for busy. Beside such work
+    half of the starts on 2 cores made steps three times as long. Threads that are no part of the
+    team ``leave_core``.
     """
     environ = os.environ if environ is None else environ
     if not _cores:  # a thread that is bound sees one only

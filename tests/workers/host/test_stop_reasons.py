@@ -57,3 +57,12 @@ async def test_a_stop_token_is_told_but_no_end_of_sequence(
         done = await b.ended()
     assert isinstance(done, Done)
     assert (done.finish_reason, done.stop_reason) == (reason, stop_reason)
+
+
+@pytest.mark.parametrize(("stop", "is_watched"), [(("END",), True), ((), False)])
+async def test_an_engine_holds_no_token_of_a_request_that_a_string_may_stop(
+    demo: ServedModel, stop: tuple[str, ...], is_watched: bool
+) -> None:
+    async with bench(demo) as b:
+        await b.dispatch(b.job(sampling={"stop": stop}))
+        assert b.engine.added["r1:1"].watched == is_watched

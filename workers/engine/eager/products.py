@@ -56,8 +56,8 @@ def choose_product(
     packed: MakeLinear = partial(PackedProjection, kernels)
     sample = sample_config(config)
     with torch.inference_mode():
-        own, other = (_decoder(kernels, sample, product) for product in (packed, Projection))
-        ratio = time_ratio(own.forward, other.forward, _batches(), clock)
+        own, other = (sample_decoder(kernels, sample, product) for product in (packed, Projection))
+        ratio = time_ratio(own.forward, other.forward, sample_batches(), clock)
     _log.info("the compiled kernels compute in %.2f of the time that oneDNN takes", ratio)
     return packed if ratio < 1.0 else Projection
 
@@ -122,7 +122,7 @@ class _FilledTensors:
         return torch.full(shape, 0.01, dtype=torch.bfloat16)
 
 
-def _decoder(
+def sample_decoder(
     kernels: CpuKernels, config: ModelConfig, product: MakeLinear
 ) -> Decoder[FlatBatch, CpuMetadata]:
     """As a model's own is made, with a KV cache for the largest of the batches."""
@@ -143,7 +143,8 @@ def _decoder(
     return compiled_decoder(config, weights, attention, kernels)
 
 
-def _batches() -> list[FlatBatch]:
+def sample_batches() -> list[FlatBatch]:
+    """Decodes of rising numbers of streams, then a prefill; for decoders of samples."""
     decodes = [_batch([(_CONTEXT_TOKENS, 1)] * num_streams) for num_streams in _NUM_STREAMS]
     return [*decodes, _batch([(0, _NUM_PROMPT_TOKENS)])]
 

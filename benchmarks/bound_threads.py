@@ -1,0 +1,160 @@
+"""What binding the engine's threads to cores is worth: starts with threads bound, and free.
+
+    python -m benchmarks.bound_threads [--starts 8] [--beside 12] [--json FILE]
+
+Each start is a process of its own that computes a decode step of one stream in two layers of a
+100M Llama, as the engine does beside other processes (threads that sleep while they wait), first
+at rest, then while ``--beside`` processes of the lowest priority want whatever is left of the
+cores. Printed are the milliseconds of each and how many took twice as long as the quickest. The
+ceiling beside them is one thread alone, which has nobody to wait for: two that are slower share a
+core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.support.command import command_parser, write_json
+from cli.local.supervisor import begin_child
+from schemas.config import EngineConfig
+from workers.engine.threads import configure_threads
+
+_STEPS = 120
+_FREE = {"OMP_PROC_BIND": "false"}
+
+
+_BUSY = "while True: pass"
+_LOWEST = 19
+
+
+class Starts(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of a step, by start, beside so many others; ``one_thread`` of a start with one
+    thread."""
+
+    num_beside: int
+
+    bound: list[float]
+    free: list[float]
+    one_thread: list[float]
+
+    def num_slow(self, starts: list[float]) -> int:
+        """How many took twice as long as the quickest of all, or longer."""
+        return sum(ms > 2 * min(*self.bound, *self.free) for ms in starts)
+
+
+def _step_ms(checkpoint: Path, num_threads: int) -> float:
+    """The median of this process's steps."""
+    configure_threads(EngineConfig(num_threads=num_threads), shared=True)
+    # Not before: torch reads the thread settings when it is imported.
+    import torch
+
+    from registry.checkpoints.checkpoint import read_model_config
+    from workers.engine.eager.products import sample_batches, sample_config, sample_decoder
+    from workers.kernels.build import cpu_library
+    from workers.kernels.cpu import CpuKernels
+    from workers.models.packed_projection import PackedProjection
+
+    kernels = CpuKernels(cpu_library(), torch.bfloat16)
+    config = sample_config(read_model_config(checkpoint))
+    took_s = []
+    with torch.inference_mode():
+        decoder = sample_decoder(kernels, config, partial(PackedProjection, kernels))
+        one_stream = sample_batches()[0]
+        for _ in range(_STEPS):
+            begin_s = time.perf_counter()
+            decoder.forward(one_stream)
+            took_s.append(time.perf_counter() - begin_s)
+    return statistics.median(took_s) * 1e3
+
+
+def _start(checkpoint: Path, num_threads: int, **changes: str) -> float:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = [sys.executable, "-m", "benchmarks.bound_threads", "--step-of", str(checkpoint)]
+    done = subprocess.run(
+        [*command, "--threads", str(num_threads)],
+        env=own | changes,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return float(done.stdout)
+
+
+@contextmanager
+def _busy(number: int) -> Iterator[None]:
+    """So many processes that give way to all others, each in a session of its own."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _BUSY],
+            preexec_fn=partial(begin_child, _LOWEST),
+            start_new_session=True,
+        )
+        for _ in range(number)
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure(checkpoint: Path, num_starts: int, num_beside: int) -> Starts:
+    """Starts in turns, so that whatever else runs disturbs both kinds."""
+    starts = Starts(num_beside=num_beside, bound=[], free=[], one_thread=[])
+    with _busy(num_beside):
+        for _ in range(num_starts):
+            starts.bound.append(_start(checkpoint, 0))
+            starts.free.append(_start(checkpoint, 0, **_FREE))
+        starts.one_thread.append(_start(checkpoint, 1))
+    return starts
+
+
+def _print(starts: Starts) -> None:
+    print(f"beside {starts.num_beside} processes of the lowest priority")
+    for name, took_ms in (("bound", starts.bound), ("free", starts.free)):
+        each = " ".join(f"{ms:.2f}" for ms in took_ms)
+        num_slow = starts.num_slow(took_ms)
+        print(f"  {name:12} {each} ms; {num_slow} of {len(took_ms)} took twice as long as the best")
+    print(f"  {'one thread':12} {starts.one_thread[0]:.2f} ms")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("bound_threads", __doc__)
+    parser.add_argument("--starts", type=int, default=8, help="of each kind")
+    parser.add_argument("--beside", type=int, default=12, help="processes of the lowest priority")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--step-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.step_of is not None:
+        print(_step_ms(arguments.step_of, arguments.threads))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "llama-100m"
+        command = [sys.executable, "-m", "benchmarks.checkpoints", str(checkpoint)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        measured = [measure(checkpoint, arguments.starts, n) for n in (0, arguments.beside)]
+    for starts in measured:
+        _print(starts)
+    write_json(arguments.json, measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Which starts count as slow."""
+
+from __future__ import annotations
+
+from benchmarks.bound_threads import Starts
+
+
+def test_slow_is_twice_the_best_of_all_starts() -> None:
+    starts = Starts(num_beside=0, bound=[0.25, 0.3], free=[0.26, 0.5, 0.51, 1.0], one_thread=[0.4])
+    assert starts.num_slow(starts.bound) == 0
+    assert starts.num_slow(starts.free) == 2
