@@ -1,20 +1,45 @@
-"""How the process of a part ends: one sentence, and an exit code that says whose fault it is."""
+"""How a process of ours is started, and how it ends: one sentence, and an exit code that says whose
+fault it is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import site
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from schemas.errors import ConfigError, MillraceError, ModelNotFoundError
+from millrace.schemas.errors import ConfigError, MillraceError, ModelNotFoundError
 
 DONE = 0
 FAILED = 1
 MISCONFIGURED = 2
 
 logger = logging.getLogger(__name__)
+
+# What holds the package: a checkout, or where distributions are installed.
+_ROOT = Path(__file__).absolute().parents[2]
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of ours with this interpreter.
+
+    ``-P``: nothing of the folder in which the user happens to be is imported.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of such a command: it imports the very packages that this process does, also
+    those of a checkout that is not the one installed."""
+    search = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    if str(_ROOT) not in installed.union(search):
+        search.insert(0, str(_ROOT))
+    return {**environment, "PYTHONPATH": os.pathsep.join(search)}
 
 
 def exit_code_of(part: str, run: Callable[[], None]) -> int:

@@ -9,13 +9,13 @@ import functools
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.local.private_files import make_private
+from millrace.cli.local.private_files import make_private
+from millrace.runtime.process import python_environment
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_BACKOFF_S = 0.2
@@ -64,7 +64,7 @@ class Supervisor:
         say: Callable[[str], None] = print,
         env: Mapping[str, str] = os.environ,
     ) -> None:
-        self._env = dict(env)
+        self._env = python_environment(env)
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._say = say
@@ -242,8 +242,3 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our packages with this interpreter."""
-    return [sys.executable, "-m", module, *arguments]

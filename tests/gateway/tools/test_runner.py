@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 from tests.gateway.tools.runners import ARGUMENTS, SECRET, WEATHER, outcome, runner
 from tests.support.tool_server import Answer, Seen, ToolServer, Write, reply, tool_server
 from tests.support.waiting import eventually
@@ -206,5 +206,5 @@ async def test_secrets_are_in_no_text(
         "The tool answered with HTTP status 400: you sent [secret], [secret]",
     ]
     assert SECRET not in told
-    ours = [record.getMessage() for record in caplog.records if record.name.startswith("gateway")]
+    ours = [log.getMessage() for log in caplog.records if log.name.startswith("millrace.gateway")]
     assert not any(SECRET in text or "Łódź" in text for text in ours)

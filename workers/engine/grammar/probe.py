@@ -15,15 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from schemas.errors import GrammarError
-from schemas.sampling import Grammar
-from workers.engine.grammar.library import raise_error_of, start
+from millrace.runtime.process import python_command, python_environment
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import Grammar
+from millrace.workers.engine.grammar.library import raise_error_of, start
 
 # Processor time. What comes near it may take as long for a mask, which a step then waits for.
 COMPILE_LIMIT_S = 0.5
@@ -31,8 +31,7 @@ _WAIT_LIMIT_S = 10.0
 _TRIED_STEPS = 16
 _NUM_BYTES = 256
 _START_LIMIT_S = 30.0
-_MODULE = "workers.engine.grammar.probe"
-_ROOT = Path(__file__).resolve().parents[3]
+_MODULE = "millrace.workers.engine.grammar.probe"
 _READY = b"ready\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -45,12 +44,11 @@ class _Helper:
     grammar that takes it too long."""
 
     def __init__(self, command: list[str]) -> None:
-        search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(  # noqa: S603 (this module, in this interpreter)
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": search},
+            env=python_environment(),
         )
         self._received = b""
         if self._read_line(_START_LIMIT_S) != _READY:
@@ -116,7 +114,7 @@ class GrammarProbe:
     """
 
     def __init__(self, command: list[str] | None = None) -> None:
-        self._command = command or [sys.executable, "-m", _MODULE]
+        self._command = command or python_command(_MODULE)
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []
 

@@ -1,0 +1,7 @@
+"""``python -m millrace``, the same as ``millrace``."""
+
+import sys
+
+from millrace.cli.main import main
+
+sys.exit(main())
