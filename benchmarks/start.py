@@ -71,7 +71,7 @@ def import_times_ms(lines: Iterable[str]) -> tuple[dict[str, float], dict[str, f
         own_us, total_us, _, name = match.groups()
         package = name.partition(".")[0]
         own_ms[package] += int(own_us) / 1e3
-        if package in ("cli", "workers", "registry", "schemas", "bus"):
+        if package == "millrace":
             cumulative_ms[name] = int(total_us) / 1e3
     return dict(own_ms), cumulative_ms
 

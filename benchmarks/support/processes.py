@@ -57,7 +57,7 @@ def role_of(command: Sequence[str]) -> str:
     """What a process is by its command line: the module that ``python -m`` runs, or the program."""
     words = list(command)
     if "-m" in words[:-1]:
-        return words[words.index("-m") + 1]
+        return words[words.index("-m") + 1].removeprefix("millrace.")
     # Redis writes its address behind its name.
     return Path(words[0]).name.split()[0] if words else "ended"
 

@@ -19,7 +19,7 @@ from benchmarks.support.processes import Reading, read, role_of
         (("/usr/bin/python3", "-m", "millrace.telemetry", "--config", "c.yaml"), "telemetry"),
         (
             ("python", "-m", "millrace.workers.process.engine_process", "7"),
-            "millrace.workers.process.engine_process",
+            "workers.process.engine_process",
         ),
         (("/opt/nats-server", "--config", "nats.conf"), "nats-server"),
         (("redis-server 127.0.0.1:6380",), "redis-server"),

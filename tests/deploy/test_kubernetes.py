@@ -112,7 +112,7 @@ def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:
 def test_the_container_runs_a_part_of_ours(worker: dict[str, Any]) -> None:
     container = _container(worker)
     [module] = container["args"]
-    assert (ROOT / module / "__main__.py").is_file()
+    assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     assert container["image"] == compose["x-millrace"]["image"]
     selector = worker["spec"]["selector"]["matchLabels"]

@@ -70,7 +70,7 @@ def test_as_many_schedulers_serve_as_were_asked_for(pair: Pair) -> None:
     run = pair.system.data / "run"
     pids = [int((run / f"scheduler-{number}.pid").read_text()) for number in (1, 2)]
     for pid in pids:
-        assert "scheduler" in psutil.Process(pid).cmdline()
+        assert "millrace.scheduler" in psutil.Process(pid).cmdline()
     assert len(set(pids)) == 2
 
 
