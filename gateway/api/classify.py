@@ -11,7 +11,7 @@ from gateway.core import Gateway
 from gateway.models import ServedModelLike
 from gateway.rendering.activation import activated, numbers_of
 from gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
-from gateway.request.message_fields import priority_of
+from gateway.request.message_fields import metadata_of, priority_of
 from gateway.transport.decoding import decode
 from registry.checkpoints.classifier import Activation, ClassifierHead
 from schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
@@ -69,4 +69,5 @@ def _ask(asked: ClassifyRequest) -> PooledAsk:
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )

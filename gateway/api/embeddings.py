@@ -20,7 +20,7 @@ from gateway.rendering.embedding_jobs import (
     user_of,
 )
 from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.message_fields import priority_of
+from gateway.request.message_fields import metadata_of, priority_of
 from gateway.transport.decoding import decode
 from schemas.embeddings import (
     EmbeddingList,
@@ -124,4 +124,5 @@ def _ask_of(asked: EmbeddingRequest, plan: Callable[[ServedModelLike], PooledPla
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )

@@ -15,7 +15,7 @@ from gateway.models import ServedModelLike
 from gateway.rendering.activation import activated, numbers_of
 from gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from gateway.rendering.similarity import Vector, cosine
-from gateway.request.message_fields import priority_of
+from gateway.request.message_fields import metadata_of, priority_of
 from gateway.transport.decoding import decode
 from registry.checkpoints.classifier import Activation, ClassifierHead
 from schemas.embeddings import (
@@ -193,6 +193,7 @@ def _ask_of(
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )
 
 

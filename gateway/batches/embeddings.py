@@ -13,7 +13,7 @@ from gateway.core import Gateway
 from gateway.rendering.embedding_jobs import embedding_pooling, form_of, inputs_of, jobs_of, user_of
 from gateway.rendering.embedding_vectors import VectorForm
 from gateway.request.job_maker import bare_job
-from gateway.request.message_fields import priority_of
+from gateway.request.message_fields import metadata_of, priority_of
 from gateway.streams.usage import total_usage
 from gateway.tenancy.caller import Caller
 from gateway.transport.decoding import decode
@@ -44,6 +44,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             pooling=pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
             priority=priority_of(asked.priority),
+            metadata=metadata_of(asked.metadata),
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)

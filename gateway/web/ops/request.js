@@ -91,7 +91,7 @@ function facts(request) {
     filterBy("model", model),
     make("span", { class: "fact" }, `${request.tier} tier`),
     make("span", { class: "fact" }, `by ${request.source}`),
-    make("span", { class: "fact" }, dateTime(request.done_ms / 1000)),
+    make("span", { class: "fact" }, dateTime(request.done_us / 1e6)),
   ];
 }
 
@@ -163,6 +163,9 @@ function groups(request) {
       ["Tenant pays", exact(request.cost, currency)],
       ["Device cost", exact(request.device_cost, currency)],
       ["Device time", span(request.device_us)],
+      ["Energy", joules(request.energy_j)],
+      ["API key", request.key_id],
+      ["Metadata", Object.entries(request.metadata).map(([key, value]) => `${key}: ${value}`).join(", ")],
       ["Left over", money(margin, currency)],
       ["Prices", request.price_version || "–"],
     ]),
