@@ -228,7 +228,8 @@ def _counter_of(config: WorkerConfig, device_uuid: str) -> EnergyCounter | None:
         return None
     if device_uuid:
         return NvmlCounter(device_uuid)
-    return RaplCounter(Path(config.powercap_path))
+    powercap = Path(config.powercap_path)
+    return RaplCounter(powercap) if powercap.is_dir() else None
 
 
 def _with_engine_capacity(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:

@@ -12,6 +12,7 @@ import pytest
 from telemetry.store.store import Store
 from tests.telemetry.books import DAY_S, FIRST_S, RANGE, REQUEST_ROWS, fill
 from tests.telemetry.queries.test_queries import ask
+from tests.telemetry.records import unix_s
 
 Row = dict[str, Any]
 
@@ -28,7 +29,9 @@ async def books(store: Store, request: pytest.FixtureRequest) -> AsyncIterator[S
 
 def of(rows: list[Row], *names: str) -> list[tuple[Any, ...]]:
     """Those columns of each row."""
-    return [tuple(row[name] for name in names) for row in rows]
+    return [
+        tuple(unix_s(row[name]) if name == "t" else row[name] for name in names) for row in rows
+    ]
 
 
 async def test_usage_by_tenant(books: Store) -> None:
@@ -124,6 +127,8 @@ async def test_unit_cost_four_ways(books: Store) -> None:
         "best_cost_per_million": "0.76923076923",
         "best_tokens_per_busy_s": 1300,
         "busy_share": 0.5,
+        "busy_j_per_million": pytest.approx(1e6 * 66 / 1450),
+        "all_j_per_million": pytest.approx(1e6 * 130 / 1300),
     }
     # What was shed was not computed; nothing is known of a best without a busy second.
     assert large["tokens"] == 110
