@@ -279,7 +279,8 @@ Millrace is ready.
   OpenAI API   {endpoints.http}/v1
   metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
   services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
-  analysts     find ClickHouse likewise in {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)}
+  analytics    ClickHouse at {endpoints.clickhouse.rpartition("@")[2].partition("/")[0]}, with user and password in
+               {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)}; tables: {endpoints.http}/ops/api/tables
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'

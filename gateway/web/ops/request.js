@@ -1,7 +1,7 @@
 // One request: its events in time, what it took, what it cost, what its client saw.
 
 import { KeyNeededError, ask } from "./ask.js";
-import { clock, compact, dateTime, money, ms, percent, span, whole } from "./format.js";
+import { clock, compact, dateTime, joules, money, ms, percent, span, whole } from "./format.js";
 import { phasesOf, sumOf } from "./phases.js";
 import { statusMark } from "./table.js";
 import { button, byId, copyText, make } from "/static/dom.js";
@@ -164,8 +164,6 @@ function groups(request) {
       ["Device cost", exact(request.device_cost, currency)],
       ["Device time", span(request.device_us)],
       ["Energy", joules(request.energy_j)],
-      ["API key", request.key_id],
-      ["Metadata", Object.entries(request.metadata).map(([key, value]) => `${key}: ${value}`).join(", ")],
       ["Left over", money(margin, currency)],
       ["Prices", request.price_version || "–"],
     ]),
@@ -183,6 +181,8 @@ function groups(request) {
   made.push(group("About", [
     ["Worker", request.worker || "–"],
     ["Adapter", request.adapter],
+    ["API key", request.key_id],
+    ["Metadata", Object.entries(request.metadata).map(([key, value]) => `${key}: ${value}`).join(", ")],
     ["Asked for", request.model_requested === request.model_served ? "" : request.model_requested],
     ["Chosen because", request.route_reason],
     ["Runs", request.num_lives ? compact(request.num_lives + 1) : ""],

@@ -1,6 +1,6 @@
 // The figures of the whole range.
 
-import { compact, money, ms, percent, span, whole } from "./format.js";
+import { compact, joules, money, ms, percent, span, whole } from "./format.js";
 import { byId, make } from "/static/dom.js";
 
 /** Show the totals; `devices` are steps of what all devices did, whoever asked. */

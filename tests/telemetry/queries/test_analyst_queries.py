@@ -250,3 +250,21 @@ async def test_what_clients_saw(books: Store) -> None:
     ]
     seen = ("stalled", "stalls", "stalled_ms", "longest_gap_ms", "resumes", "replays", "moved")
     assert of(rows, *seen) == [(1, 2, 2500, 1500, 1, 1, 1)]
+
+
+async def test_usage_by_key_with_its_joules(books: Store) -> None:
+    rows = await ask(books, "usage_by_key", **RANGE, tenant="acme")
+    assert of(rows, "key_id", "requests", "energy_j", "energy_requests") == [
+        ("key-a", 1, 40.0, 1),
+        ("key-b", 1, 26.0, 1),
+        ("", 2, None, 0),
+    ]
+    (totals,) = await ask(books, "totals", **RANGE)
+    assert (totals["energy_j"], totals["energy_requests"]) == (66.0, 2)
+    (details,) = await ask(books, "request_details", id="r1")
+    assert (details["key_id"], details["metadata"]) == ("key-a", {"project": "mill"})
+    rows = await ask(books, "idle_cost", **RANGE)
+    assert of(rows, "worker", "energy_j", "charged_j", "idle_j") == [
+        ("w-2", None, None, None),
+        ("w-1", 130.0, 40.0, 90.0),
+    ]

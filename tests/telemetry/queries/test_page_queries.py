@@ -266,7 +266,13 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     rows = await ask(filled, "request_timeline", id="moved")
     begun_us = (BEGIN_S + 128) * 1_000_000
     told = [
-        (row["event"], round(1e6 * unix_s(row["at"])) - begun_us, row["run"], row["place"], row["device_us"])
+        (
+            row["event"],
+            round(1e6 * unix_s(row["at"])) - begun_us,
+            row["run"],
+            row["place"],
+            row["device_us"],
+        )
         for row in rows
     ]
     assert told == [
