@@ -1,4 +1,4 @@
-"""The page of tables: ``python -m telemetry.store.tables_page > docs/tables.md``, of a new store."""
+"""The page of tables: ``python -m telemetry.store.tables_page > docs/tables.md``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ async def test_an_empty_file_names_its_columns(door: Door) -> None:
     assert answer.text.startswith("request_id,done_at,tenant,")
     assert answer.text.count("\r\n") == 1
     export = await door.http.get("/ops/api/requests.csv")
-    assert export.text.startswith("request_id,tenant,user,")
+    assert export.text.startswith("request_id,tenant,key_id,user,")
     assert export.text.count("\r\n") == 1
 
 
