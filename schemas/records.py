@@ -12,8 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.engines import CostMethod
-from schemas.jobs import Source, Tier
+from millrace.schemas.engines import CostMethod
+from millrace.schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy. A
 # field that is missing has its default.

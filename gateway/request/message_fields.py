@@ -8,12 +8,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.chat.messages import DeveloperMessage, EchoedMessage, Message, ToolMessage, UserMessage
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, check_priority
-from schemas.jobs import check_metadata as check_job_metadata
-from schemas.openai import FunctionTool
-from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
+from millrace.schemas.chat.messages import (
+    DeveloperMessage,
+    EchoedMessage,
+    Message,
+    ToolMessage,
+    UserMessage,
+)
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, check_priority
+from millrace.schemas.jobs import check_metadata as check_job_metadata
+from millrace.schemas.openai import FunctionTool
+from millrace.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
 # Values that ask for nothing, of fields that are known but not honoured.
 NOTHING: tuple[Any, ...] = (None, [], {})

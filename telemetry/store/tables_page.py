@@ -1,4 +1,4 @@
-"""The page of tables: ``python -m telemetry.store.tables_page > docs/tables.md``."""
+"""The page of tables: ``python -m millrace.telemetry.store.tables_page > docs/tables.md``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import tempfile
 from itertools import groupby
 
-from schemas.config import ClickHouseConfig
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store
+from millrace.schemas.config import ClickHouseConfig
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
 
 _HEAD = """# Columns
 
-Made by `python -m telemetry.store.tables_page > docs/tables.md` from what ClickHouse itself says of
+Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from what ClickHouse itself says of
 its tables: `millrace sql --saved tables`, `/ops/api/tables` and `DESCRIBE TABLE` tell it of a
 system that runs. Times are UTC. Latencies are in ms, device time in us, energy in J. Each table but
 `prices` also has a view ending in `_once`: read that.

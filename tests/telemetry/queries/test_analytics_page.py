@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from telemetry.store.store import Store
-from telemetry.store.tables_page import tables_page
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables_page import tables_page
 from tests.support.repository import ROOT
 from tests.telemetry.books import fill
 
@@ -61,6 +61,6 @@ async def test_every_column_says_what_it_is_and_latencies_have_one_unit(store: S
 
 
 async def test_the_page_of_tables_is_of_today(store: Store) -> None:
-    """Made by ``python -m telemetry.store.tables_page``."""
+    """Made by ``python -m millrace.telemetry.store.tables_page``."""
     made = await tables_page(store)
     assert (ROOT / "docs" / "tables.md").read_text(encoding="utf-8") == made

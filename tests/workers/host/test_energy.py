@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.served import ServedModel
-from schemas.frames import FinishReason
-from schemas.records import Attempt, sum_energy
+from millrace.registry.served import ServedModel
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import Attempt, sum_energy
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.host.energy.counters import NvmlCounter, RaplCounter, UnreadableCounterError
+from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
 from tests.workers.scripted import bench
-from workers.engine.types import EngineOutput
-from workers.host.energy.counters import NvmlCounter, RaplCounter, UnreadableCounterError
-from workers.host.energy.meter import EnergyMeter, EnergyShare
 
 RANGE_UJ = 262_143_328_850
 

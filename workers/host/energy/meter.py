@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from workers.host.energy.counters import EnergyCounter, UnreadableCounterError
+from millrace.workers.host.energy.counters import EnergyCounter, UnreadableCounterError
 
 # Counters of GPUs are brought up to date every 20 to 100 ms: a reading may be so much behind.
 READ_INTERVAL_S = 0.4

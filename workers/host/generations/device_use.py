@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.host.energy.meter import EnergyMeter, EnergyShare
+from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
 
 
 class DeviceUse:
