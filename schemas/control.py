@@ -96,8 +96,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
     ``completion_tokens`` were made by this attempt, not by one before it. ``epoch`` is its last; it
-    began at ``started_ns`` (0: it never did) and took ``device_us`` of the device (see
-    ``RequestRecord``)."""
+    began at ``started_ns`` (0: it never did) and took ``device_us`` and ``energy_j`` of the device
+    (see ``RequestRecord``)."""
 
     request_id: str
     tenant: str
@@ -108,6 +108,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    energy_j: float | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

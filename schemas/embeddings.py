@@ -18,6 +18,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
     longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit). Of the
     requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
+    ``metadata`` is noted in its row of analytics, as that of chat completions is.
     """
 
     model: str
@@ -25,6 +26,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
     pooling: EmbeddingPooling | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -100,6 +102,7 @@ class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str
     input: str | tuple[str | int | tuple[int, ...], ...]
     user: str | None = None
+    metadata: dict[str, str] | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     use_activation: bool | None = None
@@ -132,6 +135,7 @@ class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: str
     user: str | None = None
+    metadata: dict[str, str] | None = None
     pooling: EmbeddingPooling | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None

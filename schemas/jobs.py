@@ -23,8 +23,12 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = (
     *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
-    "cache_salt",
+    *("cache_salt", "key_id"),
 )
+# OpenAI's bounds of ``metadata``.
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 512
 _NAMES_OF, _LABELS_OF = attrgetter(*_NAMES), attrgetter(*_LABELS)
 
 
@@ -82,9 +86,11 @@ class Job(
     got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
     request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
     caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
-    words of prompt and answer. Blocks of prompts in the prefix cache are shared among requests with
-    the same ``cache_salt`` only. Of the jobs of a tenant those with a lower ``priority`` are sent
-    earlier, as far as none waits too long for it.
+    words of prompt and answer. ``key_id`` is the API key that asked, ``metadata`` what its client
+    noted on the request: both are for its row in analytics, and nothing else reads them. Blocks of
+    prompts in the prefix cache are shared among requests with the same ``cache_salt`` only. Of the
+    jobs of a tenant those with a lower ``priority`` are sent earlier, as far as none waits too long
+    for it.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -119,6 +125,8 @@ class Job(
     keep_transcript: bool = False
     cache_salt: str = ""
     priority: int = 0
+    key_id: str = ""
+    metadata: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         num_given = (
@@ -143,6 +151,8 @@ class Job(
         if not 0 <= (self.deadline_ns or 0) <= MAX_TIME_NS:
             raise ValueError(f"deadline_ns must be between 0 and {MAX_TIME_NS}")
         check_priority(self.priority)
+        if self.metadata:
+            check_metadata(self.metadata)
 
     @property
     def max_completion_tokens(self) -> int:
@@ -156,6 +166,24 @@ def check_priority(priority: int) -> None:
     """Raises ValueError for one that no job can have."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}")
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raises ValueError for more than OpenAI's API takes: 16 pairs, keys of 64 and values of 512
+    characters."""
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise ValueError(f"metadata takes at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARACTERS:
+            raise ValueError(
+                f"metadata takes keys of at most {MAX_METADATA_KEY_CHARACTERS} characters, got "
+                f"one of {len(key)}"
+            )
+        if len(value) > MAX_METADATA_VALUE_CHARACTERS:
+            raise ValueError(
+                f"metadata takes values of at most {MAX_METADATA_VALUE_CHARACTERS} characters, got "
+                f"one of {len(value)} for {key!r}"
+            )
 
 
 def check_length(name: str, value: str, max_characters: int) -> None:

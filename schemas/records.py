@@ -6,6 +6,7 @@ keeps them out of collections, which took over a quarter of the sink's time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from decimal import Decimal
 from enum import StrEnum
 
@@ -14,8 +15,9 @@ import msgspec
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.jobs import Source, Tier
 
-# 1: until device time and its cost, earlier runs, stalls. A field that is missing has its default.
-RECORD_VERSION = 2
+# 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy. A
+# field that is missing has its default.
+RECORD_VERSION = 3
 
 STALL_MS = 1_000.0
 
@@ -33,13 +35,21 @@ class Status(StrEnum):
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """An earlier attempt at a request, which another one continued, as far as it is known: what one
     took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
-    ``device_us`` as in ``RequestRecord``."""
+    ``device_us`` and ``energy_j`` as in ``RequestRecord``."""
 
     epoch: int
     worker_id: str
     started_ns: int = 0
     ended_ns: int = 0
     device_us: int = 0
+    energy_j: float | None = None
+
+
+def sum_energy(parts: Iterable[float | None]) -> float | None:
+    """Joules of several attempts; None unless there are some and each was measured."""
+    known = list(parts)
+    measured = [joules for joules in known if joules is not None]
+    return sum(measured) if measured and len(measured) == len(known) else None
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="request"):
@@ -53,10 +63,12 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     ``device_us`` is the request's share of the time that the worker's device was busy, of all
     attempts together: each step is shared among its sequences by the work they did in it.
     ``device_cost`` is what that time costs us, in ``currency``, by the same price book.
-    ``cost_method`` says how ``device_us`` is known. ``resampled``: it was continued, after a crash,
-    by an engine that draws other tokens then than it would have, so its seed alone does not give
-    this completion again. ``trace_id`` is that of its distributed trace, empty where none is
-    recorded.
+    ``energy_j`` are the joules that came with that time, as a counter of the device counted them;
+    None unless each attempt that ran was measured. ``key_id`` is the API key that asked (empty:
+    none), ``metadata`` what its client noted on the request. ``cost_method`` says how ``device_us``
+    is known. ``resampled``: it was continued, after a crash, by an engine that draws other tokens
+    then than it would have, so its seed alone does not give this completion again. ``trace_id`` is
+    that of its distributed trace, empty where none is recorded.
     """
 
     request_id: str
@@ -96,6 +108,9 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     trace_id: str = ""
     cost_method: CostMethod = CostMethod.STEPS
     resampled: bool = False
+    key_id: str = ""
+    metadata: dict[str, str] = {}
+    energy_j: float | None = None
     version: int = RECORD_VERSION
 
 
@@ -130,11 +145,12 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
     """A worker's state over one sampling period that ended at ``sampled_ns``.
 
     Of ``period_ms`` the device was busy for ``busy_us``, of which requests were charged
-    ``charged_us``; the rest of the period it was idle. An hour of the device costs
-    ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation that its driver shows,
-    ``device_memory_bytes`` what is in use of ``device_memory_total_bytes``; 0 where there is no
-    driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for in the prefix cache,
-    ``prefix_hit_tokens`` were there.
+    ``charged_us``; the rest of the period it was idle. Of ``energy_j``, which its counter counted
+    over the period, requests were given ``charged_j``; both None where there is no counter. An hour
+    of the device costs ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation
+    that its driver shows, ``device_memory_bytes`` what is in use of ``device_memory_total_bytes``;
+    0 where there is no driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for
+    in the prefix cache, ``prefix_hit_tokens`` were there.
     """
 
     worker_id: str
@@ -163,6 +179,8 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
     device_memory_total_bytes: int = 0
     device_per_hour: Decimal = Decimal(0)
     currency: str = "USD"
+    energy_j: float | None = None
+    charged_j: float | None = None
     version: int = RECORD_VERSION
 
 

@@ -31,6 +31,8 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         done_ns=done_ns,
         epoch=epoch,
         trace_id=recorded_trace_id(job.traceparent),
+        key_id=job.key_id,
+        metadata=job.metadata,
     )
 
 

@@ -17,12 +17,13 @@ from millrace.cli.analytics.store import ask_saved, saved_query
 from millrace.cli.endpoints import add_data_argument
 from millrace.schemas.errors import MillraceError, ParameterError
 
-_BY = ("tenant", "day", "model", "user", "adapter", "refusal")
+_BY = ("tenant", "key", "day", "model", "user", "adapter", "refusal")
 _REFUSALS = "refusals"
 _COUNTS = frozenset(
     {
         "refused",
         *("requests", "done", "cancelled", "expired", "shed", "failed", "device_us"),
+        *("energy_j", "energy_requests"),
         *("prompt_tokens", "computed_tokens", "cached_tokens", "completion_tokens"),
     }
 )

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -279,7 +280,9 @@ Millrace is ready.
   OpenAI API   {endpoints.http}/v1
   metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
   services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
-  analysts     find ClickHouse likewise in {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)}
+  analytics    ClickHouse at http://{urlsplit(endpoints.clickhouse).netloc.rpartition("@")[2]}
+               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)})
+               its tables: {endpoints.http}/ops/api/tables
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'

@@ -149,6 +149,7 @@ def cost() -> Sequence[Panel]:
         stat("Tenants pay", "totals", _money("cost"), width=6, text=True),
         stat("Devices cost", "totals", _money("device_cost"), width=6, text=True),
         stat("Device time", "totals", "device_us / 1e6", unit="s", width=6),
+        stat("Energy", "totals", "energy_j", unit="joule", width=6),
         stat("Output tokens", "totals", "completion_tokens", width=6),
         row("Over time"),
         series(

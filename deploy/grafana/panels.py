@@ -70,7 +70,7 @@ def series(
     chosen += [sql if sql == name else f"{sql} AS {name}" for name, sql in named.items()]
     inner = saved(query)
     sql = (
-        "SELECT\n    toDateTime(t, 'UTC') AS time,\n    "
+        "SELECT\n    t AS time,\n    "
         + ",\n    ".join(chosen)
         + f"\nFROM\n(\n{_indented(inner)}\n)\nORDER BY time"
     )

@@ -17,7 +17,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.activation import activated, numbers_of
 from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
-from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
@@ -75,4 +75,5 @@ def _ask(asked: ClassifyRequest) -> PooledAsk:
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )

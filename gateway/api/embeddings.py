@@ -26,7 +26,7 @@ from millrace.gateway.rendering.embedding_jobs import (
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.embeddings import (
     EmbeddingList,
@@ -130,4 +130,5 @@ def _ask_of(asked: EmbeddingRequest, plan: Callable[[ServedModelLike], PooledPla
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )

@@ -85,6 +85,7 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    metadata: dict[str, str] = {}
 
 
 class _Made(NamedTuple):
@@ -201,6 +202,7 @@ class PooledEndpoint:
             reply=gateway.gateway_id,
             batch_frames=True,
             user=asked.user,
+            metadata=asked.metadata,
         )
 
     # --- jobs to numbers ---

@@ -21,7 +21,7 @@ from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.activation import activated, numbers_of
 from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from millrace.gateway.rendering.similarity import Vector, cosine
-from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.schemas.embeddings import (
@@ -199,6 +199,7 @@ def _ask_of(
         user=user_of(asked.user),
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
         priority=priority_of(asked.priority),
+        metadata=metadata_of(asked.metadata),
     )
 
 

@@ -19,7 +19,7 @@ from millrace.gateway.rendering.embedding_jobs import (
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.gateway.request.job_maker import bare_job
-from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.decoding import decode
@@ -55,6 +55,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             pooling=pooling,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
             priority=priority_of(asked.priority),
+            metadata=metadata_of(asked.metadata),
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
         return _EmbeddingOrder(self._gateway, caller, model, jobs, form)

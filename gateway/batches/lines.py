@@ -118,6 +118,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
             user=request.user,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            metadata=request.metadata,
             model_requested=request.model_requested or request.model,
             route_reason=request.route_reason,
             keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),

@@ -115,6 +115,7 @@ _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
 _POOLED: dict[str, Schema] = {
     "truncate_prompt_tokens": _NUM_KEPT,
     "user": _LABEL,
+    "metadata": _METADATA,
     "priority": _PRIORITY,
 }
 _EMBEDDING: dict[str, Schema] = _POOLED | {"dimensions": {"minimum": 1}, "input": _INPUTS}

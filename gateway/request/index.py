@@ -46,8 +46,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
     ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
-    ``reasoning`` is how its completions begin with thoughts, ``prompt_token_ids`` are of each
-    prompt if they are to be told.
+    ``key_id`` is the API key that asked. ``reasoning`` is how its completions begin with thoughts,
+    ``prompt_token_ids`` are of each prompt if they are to be told.
     """
 
     request_id: str
@@ -64,6 +64,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     idempotency_key: str = ""
     traceparent: str = ""
     reasoning: ReasoningFormat | None = None
+    key_id: str = ""
     prompt_token_ids: PromptTokenIds = ()
 
 

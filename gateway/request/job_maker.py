@@ -51,6 +51,8 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         deadline_ns=state.deadline_ns,
         traceparent=state.traceparent,
         keep_transcript=keep_transcript,
+        key_id=state.key_id,
+        metadata=request.metadata,
     )
 
 
@@ -64,6 +66,7 @@ def bare_job(
         model=model,
         prompt_token_ids=(),
         tenant=caller.tenant,
+        key_id=caller.key_id,
         tier=tier,
         source=Source.HTTP,
         model_requested=model,

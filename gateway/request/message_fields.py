@@ -17,12 +17,10 @@ from millrace.schemas.chat.messages import (
 )
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, check_priority
+from millrace.schemas.jobs import check_metadata as check_job_metadata
 from millrace.schemas.openai import FunctionTool
 from millrace.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
-_MAX_METADATA = 16
-_MAX_METADATA_KEY_CHARACTERS = 64
-_MAX_METADATA_VALUE_CHARACTERS = 512
 # Values that ask for nothing, of fields that are known but not honoured.
 NOTHING: tuple[Any, ...] = (None, [], {})
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
@@ -96,17 +94,16 @@ class _NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """Raises ParameterError for more than OpenAI's API takes."""
-    if not metadata:
-        return
-    if len(metadata) > _MAX_METADATA:
-        raise ParameterError("metadata", f"metadata takes at most {_MAX_METADATA} pairs.")
-    for key, value in metadata.items():
-        if len(key) > _MAX_METADATA_KEY_CHARACTERS or len(value) > _MAX_METADATA_VALUE_CHARACTERS:
-            raise ParameterError(
-                "metadata",
-                f"metadata takes keys of at most {_MAX_METADATA_KEY_CHARACTERS} and values of at "
-                f"most {_MAX_METADATA_VALUE_CHARACTERS} characters.",
-            )
+    try:
+        check_job_metadata(metadata or {})
+    except ValueError as error:
+        raise ParameterError("metadata", f"{error}.") from error
+
+
+def metadata_of(given: dict[str, str] | None) -> dict[str, str]:
+    """Raises ParameterError as ``check_metadata``."""
+    check_metadata(given)
+    return given or {}
 
 
 def priority_of(given: int | None) -> int:

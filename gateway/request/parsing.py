@@ -213,6 +213,7 @@ def _generation_request(
         cache_salt=_cache_salt(request),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         priority=priority_of(request.priority),
+        metadata=request.metadata or {},
         sampling=sampling,
         grammar_field="" if asked_grammar is None else asked_grammar.field,
         tells_prompt_logprobs=request.prompt_logprobs is not None,

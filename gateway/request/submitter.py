@@ -143,6 +143,7 @@ class RequestSubmitter:
             session=session,
             idempotency_key=idempotency_key,
             traceparent="" if trace is None else trace.context.traceparent,
+            key_id=requester.caller.key_id,
         )
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from millrace.schemas.control import Served
-from millrace.schemas.records import Attempt
+from millrace.schemas.records import Attempt, sum_energy
 
 # Beyond this many, the two oldest are kept as one.
 MAX_ATTEMPTS_KEPT = 16
@@ -82,6 +82,7 @@ class AttemptHistory:
             started_ns=served.started_ns,
             ended_ns=now_ns,
             device_us=served.device_us,
+            energy_j=served.energy_j,
         )
         self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
         if self._reported is not None:
@@ -127,5 +128,10 @@ class AttemptHistory:
                 self._by_epoch.pop(epoch).attempt for epoch in sorted(self._by_epoch)[:2]
             )
             device_us = first.device_us + second.device_us
-            both = replace(first, ended_ns=second.ended_ns, device_us=device_us)
+            both = replace(
+                first,
+                ended_ns=second.ended_ns,
+                device_us=device_us,
+                energy_j=sum_energy((first.energy_j, second.energy_j)),
+            )
             self._by_epoch[first.epoch] = _KnownAttempt(both, is_accepted=True, is_reported=True)

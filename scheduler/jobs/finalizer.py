@@ -22,7 +22,7 @@ from millrace.scheduler.jobs.terminal_status import REPEATED, TerminalStatus
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
 from millrace.schemas.jobs import DeadJob, Job, JobResult
-from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.records import RequestRecord, Status, sum_energy
 from millrace.schemas.tenants import may_reply_to
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ class Finalizer:
             lives=lives,
             device_us=device_us,
             device_cost=device_cost(prices, device_us),
+            energy_j=sum_energy(life.energy_j for life in lives),
             currency=prices.currency,
             price_version=prices.version,
         )

@@ -159,6 +159,13 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """How often load and memory are recorded for analytics while the worker has something to do; at
     rest they are each half minute."""
 
+    energy: bool = True
+    """Whether the device's counter of joules is read where there is one (NVML, RAPL): it counts all
+    that the device takes, so leave it to one worker of a device, see docs/cost.md."""
+
+    powercap_path: str = "/sys/class/powercap"
+    """Where RAPL's counters are; a container may have them elsewhere."""
+
     drain_timeout_s: float = 8.0
     """How long a worker that stops finishes what no other worker takes over."""
 

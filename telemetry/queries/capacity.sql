@@ -8,7 +8,7 @@ WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s
 SELECT
-    t,
+    toDateTime(w.t, 'UTC') AS t,
     model,
     count() AS workers,
     sum(w.running_ms / w.period_ms) AS running,

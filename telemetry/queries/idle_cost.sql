@@ -1,6 +1,6 @@
 -- What each worker's device cost while it was busy and while it idled.
 -- And how much of the busy time no request was charged for. Money is exact, as text, cut after 12
--- digits. Counted are the minutes that begin in the range; a sample's period counts in the minute in
+-- digits. Joules are NULL without a counter. Counted are the minutes that begin in the range; a sample's period counts in the minute in
 -- which it ended.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 WITH
@@ -17,7 +17,10 @@ SELECT
     sum(w.busy_us) / nullIf(sum(w.busy_us) + sum(w.idle_us), 0) AS busy_share,
     toString(sum(toDecimal256(device_per_hour, 12) * w.busy_us) / 3600000000) AS busy_cost,
     toString(sum(toDecimal256(device_per_hour, 12) * w.idle_us) / 3600000000) AS idle_cost,
-    toString(sum(toDecimal256(device_per_hour, 12) * (toInt64(w.busy_us) - toInt64(w.charged_us))) / 3600000000) AS uncharged_cost
+    toString(sum(toDecimal256(device_per_hour, 12) * (toInt64(w.busy_us) - toInt64(w.charged_us))) / 3600000000) AS uncharged_cost,
+    sumOrNull(w.energy_j) AS energy_j,
+    sumOrNull(w.charged_j) AS charged_j,
+    energy_j - charged_j AS idle_j
 FROM workers_by_minute AS w FINAL
 WHERE {{workers_in_range}}
 GROUP BY model, worker, currency

@@ -6,7 +6,7 @@ WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s
 SELECT
-    t,
+    toDateTime(e.t, 'UTC') AS t,
     sum(e.moves) AS moves,
     sum(e.preemptions) AS preemptions,
     sum(e.shed) AS shed,

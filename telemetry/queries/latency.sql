@@ -7,8 +7,8 @@
 WITH
     {{steps}},
     quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,
-    quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
-    quantilesBFloat16WeightedIf(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, toUInt64(greatest(completion_tokens, 2) - 1), isNotNull(tpot_us)) AS itl,
+    quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(tpot_ms), isNotNull(tpot_ms)) AS tpot,
+    quantilesBFloat16WeightedIf(0.5, 0.95, 0.99)(assumeNotNull(tpot_ms), toUInt64(greatest(completion_tokens, 2) - 1), isNotNull(tpot_ms)) AS itl,
     quantilesBFloat16If(0.5, 0.95, 0.99)(total_ms, status = 'done') AS e2e,
     quantilesBFloat16If(0.5, 0.95, 0.99)(assumeNotNull(queue_ms), isNotNull(queue_ms)) AS queue
 SELECT

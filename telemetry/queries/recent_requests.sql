@@ -7,8 +7,9 @@ WITH
     {{range}}
 SELECT
     request_id,
-    toUnixTimestamp64Milli(done_at) AS done_ms,
+    done_at,
     tenant,
+    key_id,
     user,
     source,
     tier,
@@ -24,10 +25,11 @@ SELECT
     completion_tokens,
     queue_ms,
     ttft_ms,
-    tpot_us / 1000 AS tpot_ms,
+    tpot_ms,
     total_ms,
     toString(requests.cost) AS cost,
     toString(requests.device_cost) AS device_cost,
+    energy_j,
     currency,
     epoch,
     length(lives) AS num_lives

@@ -8,7 +8,7 @@ WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s
 SELECT
-    intDiv(s.at_s, step_s) * step_s AS t,
+    toDateTime(intDiv(s.at_s, step_s) * step_s, 'UTC') AS t,
     model,
     sum(s.requests) AS requests,
     sum(s.shed) AS shed,

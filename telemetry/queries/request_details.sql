@@ -3,8 +3,10 @@
 SELECT
     r.request_id AS request_id,
     r.tenant AS tenant,
+    r.key_id AS key_id,
     r.user AS user,
     r.session AS session,
+    r.metadata AS metadata,
     r.source AS source,
     r.tier AS tier,
     r.model_requested AS model_requested,
@@ -20,18 +22,19 @@ SELECT
     r.completion_tokens AS completion_tokens,
     r.queue_ms AS queue_ms,
     r.ttft_ms AS ttft_ms,
-    r.tpot_us / 1000 AS tpot_ms,
+    r.tpot_ms AS tpot_ms,
     r.total_ms AS total_ms,
     toString(r.cost) AS cost,
     toString(r.device_cost) AS device_cost,
     r.currency AS currency,
     r.price_version AS price_version,
     r.device_us AS device_us,
+    r.energy_j AS energy_j,
     r.epoch AS epoch,
     length(r.lives) AS num_lives,
     r.num_preemptions AS num_preemptions,
     r.trace_id AS trace_id,
-    toUnixTimestamp64Milli(r.done_at) AS done_ms,
+    r.done_at AS done_at,
     d.request_id != '' AS is_delivered,
     d.gateway AS gateway,
     d.outcome AS outcome,
@@ -43,5 +46,5 @@ SELECT
     d.num_stalls AS num_stalls,
     d.stalled_ms AS stalled_ms,
     d.longest_gap_ms AS longest_gap_ms
-FROM (SELECT * FROM requests FINAL WHERE request_id = {id:String}) AS r
+FROM (SELECT *, tpot_ms FROM requests FINAL WHERE request_id = {id:String}) AS r
 LEFT JOIN (SELECT * FROM deliveries FINAL WHERE request_id = {id:String}) AS d ON d.request_id = r.request_id

@@ -3,7 +3,7 @@
 -- param id: the request's id
 SELECT
     event,
-    toUnixTimestamp64Micro(at) AS at_us,
+    at,
     run,
     place,
     detail,

@@ -1,5 +1,5 @@
 -- Requests with all that is known of them, in the order in which they ended: one page of an export.
--- The next page begins after the last row's done_us and request_hash.
+-- The next page begins after the last row's done_us and request_hash, which are there for that.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
 -- param id: only those whose id begins so (default '')
@@ -11,8 +11,10 @@ WITH
 SELECT
     request_id,
     tenant,
+    key_id,
     user,
     session,
+    metadata,
     source,
     tier,
     model_requested,
@@ -28,13 +30,14 @@ SELECT
     completion_tokens,
     queue_ms,
     ttft_ms,
-    tpot_us,
+    tpot_ms,
     total_ms,
     toString(requests.cost) AS cost,
     currency,
     price_version,
     device_us,
     toString(requests.device_cost) AS device_cost,
+    energy_j,
     received_at,
     dispatched_at,
     started_at,

@@ -10,12 +10,12 @@ WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s
 SELECT
-    intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t,
+    toDateTime(intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s, 'UTC') AS t,
     if(model_served = '', model_requested, model_served) AS model,
     count() AS requests,
     countIf(status = 'done' AND r.ttft_ms <= {ttft_ms:Float64}) AS ttft_met,
-    countIf(status = 'done' AND coalesce(r.tpot_us, 0) <= 1000 * {tpot_ms:Float64}) AS tpot_met,
-    countIf(status = 'done' AND r.ttft_ms <= {ttft_ms:Float64} AND coalesce(r.tpot_us, 0) <= 1000 * {tpot_ms:Float64}) AS met,
+    countIf(status = 'done' AND coalesce(r.tpot_ms, 0) <= {tpot_ms:Float64}) AS tpot_met,
+    countIf(status = 'done' AND r.ttft_ms <= {ttft_ms:Float64} AND coalesce(r.tpot_ms, 0) <= {tpot_ms:Float64}) AS met,
     met / requests AS attainment,
     ttft_met / requests AS ttft_attainment,
     tpot_met / requests AS tpot_attainment

@@ -8,6 +8,7 @@ SELECT
     request_id,
     done_at,
     tenant,
+    key_id,
     user,
     if(model_served = '', model_requested, model_served) AS model,
     worker,
@@ -17,17 +18,18 @@ SELECT
     completion_tokens,
     queue_ms,
     ttft_ms,
-    tpot_us / 1000 AS tpot_ms,
+    tpot_ms,
     total_ms,
     num_preemptions,
     length(lives) AS moves,
     device_us,
+    energy_j,
     toString(r.cost) AS cost,
     currency,
     trace_id
 FROM requests AS r FINAL
 WHERE {{requests_in_range}}
 ORDER BY
-    multiIf({by:String} = 'ttft', ttft_ms, {by:String} = 'queue', queue_ms, {by:String} = 'tpot', tpot_us, total_ms) DESC NULLS LAST,
+    multiIf({by:String} = 'ttft', ttft_ms, {by:String} = 'queue', queue_ms, {by:String} = 'tpot', tpot_ms, total_ms) DESC NULLS LAST,
     request_id
 LIMIT {rows:UInt32}

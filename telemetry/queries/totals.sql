@@ -1,6 +1,6 @@
 -- The range in one row: requests by how they ended, tokens, latencies, what tenants pay, device time.
 -- Percentiles, to within 1 %, are of the requests that got so far, E2E of those that were answered.
--- Money is exact, as text, and of the currency of most requests; currencies names them all.
+-- energy_j is of the energy_requests that were measured, NULL if none was. Money is exact, as text, and of the currency of most requests; currencies names them all.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{range}}
@@ -17,6 +17,8 @@ SELECT
     sum(c.cached_tokens) AS cached_tokens,
     sum(c.completion_tokens) AS completion_tokens,
     sum(c.device_us) AS device_us,
+    sum(c.energy_j) AS energy_j,
+    sum(c.energy_requests) AS energy_requests,
     toString(argMax(c.cost, n)) AS cost,
     toString(argMax(c.device_cost, n)) AS device_cost,
     argMax(c.currency, n) AS currency,
@@ -46,10 +48,12 @@ FROM
         sum(requests.cached_tokens) AS cached_tokens,
         sum(requests.completion_tokens) AS completion_tokens,
         sum(requests.device_us) AS device_us,
+        sumOrNull(requests.energy_j) AS energy_j,
+        count(requests.energy_j) AS energy_requests,
         sum(requests.cost) AS cost,
         sum(requests.device_cost) AS device_cost,
         quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(ttft_ms), isNotNull(ttft_ms)) AS ttft,
-        quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(tpot_us) / 1000, isNotNull(tpot_us)) AS tpot,
+        quantilesBFloat16IfState(0.5, 0.95, 0.99)(assumeNotNull(tpot_ms), isNotNull(tpot_ms)) AS tpot,
         quantilesBFloat16IfState(0.5, 0.95, 0.99)(total_ms, status = 'done') AS e2e
     FROM requests FINAL
     WHERE {{requests_in_range}}

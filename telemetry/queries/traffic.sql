@@ -4,7 +4,8 @@
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{steps}},
-    greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS covered_s
+    toInt64(toUnixTimestamp(t)) AS t_s,
+    greatest(1, least(t_s + step_s, end_s) - greatest(t_s, begin_s)) AS covered_s
 SELECT
     t,
     countIf(status = 'done') / covered_s AS done_per_s,
@@ -14,4 +15,4 @@ SELECT
 FROM requests FINAL
 WHERE {{requests_in_range}}
 GROUP BY t
-ORDER BY t WITH FILL FROM intDiv(begin_s, step_s) * step_s TO end_s STEP step_s
+ORDER BY t WITH FILL FROM toDateTime(intDiv(begin_s, step_s) * step_s, 'UTC') TO toDateTime(end_s, 'UTC') STEP step_s

@@ -4,7 +4,8 @@
 -- completion tokens, of requests that a worker had. The best is the device's price by the most tokens
 -- per busy second of any minute of a worker in which it was busy for a second or more: what full use at
 -- that rate would cost. NULL: there is nothing to tell by. Money is exact, as text, cut after 12
--- digits. Counted are the minutes that begin in the range.
+-- digits. Joules are those of requests that were measured, by the tokens of these, and all that
+-- workers' counters counted, by the tokens that these computed; NULL without a counter. Counted are the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
 WITH
     {{range}}
@@ -21,7 +22,9 @@ SELECT
     toString((sum(s.hour_busy_us) + sum(s.hour_idle_us)) / (3600 * nullIf(sum(s.tokens), 0))) AS all_cost_per_million,
     toString(min(s.best)) AS best_cost_per_million,
     max(s.rate) AS best_tokens_per_busy_s,
-    sum(s.busy_us) / nullIf(sum(s.busy_us) + sum(s.idle_us), 0) AS busy_share
+    sum(s.busy_us) / nullIf(sum(s.busy_us) + sum(s.idle_us), 0) AS busy_share,
+    1e6 * sum(s.energy_j) / nullIf(sum(s.energy_tokens), 0) AS busy_j_per_million,
+    1e6 * sum(s.counted_j) / nullIf(sum(s.measured_tokens), 0) AS all_j_per_million
 FROM
 (
     SELECT
@@ -35,7 +38,11 @@ FROM
         0 AS busy_us,
         0 AS idle_us,
         CAST(NULL, 'Nullable(Decimal(76, 12))') AS best,
-        CAST(NULL, 'Nullable(Float64)') AS rate
+        CAST(NULL, 'Nullable(Float64)') AS rate,
+        u.energy_j AS energy_j,
+        u.energy_tokens AS energy_tokens,
+        CAST(NULL, 'Nullable(Float64)') AS counted_j,
+        0 AS measured_tokens
     FROM usage_by_minute AS u FINAL
     WHERE {{workers_in_range}}
     UNION ALL
@@ -50,7 +57,11 @@ FROM
         w.busy_us,
         w.idle_us,
         if(busy_us >= 1000000, toDecimal256(device_per_hour, 12) * busy_us / (3600 * nullIf(prefill_tokens + decode_tokens, 0)), NULL),
-        if(busy_us >= 1000000, (prefill_tokens + decode_tokens) * 1e6 / busy_us, NULL)
+        if(busy_us >= 1000000, (prefill_tokens + decode_tokens) * 1e6 / busy_us, NULL),
+        NULL,
+        0,
+        w.energy_j,
+        if(isNull(w.energy_j), 0, prefill_tokens + decode_tokens)
     FROM workers_by_minute AS w FINAL
     WHERE {{workers_in_range}}
 ) AS s

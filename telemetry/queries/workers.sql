@@ -117,10 +117,10 @@ WITH
         GROUP BY t, model
     )
 SELECT
-    t,
+    toDateTime(m.t, 'UTC') AS t,
     sum(m.workers) AS workers,
-    sum(m.decode_tokens) / greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS decode_tokens_per_s,
-    sum(m.prefill_tokens) / greatest(1, least(t + step_s, end_s) - greatest(t, begin_s)) AS prefill_tokens_per_s,
+    sum(m.decode_tokens) / greatest(1, least(m.t + step_s, end_s) - greatest(m.t, begin_s)) AS decode_tokens_per_s,
+    sum(m.prefill_tokens) / greatest(1, least(m.t + step_s, end_s) - greatest(m.t, begin_s)) AS prefill_tokens_per_s,
     sum(m.preemptions) AS preemptions,
     sum(m.running) AS running,
     sum(m.running) / sum(m.workers) AS batch,
@@ -132,5 +132,5 @@ SELECT
     sum(m.busy_cost) AS busy_cost,
     sum(m.idle_cost) AS idle_cost
 FROM by_model AS m
-GROUP BY t
+GROUP BY m.t
 ORDER BY t

@@ -17,7 +17,7 @@ SELECT
     argMax(s.device_memory_total_bytes, sampled_at) AS device_memory_total_bytes,
     toString(argMax(s.device_per_hour, sampled_at)) AS device_per_hour,
     argMax(s.currency, sampled_at) AS currency,
-    toUnixTimestamp64Milli(max(s.sampled_at)) AS sampled_ms
+    max(s.sampled_at) AS latest_at
 FROM worker_samples AS s FINAL
 WHERE sampled_at > now64(6) - toIntervalSecond(45)
   AND ({model:String} = '' OR s.model = {model:String})

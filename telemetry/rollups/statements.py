@@ -102,7 +102,7 @@ USAGE = _rollup(
 INSERT INTO $name
 SELECT
     minute,
-    tenant, user, model, adapter, source, tier, currency, price_version,
+    tenant, user, model, adapter, source, tier, currency, price_version, key_id,
     sum(counted) AS num_requests,
     countIf(status = 'done'),
     countIf(status = 'cancelled'),
@@ -115,6 +115,9 @@ SELECT
     sum(cost),
     sum(device_us),
     sum(device_cost),
+    sumOrNull(energy_j),
+    count(energy_j),
+    sumIf(prompt_tokens - cached_tokens + completion_tokens, isNotNull(energy_j)),
     sum(num_preemptions),
     sum(num_moves),
     quantilesTDigestState(0.5, 0.9, 0.95, 0.99)(queue_ms),
@@ -131,13 +134,13 @@ FROM
         toStartOfMinute(done_at) AS minute,
         tenant, user,
         if(model_served = '', model_requested, model_served) AS model,
-        adapter, source, tier, currency, price_version,
+        adapter, source, tier, currency, price_version, key_id,
         1 AS counted,
         status, prompt_tokens, cached_tokens, completion_tokens,
-        cost, device_us, device_cost, num_preemptions,
+        cost, device_us, device_cost, energy_j, num_preemptions,
         length(lives) AS num_moves,
         queue_ms, ttft_ms,
-        tpot_us / 1000 AS tpot_ms,
+        tpot_ms,
         toUInt32(greatest(completion_tokens, 1) - 1) AS num_gaps,
         if(status = 'done', total_ms, NULL) AS answered_ms,
         $fingerprint AS hash
@@ -146,14 +149,14 @@ FROM
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
     UNION ALL
     SELECT
-        minute, tenant, user, model, adapter, source, tier, currency, price_version,
-        0, '', 0, 0, 0, toDecimal128(0, 12), 0, toDecimal128(0, 12), 0, 0,
+        minute, tenant, user, model, adapter, source, tier, currency, price_version, key_id,
+        0, '', 0, 0, 0, toDecimal128(0, 12), 0, toDecimal128(0, 12), NULL, 0, 0,
         NULL, NULL, NULL, 0, NULL, 0
     FROM $name FINAL
     WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}
 )
-GROUP BY minute, tenant, user, model, adapter, source, tier, currency, price_version
+GROUP BY minute, tenant, user, model, adapter, source, tier, currency, price_version, key_id
 """,
 )
 
@@ -174,6 +177,8 @@ SELECT
     sum(s.busy_us),
     sum(s.charged_us),
     toUInt64(greatest(sum(s.period_ms) * 1000 - sum(s.busy_us), 0)),
+    sumOrNull(s.energy_j),
+    sumOrNull(s.charged_j),
     sum(s.num_steps),
     sum(s.step_ms_mean * s.num_steps),
     sum(s.prefill_tokens),
@@ -199,7 +204,7 @@ FROM
         toStartOfMinute(sampled_at) AS minute,
         model, worker, currency, device_per_hour, name, device_name,
         1 AS counted,
-        period_ms, busy_us, charged_us,
+        period_ms, busy_us, charged_us, energy_j, charged_j,
         num_steps, step_ms_mean, prefill_tokens, decode_tokens, num_preemptions,
         prefix_query_tokens, prefix_hit_tokens, num_running, num_waiting, queue_depth, num_blocks,
         greatest(num_blocks, num_free_blocks) - num_free_blocks AS used_blocks,
@@ -211,7 +216,7 @@ FROM
     UNION ALL
     SELECT
         minute, model, worker, currency, device_per_hour, '', '',
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        0, 0, 0, 0, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
     FROM $name FINAL
     WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}

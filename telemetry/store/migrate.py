@@ -12,6 +12,8 @@ from millrace.telemetry.store.store import PlainTable, Store
 
 APPLIED = PlainTable("schema_migrations", ("number", "name"), ("UInt32", "String"))
 _NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
+# Within a line it is a comment's: text of a column.
+_STATEMENT_END = re.compile(r";[ \t]*(?:\n|\Z)")
 
 
 class MigrationError(MillraceError, code="migration_failed"):
@@ -81,5 +83,5 @@ async def migrate(store: Store) -> list[str]:
 
 def _statements(text: str) -> tuple[str, ...]:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("--")]
-    parts = "\n".join(lines).split(";")
+    parts = _STATEMENT_END.split("\n".join(lines))
     return tuple(part.strip() for part in parts if part.strip())

@@ -33,7 +33,7 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_result_bytes: int = 256 * 1024 * 1024
     max_memory_bytes: int = 2 * 1024 * 1024 * 1024
 
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, int | str]:
         """As settings of ClickHouse. ``final``: duplicates that have not merged are never seen."""
         return {
             "final": 1,
@@ -41,6 +41,8 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
             "max_result_bytes": self.max_result_bytes,
             "max_memory_usage": self.max_memory_bytes,
             "max_threads": 2,
+            # Times with their zone: 2026-11-01T08:30:00Z.
+            "date_time_output_format": "iso",
         }
 
 

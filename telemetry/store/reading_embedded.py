@@ -46,7 +46,7 @@ class EmbeddedReader(Reader):
         for number in range(limits.max_running):
             connection = connect_again(path) if number else connect(path, database)
             for name, value in settings.items():
-                connection.query(f"SET {name} = {value}")
+                connection.query(f"SET {name} = {value!r}")
             self._idle.put(connection)
 
     def _run(

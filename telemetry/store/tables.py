@@ -95,7 +95,7 @@ def check(record: Record) -> None:
             _check_counts(attempt, _ATTEMPT_COUNTS, "lives.")
     for name in fields.measures:
         measure = getattr(record, name)
-        if not -_MAX_MEASURE < measure < _MAX_MEASURE:
+        if measure is not None and not -_MAX_MEASURE < measure < _MAX_MEASURE:
             raise MalformedMessageError(f"{name} must be a finite number, got {measure}")
     for name in fields.amounts:
         amount = getattr(record, name)
@@ -136,7 +136,7 @@ class _Fields(msgspec.Struct, frozen=True):
         types = {field.name: field.type for field in msgspec.structs.fields(kind)}
         return cls(
             counts=tuple((name, _limit(name)) for name in types if types[name] is int),
-            measures=tuple(name for name in types if types[name] is float),
+            measures=tuple(name for name in types if types[name] in (float, float | None)),
             amounts=tuple(name for name in types if types[name] is Decimal),
         )
 
@@ -186,8 +186,10 @@ REQUESTS: Table[RequestRecord] = Table(
     (
         Column("request_id", "String", lambda r: r.request_id),
         Column("tenant", _STRING, lambda r: r.tenant),
+        Column("key_id", _STRING, lambda r: r.key_id),
         Column("user", "String", lambda r: r.user),
         Column("session", "String", lambda r: r.session_id),
+        Column("metadata", "Map(LowCardinality(String), String)", lambda r: r.metadata),
         Column("source", _STRING, lambda r: r.source.value),
         Column("tier", _STRING, lambda r: r.tier.value),
         Column("model_requested", _STRING, lambda r: r.model_requested),
@@ -210,6 +212,7 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("cost", _MONEY, _amount("cost")),
         Column("device_us", "UInt64", lambda r: r.device_us),
         Column("device_cost", _MONEY, _amount("device_cost")),
+        Column("energy_j", "Nullable(Float64)", lambda r: r.energy_j),
         Column("currency", _STRING, lambda r: r.currency),
         Column("price_version", _STRING, lambda r: r.price_version),
         Column("received_at", _TIME, _micros("received_ns")),
@@ -267,6 +270,8 @@ WORKER_SAMPLES: Table[WorkerSample] = Table(
         Column("busy_share", "Float64", lambda r: r.busy_share),
         Column("busy_us", "UInt64", lambda r: r.busy_us),
         Column("charged_us", "UInt64", lambda r: r.charged_us),
+        Column("energy_j", "Nullable(Float64)", lambda r: r.energy_j),
+        Column("charged_j", "Nullable(Float64)", lambda r: r.charged_j),
         Column("prefill_tokens", "UInt32", lambda r: r.prefill_tokens),
         Column("decode_tokens", "UInt32", lambda r: r.decode_tokens),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),

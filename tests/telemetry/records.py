@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from datetime import datetime
 from decimal import Decimal
 
 from millrace.schemas.jobs import Source, Tier
@@ -120,3 +121,9 @@ def refusal_record(
         last_ns=recorded_ns - 1_000_000,
         request_id=f"chatcmpl-{number}",
     )
+
+
+def unix_s(time: str) -> float:
+    """Of a time as answers have it: in UTC, with a Z."""
+    assert time.endswith("Z")
+    return datetime.fromisoformat(time).timestamp()

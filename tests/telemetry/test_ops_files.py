@@ -73,10 +73,10 @@ async def test_csv_says_what_json_says(store: Store, door: Door) -> None:
 
 async def test_an_empty_file_names_its_columns(door: Door) -> None:
     answer = await door.http.get("/ops/api/recent_requests.csv")
-    assert answer.text.startswith("request_id,done_ms,tenant,")
+    assert answer.text.startswith("request_id,done_at,tenant,")
     assert answer.text.count("\r\n") == 1
     export = await door.http.get("/ops/api/requests.csv")
-    assert export.text.startswith("request_id,tenant,user,")
+    assert export.text.startswith("request_id,tenant,key_id,user,")
     assert export.text.count("\r\n") == 1
 
 

@@ -8,12 +8,14 @@ from millrace.bus.api import Bus
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import WorkerConfig
+from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.process.keeper import EngineKeeper
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Who the worker is, its settings, the model that it serves, and its bus, engine and clock."""
+    """Who the worker is, its settings, the model that it serves, and its bus, engine and clock, and
+    the meter of the engine's device."""
 
     worker_id: str
     config: WorkerConfig
@@ -21,3 +23,4 @@ class WorkerContext:
     bus: Bus
     engine: EngineKeeper
     clock: Clock
+    energy: EnergyMeter

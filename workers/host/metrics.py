@@ -235,6 +235,20 @@ class WorkerMetrics(Collector):
                 used.add_metric([*one.labels, reading.name], reading.memory_bytes)
                 total.add_metric([*one.labels, reading.name], reading.memory_total_bytes)
         yield from (share, used, total)
+        counted = CounterMetricFamily(
+            "millrace_device_energy_joules",
+            "What the device took, idle time included, as its counter says",
+            labels=_LABELS,
+        )
+        given = CounterMetricFamily(
+            "millrace_charged_energy_joules", "What of that requests were given", labels=_LABELS
+        )
+        for one in self._workers:
+            energy = one.worker.energy.totals
+            if energy is not None:
+                counted.add_metric(one.labels, energy.counted_j)
+                given.add_metric(one.labels, max(energy.charged_j, 0.0))
+        yield from (counted, given)
         lost = CounterMetricFamily(
             "millrace_lost_worker_samples",
             "Samples that the message bus did not accept; the next one covers their time, too",

@@ -156,9 +156,11 @@ class Requests:
         searches = job.sampling.use_beam_search
         beams = BeamAnswers(self._model.tokenizer, job) if searches else None
         now_ns, now_s = self._clock.now_ns(), self._clock.monotonic()
-        generation = Generation(dispatch, stream, now_ns, now_s, beams)
+        generation = Generation(dispatch, stream, now_ns, now_s, beams, energy=self._context.energy)
         if self._traces is not None:
             generation.trace = self._traces.start(dispatch)
+        if not self._running:
+            self._context.energy.read_soon(at_once=True)
         self._running[job.request_id] = generation
         self._capacity.add(job.tier)
         self._by_engine_id[generation.engine_id] = generation
@@ -274,6 +276,8 @@ class Requests:
     def on_device_times(self, times: list[DeviceTime]) -> None:
         """Device times that the engine reported."""
         self._device_times.note(times, self._by_engine_id)
+        if self._running:
+            self._context.energy.read_soon()
 
     def on_engine_lost(self) -> None:
         """All running requests go on in the next engine, except one that is to blame."""
@@ -343,6 +347,8 @@ class Requests:
     def _drop(self, generation: Generation) -> None:
         if self._running.pop(generation.request_id, None) is not None:
             self._capacity.remove(generation.job.tier)
+            if not self._running:
+                self._context.energy.read_soon(at_once=True)
         self._by_engine_id.pop(generation.engine_id, None)
         if generation.trace is not None:
             generation.trace.finish(generation)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import uuid
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -18,8 +19,11 @@ from millrace.runtime.tasks import first_error
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError
 from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
+from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.tracing import RunTraces
 from millrace.workers.host.leases.index import Generations, IndexWriter
@@ -55,7 +59,12 @@ class Worker:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
         config = _with_engine_capacity(config, engine)
-        context = WorkerContext(self.worker_id, config, served_model, bus, engine, clock)
+        self.energy = EnergyMeter(
+            _counter_of(config, engine.device_uuid), lambda: engine.stats.busy_s, clock.monotonic
+        )
+        context = WorkerContext(
+            self.worker_id, config, served_model, bus, engine, clock, self.energy
+        )
         self._bus = bus
         self._config = config
         self._engine = engine
@@ -126,6 +135,7 @@ class Worker:
                 await self._subscribe(subscriptions)
                 services.append(group.create_task(self._status.run(), name="status"))
                 services.append(group.create_task(self._prefixes.run(), name="prefixes"))
+                services.append(group.create_task(self.energy.run(), name="energy"))
                 self.ready.set()
                 await stopping.wait()
                 self._start_draining()
@@ -209,6 +219,17 @@ class Worker:
                     await subscription.close()
         except TimeoutError:
             logger.warning("the bus was unreachable for the last heartbeat")
+
+
+def _counter_of(config: WorkerConfig, device_uuid: str) -> EnergyCounter | None:
+    """That of the device which the engine computes on. Of others' engines nobody knows which they
+    use, and a simulated one uses none."""
+    if config.engine.kind is not EngineKind.REAL or not config.energy:
+        return None
+    if device_uuid:
+        return NvmlCounter(device_uuid)
+    powercap = Path(config.powercap_path)
+    return RaplCounter(powercap) if powercap.is_dir() else None
 
 
 def _with_engine_capacity(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:

@@ -30,6 +30,11 @@ export function whole(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
+/** Joules; "–" where nobody measured. */
+export function joules(value) {
+  return Number.isFinite(value) ? `${compact(value)} J` : NONE;
+}
+
 /** Milliseconds; seconds from ten of them on. */
 export function ms(value) {
   if (!Number.isFinite(value)) return NONE;

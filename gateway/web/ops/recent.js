@@ -8,7 +8,7 @@ import { byId, make } from "/static/dom.js";
 const DAY_S = 86_400;
 const SEARCH_MS = 300;
 const COLUMNS = [
-  { name: "At", of: when, kind: "time", title: (row) => dateTime(row.done_ms / 1000) },
+  { name: "At", of: when, kind: "time", title: (row) => dateTime(row.done_us / 1e6) },
   { name: "Request", of: identity, kind: "mono", title: (row) => row.request_id },
   { name: "Ended", of: status, title: statusTitle },
   { name: "Model", of: (row) => row.model, title: (row) => (row.route_reason ? `asked for ${row.model_requested}: ${row.route_reason}` : row.model) },
@@ -59,7 +59,7 @@ export function showRecent(rows, { seconds }, addressOf) {
 }
 
 function when(row, { seconds }) {
-  const at_s = row.done_ms / 1000;
+  const at_s = row.done_us / 1e6;
   return seconds > DAY_S ? `${day(at_s, seconds)} ${clock(at_s, false)}` : clock(at_s);
 }
 

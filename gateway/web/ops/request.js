@@ -1,7 +1,7 @@
 // One request: its events in time, what it took, what it cost, what its client saw.
 
 import { KeyNeededError, ask } from "./ask.js";
-import { clock, compact, dateTime, money, ms, percent, span, whole } from "./format.js";
+import { clock, compact, dateTime, joules, money, ms, percent, span, whole } from "./format.js";
 import { phasesOf, sumOf } from "./phases.js";
 import { statusMark } from "./table.js";
 import { button, byId, copyText, make } from "/static/dom.js";
@@ -91,7 +91,7 @@ function facts(request) {
     filterBy("model", model),
     make("span", { class: "fact" }, `${request.tier} tier`),
     make("span", { class: "fact" }, `by ${request.source}`),
-    make("span", { class: "fact" }, dateTime(request.done_ms / 1000)),
+    make("span", { class: "fact" }, dateTime(request.done_us / 1e6)),
   ];
 }
 
@@ -163,6 +163,7 @@ function groups(request) {
       ["Tenant pays", exact(request.cost, currency)],
       ["Device cost", exact(request.device_cost, currency)],
       ["Device time", span(request.device_us)],
+      ["Energy", joules(request.energy_j)],
       ["Left over", money(margin, currency)],
       ["Prices", request.price_version || "–"],
     ]),
@@ -180,6 +181,8 @@ function groups(request) {
   made.push(group("About", [
     ["Worker", request.worker || "–"],
     ["Adapter", request.adapter],
+    ["API key", request.key_id],
+    ["Metadata", Object.entries(request.metadata).map(([key, value]) => `${key}: ${value}`).join(", ")],
     ["Asked for", request.model_requested === request.model_served ? "" : request.model_requested],
     ["Chosen because", request.route_reason],
     ["Runs", request.num_lives ? compact(request.num_lives + 1) : ""],

@@ -1,6 +1,6 @@
 // The figures of the whole range.
 
-import { compact, money, ms, percent, span, whole } from "./format.js";
+import { compact, joules, money, ms, percent, span, whole } from "./format.js";
 import { byId, make } from "/static/dom.js";
 
 /** Show the totals; `devices` are steps of what all devices did, whoever asked. */
@@ -19,7 +19,7 @@ export function showTotals(totals, devices, { seconds }) {
     { name: "Whole answer", value: ms(totals.e2e_p50_ms), detail: `p95 ${ms(totals.e2e_p95_ms)} · p99 ${ms(totals.e2e_p99_ms)}`, title: "From receipt to the end, median" },
     { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in` },
     { name: "Tenants pay", value: money(totals.cost, totals.currency), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}` },
-    { name: "Devices cost", value: money(totals.device_cost, totals.currency), detail: `${span(totals.device_us)} busy · ${money(idle, totals.currency)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart` },
+    { name: "Devices cost", value: money(totals.device_cost, totals.currency), detail: `${span(totals.device_us)} busy · ${totals.energy_j === null ? "" : `${joules(totals.energy_j)} · `}${money(idle, totals.currency)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart` },
   ];
   byId("totals").replaceChildren(...tiles.map(tile));
 }

@@ -7,4 +7,4 @@ toInt64({step_s:UInt32}) AS step_s,
 if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS begin_s,
 if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
 if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
-intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s AS t
+toDateTime(intDiv(toInt64(toUnixTimestamp(done_at)), step_s) * step_s, 'UTC') AS t

@@ -11,4 +11,6 @@ sum(u.completion_tokens) AS completion_tokens,
 toString(sum(u.cost)) AS cost,
 currency,
 sum(u.device_us) AS device_us,
-toString(sum(u.device_cost)) AS device_cost
+toString(sum(u.device_cost)) AS device_cost,
+sumOrNull(u.energy_j) AS energy_j,
+sum(u.energy_requests) AS energy_requests

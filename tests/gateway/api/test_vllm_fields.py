@@ -368,3 +368,26 @@ async def test_a_template_of_a_request_is_not_trusted_otherwise(
         assert (refused.status_code, error["param"]) == (400, "chat_template")
         assert "trust_request_chat_template" in error["message"]
     assert not front.worker.jobs
+
+
+async def test_metadata_goes_with_every_job_and_too_much_is_refused_by_name(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    noted = {"project": "mill", "": "x" * 512}
+    await client.chat.completions.create(**_CHAT, n=2, metadata=noted)
+    await client.completions.create(model=MODEL, prompt=["x"], extra_body={"metadata": noted})
+    await client.responses.create(model=MODEL, input="x", metadata=noted)
+    assert [job.metadata for job in front.worker.jobs] == [noted] * 4
+    for bad in (
+        {str(number): "" for number in range(17)},
+        {"k" * 65: ""},
+        {"k": "v" * 513},
+        {"k": 1},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**_CHAT, extra_body={"metadata": bad})
+        assert "metadata" in str(refused.value)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model=MODEL, input="x", extra_body={"metadata": bad})
+        assert "metadata" in str(refused.value)
+    assert len(front.worker.jobs) == 4

@@ -12,6 +12,7 @@ import pytest
 from millrace.telemetry.store.store import Store
 from tests.telemetry.books import DAY_S, FIRST_S, RANGE, REQUEST_ROWS, fill
 from tests.telemetry.queries.test_queries import ask
+from tests.telemetry.records import unix_s
 
 Row = dict[str, Any]
 
@@ -28,7 +29,9 @@ async def books(store: Store, request: pytest.FixtureRequest) -> AsyncIterator[S
 
 def of(rows: list[Row], *names: str) -> list[tuple[Any, ...]]:
     """Those columns of each row."""
-    return [tuple(row[name] for name in names) for row in rows]
+    return [
+        tuple(unix_s(row[name]) if name == "t" else row[name] for name in names) for row in rows
+    ]
 
 
 async def test_usage_by_tenant(books: Store) -> None:
@@ -124,6 +127,8 @@ async def test_unit_cost_four_ways(books: Store) -> None:
         "best_cost_per_million": "0.76923076923",
         "best_tokens_per_busy_s": 1300,
         "busy_share": 0.5,
+        "busy_j_per_million": pytest.approx(1e6 * 66 / 1450),
+        "all_j_per_million": pytest.approx(1e6 * 130 / 1300),
     }
     # What was shed was not computed; nothing is known of a best without a busy second.
     assert large["tokens"] == 110
@@ -245,3 +250,21 @@ async def test_what_clients_saw(books: Store) -> None:
     ]
     seen = ("stalled", "stalls", "stalled_ms", "longest_gap_ms", "resumes", "replays", "moved")
     assert of(rows, *seen) == [(1, 2, 2500, 1500, 1, 1, 1)]
+
+
+async def test_usage_by_key_with_its_joules(books: Store) -> None:
+    rows = await ask(books, "usage_by_key", **RANGE, tenant="acme")
+    assert of(rows, "key_id", "requests", "energy_j", "energy_requests") == [
+        ("key-a", 1, 40.0, 1),
+        ("key-b", 1, 26.0, 1),
+        ("", 2, None, 0),
+    ]
+    (totals,) = await ask(books, "totals", **RANGE)
+    assert (totals["energy_j"], totals["energy_requests"]) == (66.0, 2)
+    (details,) = await ask(books, "request_details", id="r1")
+    assert (details["key_id"], details["metadata"]) == ("key-a", {"project": "mill"})
+    rows = await ask(books, "idle_cost", **RANGE)
+    assert of(rows, "worker", "energy_j", "charged_j", "idle_j") == [
+        ("w-2", None, None, None),
+        ("w-1", 130.0, 40.0, 90.0),
+    ]

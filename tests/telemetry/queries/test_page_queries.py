@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +19,7 @@ from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.records import unix_s
 
 # The begin of an hour, a while ago.
 BEGIN_S = int(time.time()) // 3600 * 3600 - 7_200
@@ -179,9 +181,9 @@ async def test_totals(filled: Store) -> None:
 
 async def test_traffic_counts_half_open_steps(filled: Store) -> None:
     rows = await ask(filled, "traffic")
-    assert [row["t"] for row in rows] == [BEGIN_S + 60 * n for n in range(10)]
+    assert [unix_s(row["t"]) for row in rows] == [BEGIN_S + 60 * n for n in range(10)]
     assert rows[0] == {
-        "t": BEGIN_S,
+        "t": f"{datetime.fromtimestamp(BEGIN_S, UTC):%Y-%m-%dT%H:%M:%SZ}",
         "done_per_s": 3 / 60,
         "cancelled_per_s": 0,
         "shed_per_s": 0,
@@ -201,7 +203,7 @@ async def test_tokens_and_latencies(filled: Store) -> None:
         80 / 60,
     )
     rows = await ask(filled, "latency")
-    assert [row["t"] - BEGIN_S for row in rows] == [0, 60, 120]
+    assert [unix_s(row["t"]) - BEGIN_S for row in rows] == [0, 60, 120]
     assert rows[0]["queue_p50_ms"] == 100
     assert rows[0]["itl_p99_ms"] == pytest.approx(150, rel=0.01)
     assert rows[1]["e2e_p50_ms"] is None
@@ -228,7 +230,7 @@ async def test_what_one_may_filter_by(filled: Store) -> None:
 
 async def test_what_went_wrong(filled: Store) -> None:
     rows = await ask(filled, "interruptions")
-    assert [row["t"] - BEGIN_S for row in rows] == [60, 120]
+    assert [unix_s(row["t"]) - BEGIN_S for row in rows] == [60, 120]
     assert (rows[0]["shed"], rows[0]["failed"], rows[0]["moves"]) == (1, 1, 0)
     assert (rows[1]["moves"], rows[1]["preemptions"]) == (1, 1)
     assert (rows[1]["resumes"], rows[1]["stalls"], rows[1]["stalled_ms"]) == (2, 1, 1_200)
@@ -264,7 +266,13 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     rows = await ask(filled, "request_timeline", id="moved")
     begun_us = (BEGIN_S + 128) * 1_000_000
     told = [
-        (row["event"], row["at_us"] - begun_us, row["run"], row["place"], row["device_us"])
+        (
+            row["event"],
+            round(1e6 * unix_s(row["at"])) - begun_us,
+            row["run"],
+            row["place"],
+            row["device_us"],
+        )
         for row in rows
     ]
     assert told == [

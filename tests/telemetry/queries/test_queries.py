@@ -17,7 +17,13 @@ from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
-from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
+from tests.telemetry.records import (
+    delivery_record,
+    refusal_record,
+    request_record,
+    unix_s,
+    worker_sample,
+)
 
 
 async def fill(store: Store) -> None:
@@ -117,7 +123,7 @@ async def test_a_rest_is_of_every_step_that_it_lasted(store: Store) -> None:
     await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(3)), "rests")
     to_s = until_ns // 10**9
     rows = await ask(store, "workers", from_s=to_s - 60, to_s=to_s, step_s=5)
-    assert [row["t"] for row in rows] == list(range(to_s - 60, to_s, 5))
+    assert [unix_s(row["t"]) for row in rows] == list(range(to_s - 60, to_s, 5))
     assert {(row["workers"], row["busy_percent"]) for row in rows} == {(1, 0.0)}
     assert sum(row["idle_cost"] for row in rows) == pytest.approx(60.0)
 

@@ -139,3 +139,38 @@ async def test_two_that_rebuild_at_once_lose_nothing(old_store: Store) -> None:
             assert await _numbers(old_store) == (1000, 300), (num_done, num_together)
     await migrate(old_store)
     assert await old_store.rows(KEYS) == REBUILT
+
+
+async def test_rows_of_the_migration_before_read_in_ms_with_keys_and_joules_unknown(
+    store_path: Path,
+) -> None:
+    """As version 0013 left them; a sink of that version goes on writing meanwhile."""
+    opened = await Store.open(ClickHouseConfig(path=str(store_path), database="older"))
+    try:
+        for migration in load_migrations()[:13]:
+            for statement in migration.statements:
+                await opened.command(statement)
+        write = (
+            "INSERT INTO requests (request_id, tenant, status, tpot_us, completion_tokens, "
+            "received_at, done_at, outbox_sequence) "
+            "SELECT {id:String}, 'acme', 'done', 1500, 3, now64(6), now64(6), 1"
+        )
+        await opened.command(write, {"id": "old"})
+        await migrate(opened)
+        await opened.command(write, {"id": "late"})
+        for migration in load_migrations()[13:]:
+            for statement in migration.statements:
+                await opened.command(statement)
+        assert await opened.rows(
+            "SELECT request_id, tpot_ms, key_id, metadata, energy_j FROM requests_once "
+            "ORDER BY request_id"
+        ) == [("late", 1.5, "", {}, None), ("old", 1.5, "", {}, None)]
+        await Rollups(opened, SystemClock(), 1.0).reconcile()
+        assert await opened.rows(
+            "SELECT key_id, sum(requests), sum(energy_requests), "
+            "quantilesTDigestMerge(0.5, 0.9, 0.95, 0.99)(tpot_ms)[1] "
+            "FROM usage_by_minute_once GROUP BY key_id"
+        ) == [("", 2, 0, 1.5)]
+    finally:
+        await opened.command("DROP DATABASE older")
+        await opened.close()

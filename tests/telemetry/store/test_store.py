@@ -222,7 +222,9 @@ async def test_a_server_that_is_away_is_said(tmp_path: Path) -> None:
 async def test_the_sink_s_columns_are_the_table_s(store: Store, table: Table[Any]) -> None:
     rows = await store.rows(f"DESCRIBE TABLE {table.name}")
     there = {
-        str(name): str(kind).replace("\n    ", " ").replace("( ", "(") for name, kind, *_ in rows
+        str(name): str(kind).replace("\n    ", " ").replace("( ", "(")
+        for name, kind, default, *_ in rows
+        if default != "ALIAS"
     }
     there.pop("stored_at", None)
     assert dict(zip(table.column_names, table.column_types, strict=True)) == there

@@ -112,6 +112,7 @@ class Finalizer:
                 if wants_transcript(generation):
                     await self._store_transcript(generation)
                 await self._device_times.wait_reported(generation)
+                await self._context.energy.read_before_first_end()
                 record = request_record(
                     generation,
                     self._context.worker_id,

@@ -12,7 +12,7 @@ from millrace.bus.jobs.ends import record_of, result_of
 from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.jobs import JobResult
-from millrace.schemas.records import Attempt, RequestRecord, Status
+from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy
 from millrace.workers.host.generations.generation import Generation
 
 _NS_PER_MS = 1e6
@@ -24,7 +24,7 @@ def request_record(
 ) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
-    time, as far as it is known."""
+    time, as far as it is known, and the energy, if it is known of all attempts."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage()
     timing = generation.timing
     assert outcome is not None
@@ -32,6 +32,9 @@ def request_record(
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
     lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
     device_us = generation.device_use.total_us + sum(attempt.device_us for attempt in lives)
+    energy_j = sum_energy(
+        [generation.device_use.settle_energy(), *(attempt.energy_j for attempt in lives)]
+    )
     decode_ns = timing.last_token_ns - timing.first_token_ns
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
@@ -54,6 +57,7 @@ def request_record(
         dispatched_ns=timing.dispatched_ns,
         device_us=device_us,
         device_cost=device_cost(prices, device_us),
+        energy_j=energy_j if timing.started_ns else None,
         lives=lives,
         cost_method=cost_method,
         resampled=generation.resampled,
@@ -68,6 +72,7 @@ def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt
         started_ns=generation.timing.started_ns,
         ended_ns=ended_ns,
         device_us=generation.device_use.total_us,
+        energy_j=generation.device_use.settle_energy(),
     )
 
 

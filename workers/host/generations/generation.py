@@ -25,6 +25,7 @@ from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
@@ -103,6 +104,8 @@ class Generation:
         accepted_ns: int,
         now_s: float,
         beams: BeamAnswers | None = None,
+        *,
+        energy: EnergyMeter,
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
@@ -123,7 +126,7 @@ class Generation:
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
         self.resampled = False
-        self.device_use = DeviceUse()
+        self.device_use = DeviceUse(energy)
         self._is_charged = False
         self.phase = Phase.QUEUED
         self.timing = Timing(dispatch.sent_ns, accepted_ns)
@@ -362,6 +365,7 @@ class Generation:
             epoch=self.epoch,
             started_ns=self.timing.started_ns,
             device_us=self.device_use.total_us,
+            energy_j=self.device_use.settle_energy(),
             prompt_tokens=len(self.prompt_token_ids) + num_resumed,
             cached_tokens=self._num_found_tokens,
             completion_tokens=self.num_completion_tokens - self.num_resumed,

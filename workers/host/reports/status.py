@@ -13,6 +13,7 @@ from millrace.schemas.jobs import Tier
 from millrace.schemas.records import WorkerSample
 from millrace.workers.engine.types import EngineStats
 from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.energy.meter import EnergyTotals
 from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
@@ -64,6 +65,8 @@ class StatusReporter:
         self._urgent = asyncio.Event()
         self._queue_depth = 0
         self._sampled_s, self._sampled = self._clock.monotonic(), self._engine.stats
+        self._energy = context.energy
+        self._sampled_energy = EnergyTotals()
         self._is_resting = False
         self._rested_until_s = self._sampled_s
         self.num_samples_lost = 0
@@ -179,25 +182,36 @@ class StatusReporter:
         """Publish a sample of the time since the last one, or since the start; whether it is
         stored. A rest that has just ended has one of its own."""
         device = await self._device.read()
+        await self._energy.read()
         if self._is_resting and not self._has_rested():
             self._is_resting = False
             if self._rested_until_s > self._sampled_s:
-                rested = self._make_sample(self._sampled, self._rested_until_s, device)
-                await self._store(rested, self._sampled, self._rested_until_s)
+                energy = self._energy.totals and max(self._energy.rest_totals, self._sampled_energy)
+                rested = self._make_sample(self._sampled, self._rested_until_s, device, energy)
+                await self._store(rested, self._sampled, self._rested_until_s, energy)
         stats, now_s = self._engine.stats, self._clock.monotonic()
         num_held, queue_depth = self._load.num_running, self._queue_depth
-        sample = self._make_sample(stats, now_s, device, num_held, queue_depth)
-        return await self._store(sample, stats, now_s)
+        energy = self._energy.totals
+        sample = self._make_sample(stats, now_s, device, energy, num_held, queue_depth)
+        return await self._store(sample, stats, now_s, energy)
 
-    async def _store(self, sample: WorkerSample, stats: EngineStats, until_s: float) -> bool:
-        before_s, before = self._sampled_s, self._sampled
+    async def _store(
+        self,
+        sample: WorkerSample,
+        stats: EngineStats,
+        until_s: float,
+        energy: EnergyTotals | None,
+    ) -> bool:
+        before_s, before, energy_before = self._sampled_s, self._sampled, self._sampled_energy
         self._sampled_s, self._sampled = until_s, stats
+        self._sampled_energy = energy or energy_before
         try:
             await self._context.bus.outbox.publish(sample)
         except MillraceError as error:
             # The next one covers this time too: its device time has been charged.
             if self._sampled is stats:
                 self._sampled_s, self._sampled = before_s, before
+                self._sampled_energy = energy_before
             self.num_samples_lost += 1
             logger.warning("a sample could not be stored", extra={"code": error.code})
             return False
@@ -208,6 +222,7 @@ class StatusReporter:
         stats: EngineStats,
         until_s: float,
         device: DeviceReading,
+        energy: EnergyTotals | None,
         num_held: int = 0,
         queue_depth: int = 0,
     ) -> WorkerSample:
@@ -243,6 +258,8 @@ class StatusReporter:
             device_memory_total_bytes=device.memory_total_bytes,
             device_per_hour=self._entry.prices.device_per_hour,
             currency=self._entry.prices.currency,
+            energy_j=None if energy is None else energy.counted_j - self._sampled_energy.counted_j,
+            charged_j=None if energy is None else energy.charged_j - self._sampled_energy.charged_j,
         )
 
     def _free_share(self) -> float:

@@ -1,0 +1,16 @@
+-- What was asked for with each API key, and what it cost: what cost most comes first. Empty: no key.
+-- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
+-- of ranges that follow one another each request is in one.
+-- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
+-- param rows: how many, at most 100000 (default 1000)
+WITH
+    {{range}}
+SELECT
+    tenant,
+    key_id,
+    {{usage_sums}}
+FROM usage_by_minute AS u FINAL
+WHERE {{usage_in_range}}
+GROUP BY tenant, key_id, currency
+ORDER BY sum(u.cost) DESC, tenant, key_id, currency
+LIMIT {rows:UInt32}

@@ -1,0 +1,57 @@
+"""The page of tables: ``python -m millrace.telemetry.store.tables_page > docs/tables.md``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from itertools import groupby
+
+from millrace.schemas.config import ClickHouseConfig
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
+
+_HEAD = """# Columns
+
+Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from what ClickHouse itself says of
+its tables: `millrace sql --saved tables`, `/ops/api/tables` and `DESCRIBE TABLE` tell it of a
+system that runs. Times are UTC. Latencies are in ms, device time in us, energy in J. Each table but
+`prices` also has a view ending in `_once`: read that.
+"""
+_COLUMNS = """
+SELECT table, tables.comment, columns.name, type, columns.comment
+FROM system.columns AS columns
+INNER JOIN system.tables AS tables
+    ON tables.database = columns.database AND tables.name = columns.table
+WHERE columns.database = currentDatabase() AND tables.engine != 'View'
+  AND table NOT IN ('outbox_ledger', 'schema_migrations')
+ORDER BY table, position
+"""
+
+
+async def tables_page(store: Store) -> str:
+    """As Markdown, of a store that is up to date."""
+    parts = [_HEAD]
+    rows = await store.rows(_COLUMNS)
+    for (table, what), columns in groupby(rows, key=lambda row: (str(row[0]), str(row[1]))):
+        lines = [f"## {table}", "", what, "", "| column | type | what it says |", "|---|---|---|"]
+        for _, _, name, kind, comment in columns:
+            lines.append(f"| `{name}` | `{_one_line(str(kind))}` | {comment} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _one_line(kind: str) -> str:
+    return " ".join(kind.split()).replace("( ", "(")
+
+
+async def _main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = await Store.open(ClickHouseConfig(path=folder))
+        await migrate(store)
+        sys.stdout.write(await tables_page(store))
+        await store.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,176 @@
+"""Who is given the joules that a device's counter counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from millrace.workers.host.energy.counters import EnergyCounter, UnreadableCounterError
+
+# Counters of GPUs are brought up to date every 20 to 100 ms: a reading may be so much behind.
+READ_INTERVAL_S = 0.4
+_S_PER_US = 1e-6
+
+logger = logging.getLogger(__name__)
+
+
+class EnergyTotals(NamedTuple):
+    """Joules since the first reading: what the counter counted, and what requests were given."""
+
+    counted_j: float = 0.0
+    charged_j: float = 0.0
+
+
+class EnergyShare:
+    """One run's part: ``energy_j`` for the first ``settled_us`` of its ``device_us``."""
+
+    __slots__ = ("device_us", "energy_j", "settled_us")
+
+    def __init__(self) -> None:
+        self.device_us = self.settled_us = self.energy_j = 0.0
+
+    @property
+    def open_s(self) -> float:
+        """Device time that no reading covers so far."""
+        return (self.device_us - self.settled_us) * _S_PER_US
+
+    def give(self, joules: float) -> None:
+        self.energy_j += joules
+        self.settled_us = self.device_us
+
+
+class EnergyMeter:
+    """Shares what is counted between two readings among the runs that had device time meanwhile, in
+    proportion to it. What the device took while it idled is nobody's: the power of the last
+    interval that was idle throughout, or the interval's mean before there was one, for as long as
+    the device was not busy.
+
+    A run that ends between two readings is given its device time at the rate of the last interval;
+    what that was too much or too little is the next interval's. So at any time ``charged_j``,
+    ``idle_j`` and ``carried_j`` add up to ``counted_j``.
+
+    Without a counter nothing is measured, and nothing is said to be 0; a counter that fails once is
+    not read again. ``rest_totals`` are those when the device was seen to have idled last.
+    """
+
+    def __init__(
+        self,
+        counter: EnergyCounter | None,
+        busy_s: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        """``busy_s``: how long the device has been busy so far."""
+        self._counter = counter
+        self._busy_s = busy_s
+        self._monotonic = monotonic
+        self._wanted = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._open: dict[EnergyShare, None] = {}
+        self._first_j = self._last_j = self._read_s = self._read_busy_s = 0.0
+        self._has_read = False
+        self._idle_w: float | None = None
+        self._busy_w: float | None = None
+        self.charged_j = self.idle_j = self.carried_j = 0.0
+        self.rest_totals = EnergyTotals()
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is a counter that has been read."""
+        return self._counter is not None and self._has_read
+
+    @property
+    def counted_j(self) -> float:
+        return self._last_j - self._first_j
+
+    @property
+    def totals(self) -> EnergyTotals | None:
+        return EnergyTotals(self.counted_j, self.charged_j) if self.measures else None
+
+    def read_soon(self, *, at_once: bool = False) -> None:
+        """Read, unless that was done a moment ago; ``at_once``: the device begins, or stops, to be
+        busy."""
+        if self._counter is None:
+            return
+        if at_once or self._monotonic() - self._read_s >= READ_INTERVAL_S:
+            self._wanted.set()
+
+    async def run(self) -> None:
+        """Read whenever that is wanted, until it is cancelled."""
+        while True:
+            await self.read()
+            await self._wanted.wait()
+            self._wanted.clear()
+
+    async def read(self) -> None:
+        """Read the counter, in a thread: it may wait for its driver."""
+        async with self._lock:
+            if self._counter is None:
+                return
+            try:
+                joules = await asyncio.to_thread(self._counter.read_j)
+            except UnreadableCounterError as error:
+                logger.info("energy is not measured", extra={"reason": str(error)})
+                self._counter = None
+                self._open.clear()
+                return
+            self._note(joules, self._monotonic(), self._busy_s())
+
+    async def read_before_first_end(self) -> None:
+        """So that the first run to end is not unmeasured for want of a rate."""
+        if self._counter is not None and self._busy_w is None:
+            await self.read()
+
+    def note_device_time(self, share: EnergyShare) -> None:
+        """Its run has had more of the device."""
+        if self._counter is not None:
+            self._open[share] = None
+
+    def settle(self, share: EnergyShare) -> float | None:
+        """The joules of a run that is over; None if they were not measured."""
+        if not self.measures:
+            return None
+        if share.open_s > 0:
+            if self._busy_w is None:
+                return None
+            joules = share.open_s * self._busy_w
+            share.give(joules)
+            self.charged_j += joules
+            self.carried_j -= joules
+        self._open.pop(share, None)
+        return share.energy_j
+
+    def _note(self, joules: float, now_s: float, busy_s: float) -> None:
+        if not self._has_read or joules < self._last_j:
+            # The first reading, or a driver that was loaded again and counts from 0.
+            self._first_j += joules - self._last_j
+            self._has_read = True
+        elif joules == self._last_j:
+            return  # it has not been brought up to date
+        else:
+            passed_s = now_s - self._read_s
+            self._share(joules - self._last_j, passed_s, busy_s - self._read_busy_s)
+        self._last_j, self._read_s, self._read_busy_s = joules, now_s, busy_s
+
+    def _share(self, joules: float, passed_s: float, busy_s: float) -> None:
+        idle_s = max(passed_s - busy_s, 0.0)
+        if busy_s <= 0:
+            self._idle_w = joules / passed_s if passed_s > 0 else self._idle_w
+            self.idle_j += joules + self.carried_j
+            self.carried_j = 0.0
+            self.rest_totals = EnergyTotals(self.counted_j + joules, self.charged_j)
+            return
+        idle_w = joules / (idle_s + busy_s) if self._idle_w is None else self._idle_w
+        idle_j = min(joules, idle_w * idle_s)
+        self.idle_j += idle_j
+        busy_j = joules - idle_j
+        self._busy_w = busy_j / busy_s or self._busy_w
+        self.carried_j += busy_j
+        open_s = sum(share.open_s for share in self._open)
+        if open_s > 0 and self.carried_j > 0:
+            for share in self._open:
+                share.give(self.carried_j * share.open_s / open_s)
+            self.charged_j += self.carried_j
+            self.carried_j = 0.0
+            self._open.clear()
