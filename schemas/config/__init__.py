@@ -7,6 +7,7 @@ file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made 
 from __future__ import annotations
 
 from schemas.config.gateway import GatewayConfig, SessionContexts
+from schemas.config.objectives import SloConfig
 from schemas.config.scheduler import AutoscaleConfig, SchedulerConfig, TierPolicies, TierPolicy
 from schemas.config.section import Section
 from schemas.config.stores import (
@@ -32,6 +33,7 @@ __all__ = [
     "SchedulerConfig",
     "SessionContexts",
     "SimulationConfig",
+    "SloConfig",
     "StorageConfig",
     "TelemetryConfig",
     "TierPolicies",
@@ -59,5 +61,6 @@ class Config(Section, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     storage: StorageConfig = StorageConfig()
+    slo: SloConfig = SloConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
