@@ -1,10 +1,11 @@
 -- From a request to its first token, by model, as the store and as the client has it, in ms.
 -- TTFT is from receipt to when the worker had the first token. First byte is what the client sees but
--- for the network: from the end of the request's head at the gateway to when that wrote the first
--- token, intake (key, body, parsing: before receipt), TTFT and the way back (over the bus and through
--- the gateway) in one. Of requests of which both are known; percentiles, to within 1 %, are of each by
--- itself, so those of the parts need not add up. Of an answer that is not streamed the gateway keeps
--- its first token until the end. The way back compares the clocks of two machines where there are two.
+-- for the network: from the end of the request's head at the gateway to when that wrote the first token,
+-- intake (key, body, parsing: before receipt), TTFT and the way back (over the bus and through the
+-- gateway) in one. Of requests of which both are known; percentiles, to within 1 %, are of each by
+-- itself, so those of the parts need not add up. Of an answer that is not streamed the gateway keeps its
+-- first token until the end. An empty model: all of them together. The way back compares the clocks of
+-- two machines where there are two.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
@@ -49,5 +50,6 @@ INNER JOIN
       AND ({tenant:String} = '' OR tenant = {tenant:String})
       AND ({model:String} = '' OR deliveries.model = {model:String})
 ) AS d ON d.request_id = r.request_id
-GROUP BY d.model
+GROUP BY GROUPING SETS ((d.model), ())
+HAVING requests > 0
 ORDER BY d.model

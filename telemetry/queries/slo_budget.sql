@@ -28,7 +28,8 @@ SELECT
     if(window_requests = 0, NULL, 1 - (1 - window_attainment) / (1 - {target:Float64})) AS budget_left,
     {target:Float64} AS target,
     {ttft_ms:Float64} AS ttft_ms,
-    {tpot_ms:Float64} AS tpot_ms
+    {tpot_ms:Float64} AS tpot_ms,
+    {window_s:Int64} AS window_s
 FROM
 (
     SELECT
