@@ -118,7 +118,7 @@ async def test_alerts_say_what_since_when_and_what_to_do(store: Store, ops: OpsP
     poison = rows.filter(has_text="MillracePoison")
     await expect(poison.locator(".alert-state")).to_have_text("Firing ticket")
     await expect(poison).to_contain_text("broken")
-    await expect(poison).to_contain_text(re.compile("for [67] min"))
+    await expect(poison).to_contain_text(re.compile("for [678] min"))
     await expect(poison).to_contain_text("The dead letters of the queue have the request")
     outbox = rows.filter(has_text="MillraceOutboxFills")
     await expect(outbox.locator(".alert-state")).to_have_text("Pending")
@@ -146,7 +146,7 @@ async def test_what_the_client_waited_for_beside_ttft(store: Store, ops: OpsPage
     rows = page.locator("#first-byte tbody tr")
     await expect(rows).to_have_count(4)
     assert await rows.locator("td:nth-child(2)").all_text_contents() == [
-        "Intake",
+        "Before receipt",
         "TTFT",
         "Way back",
         "First byte",

@@ -52,7 +52,7 @@ export function showAlerts({ alerts, budget }) {
   byId("alerts-note").dataset.state = firing ? "firing" : pending || unknown ? "pending" : "ok";
   objectives.show(budget);
   const [first] = budget;
-  byId("slo-note").textContent = first ? `${percent(100 * first.target)} with TTFT up to ${ms(first.ttft_ms)} and TPOT up to ${ms(first.tpot_ms)}` : "";
+  byId("slo-note").textContent = first ? `${percent(100 * first.target)} with TTFT up to ${ms(first.ttft_ms)} and TPOT up to ${ms(first.tpot_ms)}, over ${lasting(first.window_s)}` : "";
 }
 
 function stateOf({ state, severity, for_s }) {
@@ -81,7 +81,7 @@ function since({ since_s }) {
 function advice({ state, meaning, advice: text, detail }) {
   const parts = text.replace(/\[([^\]]+)\]\([^)]+\)/g, "“$1” in the documentation").split("`");
   const said = parts.map((part, i) => (i % 2 ? make("code", {}, part) : part));
-  return make("td", {}, make("b", {}, state === "unknown" ? "Nobody can tell" : meaning), detail ? `: ${detail}` : "", ". ", ...said);
+  return make("td", {}, make("b", {}, state === "unknown" ? "Nobody can tell" : meaning), detail ? `: ${detail.replace(/\.$/, "")}` : "", ". ", ...said);
 }
 
 function shareOf(value) {

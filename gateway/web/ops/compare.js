@@ -13,7 +13,7 @@ export function difference(now, before, { better, shown, words }) {
   if (former === null || value === null) return null;
   const change = value - former;
   const tone = toneOf(change, better);
-  const size = former === 0 ? "" : ` ${compact(Math.abs((100 * change) / former))} %`;
+  const size = sizeOf(value, former);
   const sign = change > 0 ? "▲" : change < 0 ? "▼" : "=";
   const said = change === 0 ? "as much as" : `${change > 0 ? "more" : "less"} than`;
   const verdict = tone === "neutral" ? "" : `, which is ${tone}`;
@@ -23,6 +23,13 @@ export function difference(now, before, { better, shown, words }) {
     make("span", { "aria-hidden": "true" }, change ? `${sign}${size || " from 0"}` : "= no change", tone === "neutral" ? null : make("span", { class: "tone" }, tone)),
     make("span", { class: "spoken" }, `${change ? size : ""} ${said} ${words}, ${shown(before)}${verdict}`),
   );
+}
+
+/** In percents; where those have too many digits, how many times as much. */
+function sizeOf(value, former) {
+  if (former === 0) return "";
+  const percents = Math.abs((100 * (value - former)) / former);
+  return percents < 1_000 ? ` ${compact(percents)} %` : ` × ${compact(value / former)}`;
 }
 
 function toneOf(change, better) {

@@ -192,7 +192,7 @@ function groups(request) {
   ];
   if (request.is_delivered) {
     made.push(group("Delivery", [
-      ["Intake", ms(request.intake_ms)],
+      ["Before receipt", ms(request.intake_ms)],
       ["First byte", request.first_byte_ms ? ms(request.intake_ms + request.first_byte_ms) : "–"],
       ["Tokens", whole(request.tokens_delivered)],
       ["Longest gap", ms(request.longest_gap_ms)],

@@ -2,7 +2,7 @@
 
 import { saveButton } from "./chart.js";
 import { bytes, clock, compact, dateTime, day, money, ms, percent, whole } from "./format.js";
-import { number, statusMark, Table } from "./table.js";
+import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
 const WORKERS = [
@@ -37,7 +37,7 @@ const ERRORS = [
 ];
 // From a request to its first token, in the order in which time passes.
 const WAYS = [
-  { key: "intake", label: "Intake", note: "From the request at the gateway to its receipt: key, body, parsing" },
+  { key: "intake", label: "Before receipt", note: "From the request at the gateway to its receipt: key, body, parsing" },
   { key: "ttft", label: "TTFT", note: "From receipt to when the worker had the first token: admission, queue, prefill" },
   { key: "way_back", label: "Way back", note: "From the worker over the bus and through the gateway to the connection" },
   { key: "first_byte", label: "First byte", note: "What the client saw, but for the network: the three together" },
@@ -95,5 +95,5 @@ function latest(row) {
 
 function latestLink(row, addressOf) {
   const id = row.latest_request_id;
-  return make("a", { href: addressOf(id), "aria-label": `The latest, request ${id}` }, latest(row));
+  return make("a", { href: addressOf(id) }, ...saidAs(`${latest(row)}, request ${id}`, latest(row)));
 }

@@ -45,7 +45,7 @@ async def keep(
     store: Store, requests: Sequence[RequestRecord] = (), seen: Sequence[DeliveryRecord] = ()
 ) -> None:
     """Store each twice, as the bridge may."""
-    names = ",".join(one.request_id for one in (*requests[:1], *seen[:1]))
+    names = [[one.request_id for one in requests[:1]], [one.request_id for one in seen[:1]]]
     for token in (f"{names} once", f"{names} twice"):
         columns = REQUESTS.to_columns(requests, range(len(requests)))
         await store.insert(REQUESTS, columns, token)
