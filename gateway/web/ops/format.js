@@ -84,6 +84,11 @@ export function clock(seconds, withSeconds = true) {
   return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
 }
 
+/** The Unix time in seconds of a time as the store writes it, in UTC with or without saying so. */
+export function secondsOf(text) {
+  return Date.parse(`${text.replace(" ", "T").replace(/Z$/, "")}Z`) / 1000;
+}
+
 export function isMidnight(seconds) {
   return clock(seconds, false) === "00:00";
 }

@@ -1,6 +1,6 @@
 // What was refused before it was accepted: over time, by kind, and the latest.
 
-import { clock, dateTime, day, whole } from "./format.js";
+import { clock, dateTime, day, secondsOf, whole } from "./format.js";
 import { number, statusMark, Table } from "./table.js";
 import { button, byId, make } from "/static/dom.js";
 
@@ -106,7 +106,7 @@ function ids({ request_ids, refused }) {
 }
 
 function latestS({ last_at }) {
-  return Date.parse(`${last_at.replace(" ", "T")}Z`) / 1000;
+  return secondsOf(last_at);
 }
 
 function when(at_s, seconds = DAY_S + 1) {

@@ -1,7 +1,7 @@
 // Small tables: the workers, what a million tokens cost, what went wrong.
 
 import { saveButton } from "./chart.js";
-import { bytes, clock, compact, dateTime, day, money, ms, percent, whole } from "./format.js";
+import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, whole } from "./format.js";
 import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
@@ -86,7 +86,7 @@ function costColumn(name, field, note) {
 }
 
 function latestS({ last_at }) {
-  return Date.parse(`${last_at.replace(" ", "T")}Z`) / 1000;
+  return secondsOf(last_at);
 }
 
 function latest(row) {
