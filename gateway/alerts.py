@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bus.storage import NATS, REDIS
-from bus.store.conditions import store_conditions
-from bus.store.watch import StoreWatch
-from gateway.streams.fleet_view import FleetView
-from runtime.alerts.rules import RULES, SCHEDULER_SILENT
-from runtime.alerts.watch import Alert, AlertWatch, Condition
-from runtime.clock import Clock
-from runtime.tasks import Tasks
+from millrace.bus.storage import NATS, REDIS
+from millrace.bus.store.conditions import store_conditions
+from millrace.bus.store.watch import StoreWatch
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
+from millrace.runtime.alerts.watch import Alert, AlertWatch, Condition
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
 
 _LOOK_EVERY_S = 5.0
 _ABSENT = "MillraceTelemetryAbsent"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from bus.storage import CLICKHOUSE, KAFKA
-from bus.store.conditions import store_conditions
-from runtime.alerts.rules import RULES
-from runtime.alerts.watch import Condition
+from millrace.bus.storage import CLICKHOUSE, KAFKA
+from millrace.bus.store.conditions import store_conditions
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import Condition
 
 
 class RecordFlow(NamedTuple):

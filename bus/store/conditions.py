@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from runtime.alerts.rules import RULES
-from runtime.alerts.watch import Condition
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import Condition
 
 _SHORT = "MillraceStoreShort"
 

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
-from runtime.alerts.rules import RULES
-from runtime.clock import Clock
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.clock import Clock
 
 _NS_PER_S = 10**9
 

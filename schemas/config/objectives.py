@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.config.section import Section
+from millrace.schemas.config.section import Section
 
 _MOST_DAYS = 397
 

@@ -11,12 +11,12 @@ from importlib.resources.abc import Traversable
 
 import msgspec
 
-from runtime.alerts.watch import Alert, Condition, alert_of
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.errors import ParameterError
-from telemetry.http.parameters import Parameter, parameters_of, read_values
-from telemetry.http.spreadsheet import csv_of
-from telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reader
+from millrace.runtime.alerts.watch import Alert, Condition, alert_of
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.errors import ParameterError
+from millrace.telemetry.http.parameters import Parameter, parameters_of, read_values
+from millrace.telemetry.http.spreadsheet import csv_of
+from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reader
 
 logger = logging.getLogger(__name__)
 

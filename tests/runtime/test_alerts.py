@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.alerts.rules import RULES
-from runtime.alerts.watch import AlertState, AlertWatch, Condition, alert_of, unknown_alert
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import AlertState, AlertWatch, Condition, alert_of, unknown_alert
 from tests.support.manual_clock import ManualClock
 
 _NAME = "MillraceQueueOld"

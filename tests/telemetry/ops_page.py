@@ -9,12 +9,12 @@ from pathlib import Path
 
 from playwright.async_api import Browser, Page
 
-from bus.transport import Subscription
-from runtime.alerts.watch import AlertWatch
-from runtime.clock import SystemClock
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from telemetry.http.answers import Answers
-from telemetry.store.store import Store
+from millrace.bus.transport import Subscription
+from millrace.runtime.alerts.watch import AlertWatch
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.store.store import Store
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 SHOTS = os.environ.get("TEST_SCREENSHOTS", "")

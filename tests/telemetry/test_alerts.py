@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from runtime.alerts.watch import Alert, AlertState
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig, Config, KafkaConfig
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from telemetry.alerts import RecordFlow, conditions_of
-from telemetry.service import TelemetryService
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.alerts.watch import Alert, AlertState
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.telemetry.alerts import RecordFlow, conditions_of
+from millrace.telemetry.service import TelemetryService
 from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from telemetry.store.store import Store
+from millrace.telemetry.store.store import Store
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, serving, shoot
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 

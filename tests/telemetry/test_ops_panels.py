@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
-from runtime.alerts.watch import Condition
-from schemas.records import RefusalRecord, RequestRecord
-from telemetry.store.store import Store
-from telemetry.store.tables import REQUESTS
+from millrace.runtime.alerts.watch import Condition
+from millrace.schemas.records import RefusalRecord, RequestRecord
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REQUESTS
 from tests.telemetry.ops_page import OpsPage, serving, shoot
 from tests.telemetry.records import refusal_record, request_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill

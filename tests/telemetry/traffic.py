@@ -8,8 +8,8 @@ from decimal import Decimal
 
 import msgspec
 
-from runtime.clock import SystemClock
-from schemas.records import (
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.records import (
     Attempt,
     DeliveryRecord,
     RefusalRecord,
@@ -17,9 +17,9 @@ from schemas.records import (
     Status,
     WorkerSample,
 )
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.records import (
     delivery_record,
     refusal_record,

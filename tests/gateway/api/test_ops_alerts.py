@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from bus.store.watch import StoreWatch
-from gateway.alerts import GatewayAlerts
-from gateway.streams.fleet_view import FleetView
-from runtime.alerts.rules import RULES
-from runtime.alerts.watch import AlertState
-from schemas.config import GatewayConfig, StorageConfig
-from schemas.control import QueueStatus, TelemetryAnswer, TelemetryQuery
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.store.watch import StoreWatch
+from millrace.gateway.alerts import GatewayAlerts
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import AlertState
+from millrace.schemas.config import GatewayConfig, StorageConfig
+from millrace.schemas.control import QueueStatus, TelemetryAnswer, TelemetryQuery
 from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import RunningGateway, running_gateway
 

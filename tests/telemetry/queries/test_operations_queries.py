@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.clock import SystemClock
-from schemas.control import TelemetryQuery
-from schemas.records import DeliveryRecord, RequestRecord, Status
-from telemetry.http.answers import Answers
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.control import TelemetryQuery
+from millrace.schemas.records import DeliveryRecord, RequestRecord, Status
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
 
 NS = 10**9
