@@ -15,6 +15,7 @@ from millrace.bus.api import Bus
 from millrace.bus.storage import NATS, REDIS
 from millrace.bus.store.watch import StoreMetrics, StoreWatch
 from millrace.bus.transport import Subscription
+from millrace.gateway.alerts import GatewayAlerts
 from millrace.gateway.metrics import Metrics
 from millrace.gateway.models import Models
 from millrace.gateway.request.admission import Admission
@@ -115,6 +116,7 @@ class Gateway:
         self.generations = backends.generations
         self.gateway_id = settings.gateway_id
         self.exposure = config.metrics
+        self.slo = config.slo
         self.traces = None if tracing is None else RequestTraces(tracing, clock, settings)
         self.sockets: set[Socket] = set()
         self.has_new_batch = asyncio.Event()
@@ -122,6 +124,7 @@ class Gateway:
         self.metrics = Metrics()
         self.fleet = FleetView(clock)
         self.stores = StoreWatch(config.storage, clock, bus.storage, redis, gates=True)
+        self.alerts = GatewayAlerts(self.fleet, self.stores, clock)
         self.streams = StreamTable(
             bus, settings, self.gateway_id, self.fleet, clock, self._on_end, backends.generations
         )
@@ -236,6 +239,7 @@ class Gateway:
         await self.stores.look()
         self.stores.start()
         await self.fleet.start(self.bus)
+        self.alerts.start()
         await self.streams.start()
         self._handovers = await self.bus.control.serve_handovers(
             self.gateway_id, self.resuming.hand_over
@@ -264,6 +268,7 @@ class Gateway:
         """Let go of the answers that are left, which others may go on with, and of the bus's
         subscriptions; the bus stays open."""
         await self.keys.close()
+        await self.alerts.close()
         await self.stores.close()
         for response in self.responses.all():
             response.hand_off()

@@ -147,6 +147,7 @@ class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_default
     num_stalls: int = 0
     stalled_ms: float = 0.0
     longest_gap_ms: float = 0.0
+    intake_ms: float = 0.0
 
 
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -232,7 +233,8 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     ``ttft_ms`` is what a job of each tier that comes now is predicted to wait for its first token
     (absent: unknown), ``tenant_ttft_ms`` that of tenants for whom it is longer, since they
-    have jobs waiting. ``desired_workers`` is the autoscaler's number."""
+    have jobs waiting. ``oldest_wait_s`` is of all tiers, ``interactive_wait_s`` of those but batch.
+    ``desired_workers`` is the autoscaler's number."""
 
     model: str
     num_queued: int
@@ -243,6 +245,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ttft_ms: dict[Tier, float] = {}
     tenant_ttft_ms: dict[Tier, dict[str, float]] = {}
     oldest_wait_s: float = 0.0
+    interactive_wait_s: float = 0.0
     desired_workers: int = 0
     sent_ns: int = 0
 

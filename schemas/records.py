@@ -117,6 +117,10 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
 class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="delivery"):
     """What the client saw of a request, as the gateway that held the stream measured it.
 
+    ``first_byte_ms`` is from receipt (``received_ns`` of the request's record) to when the gateway
+    writes the first token, of an answer that is not streamed to when it has it. ``intake_ms`` is
+    what came before that: from the end of the request's head, or a WebSocket's message, to receipt,
+    in which the gateway checked the key, read the body and parsed it.
     A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
     ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
     ``num_resumes`` counts a client's returns to its stream.
@@ -138,6 +142,7 @@ class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="d
     num_stalls: int = 0
     stalled_ms: float = 0.0
     longest_gap_ms: float = 0.0
+    intake_ms: float = 0.0
     version: int = RECORD_VERSION
 
 
@@ -203,9 +208,10 @@ class RefusalRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
 
     ``tenant`` and ``key_id`` are empty for an unknown caller. ``door`` is the requested route,
     ``status`` the HTTP status, or the one that would say the same on a WebSocket, ``code`` the
-    error's, and ``limit`` the limit that was reached, if one was. ``request_id`` is that of the
-    first of them, if it had one. Nothing that a client wrote is in it. Of a flood of many kinds,
-    those over a bound have the door ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
+    error's, and ``limit`` the limit that was reached, if one was. ``request_ids`` are those of the
+    first ``MAX_REFUSED_IDS`` of them that had one, ``request_id`` is the first of these. Nothing
+    that a client wrote is in it. Of a flood of many kinds, those over a bound have the door
+    ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
 
     A record is known by ``gateway_id``, ``recorded_ns`` and ``number``.
     """
@@ -223,9 +229,13 @@ class RefusalRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     first_ns: int = 0
     last_ns: int = 0
     request_id: str = ""
+    request_ids: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 
+# A kind of refusal is seldom met more often within the second of a record, so that nearly every
+# refusal that somebody asks about is found by its id; a flood does not make the record longer.
+MAX_REFUSED_IDS = 8
 OTHER_REFUSALS = "others"
 
 Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord | RefusalRecord

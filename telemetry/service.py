@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import load_catalogue
+from millrace.runtime.alerts.watch import AlertWatch
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
+from millrace.telemetry.alerts import RecordFlow, conditions_of
 from millrace.telemetry.bridge.bridge import Bridge
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.http.interface import HttpServer
@@ -28,6 +30,9 @@ from millrace.telemetry.supervision import keep_running
 logger = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 3.0
+_NS_PER_S = 10**9
+# The shortest time for which a condition has to hold is twice that.
+_LOOK_EVERY_S = 15.0
 
 
 class TelemetryService:
@@ -39,7 +44,8 @@ class TelemetryService:
         self._stop = asyncio.Event()
         self.store = store
         self.ledger = OutboxLedger(store)
-        self.answers = Answers(store.reader)
+        self.alerts = AlertWatch(clock)
+        self.answers = Answers(store.reader, self.alerts.alerts)
         self.bridge: Bridge | None = None
         self.rollups = Rollups(store, clock, config.telemetry.rollup_interval_s)
         self.sink = Sink(
@@ -99,6 +105,7 @@ class TelemetryService:
 
         try:
             self.stores.watch.start()
+            tasks.repeat(self._look, _LOOK_EVERY_S, self._clock, "alerts")
             serve, watch = bus.control.serve_telemetry, bus.workers.watch
             parts = [
                 start("bridge", bridge.run),
@@ -131,6 +138,19 @@ class TelemetryService:
         finally:
             await tasks.close()
             await self.stores.watch.close()
+
+    async def _look(self) -> None:
+        num_waiting = 0 if self.bridge is None else self.bridge.num_waiting
+        flow = RecordFlow(
+            now_s=self._clock.now_ns() / _NS_PER_S,
+            num_waiting=num_waiting + self.unstored.count(),
+            num_behind=sum(self.sink.lag().values()),
+            last_stored_s=self.sink.last_stored_s,
+            usage_age_s=self.rollups.age_s,
+            troubles=self.stores.troubles(),
+            free_bytes=self.stores.watch.free,
+        )
+        self.alerts.look(conditions_of(flow))
 
     async def close(self) -> None:
         """Let go of the store."""

@@ -237,6 +237,7 @@ def _deliveries(draw: np.random.Generator, requests: Columns) -> Columns:
         "num_stalls": stalled.astype(int).tolist(),
         "stalled_ms": np.where(stalled, gap_ms, 0.0).tolist(),
         "longest_gap_ms": gap_ms.tolist(),
+        "intake_ms": draw.exponential(0.4, size).tolist(),
         "outcome": of("status"),
         "done_at": of("done_at"),
         "record_version": [RECORD_VERSION] * size,

@@ -60,6 +60,7 @@ class GenerationHandler:
         self._answers = Answers(gateway, endpoint.shaped)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_s = self._gateway.clock.monotonic()
         request_id = new_request_id(self._endpoint.id_prefix)
         traces, trace = self._gateway.traces, None
         if traces is not None:
@@ -68,7 +69,7 @@ class GenerationHandler:
             send = send if trace is None else trace.with_headers(send)
         status, refusal = 500, None
         try:
-            status = await self._answer(scope, receive, send, request_id, trace)
+            status = await self._answer(scope, receive, send, request_id, trace, arrived_s)
         except (PayloadTooLargeError, SlowRequestError) as error:
             refusal = refusal_of(error)
             status = refusal.status
@@ -97,6 +98,7 @@ class GenerationHandler:
         send: Send,
         request_id: str,
         trace: RequestTrace | None,
+        arrived_s: float,
     ) -> int:
         gateway, endpoint = self._gateway, self._endpoint
         if scope["method"] != "POST":
@@ -104,7 +106,7 @@ class GenerationHandler:
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
         async with gateway.intake_limits.refusals_count(caller, request_id):
-            return await self._answer_to(caller, scope, receive, send, request_id, trace)
+            return await self._answer_to(caller, scope, receive, send, request_id, trace, arrived_s)
 
     async def _answer_to(
         self,
@@ -114,6 +116,7 @@ class GenerationHandler:
         send: Send,
         request_id: str,
         trace: RequestTrace | None,
+        arrived_s: float,
     ) -> int:
         gateway, endpoint = self._gateway, self._endpoint
         with _bugs_answered(request_id):
@@ -137,7 +140,7 @@ class GenerationHandler:
             takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
         writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
-        requester = Requester(caller, client, trace=trace)
+        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s)
         watch = asyncio.create_task(client.watch(receive))
         try:
             with _bugs_answered(request_id):

@@ -1,4 +1,5 @@
-"""``/ops/api``: the saved queries over all requests, for administrators, as JSON or as CSV."""
+"""``/ops/api``: the saved queries over all requests, for administrators, as JSON or as CSV, and how
+the alerts stand."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from starlette.routing import Route
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError, TelemetryUnavailableError
 from millrace.gateway.tenancy.identity import require_admin
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import Alert, AlertState, unknown_alert
 from millrace.runtime.retry import retry
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.errors import MillraceError, ParameterError
@@ -23,6 +26,20 @@ logger = logging.getLogger(__name__)
 
 MAX_EXPORT_ROWS = 100_000
 _EXPORT = "requests"
+_ALERTS = "alerts"
+_ABSENT = "MillraceTelemetryAbsent"
+# What of the objectives a query has parameters for.
+_OBJECTIVES = {
+    "slo_attainment": ("ttft_ms", "tpot_ms"),
+    "slo_budget": ("ttft_ms", "tpot_ms", "target", "window_s"),
+    _ALERTS: ("ttft_ms", "target"),
+}
+_ORDER = {
+    AlertState.FIRING: 0,
+    AlertState.PENDING: 1,
+    AlertState.UNKNOWN: 2,
+    AlertState.OK: 3,
+}
 _PAGE_ROWS = 2_000
 _PAUSES_S = (0.5, 0.5)
 _RELATIVE = re.compile(r"-[0-9]{1,12}|0")
@@ -54,13 +71,16 @@ class OpsApi:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._counts = msgspec.json.Decoder(tuple[_Count])
+        self._told = msgspec.json.Decoder(list[Alert])
 
     def routes(self) -> list[Route]:
         return [Route("/ops/api/{query}", self.query, methods=["GET"])]
 
     async def query(self, request: Request) -> Response:
         """Rows of a saved query, as telemetry gave them: CSV for a name that ends in ``.csv`` or a
-        caller that accepts nothing else. ``requests.csv`` is each request of a range, row by row.
+        caller that accepts nothing else. ``requests.csv`` is each request of a range, row by row;
+        ``alerts`` is how the alerts stand, as this gateway and telemetry see it. Objectives that
+        are not given are those of the configuration.
 
         Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
         TelemetryUnavailableError.
@@ -69,7 +89,9 @@ class OpsApi:
         asked: str = request.path_params["query"]
         name = asked.removesuffix(".csv")
         wants_csv = name != asked or _accepts_only_csv(request)
-        params = _single_values(request)
+        params = self._with_objectives(name, _single_values(request))
+        if name == _ALERTS and not wants_csv:
+            return Response(await self._alerts(params), media_type=_JSON, headers=_HEADERS)
         if not wants_csv:
             answer = await self._answer_of(name, params)
             return Response(answer.rows_json, media_type=_JSON, headers=_HEADERS)
@@ -77,6 +99,26 @@ class OpsApi:
             return await self._export(params)
         answer = await self._answer_of(name, params, is_csv=True)
         return Response(answer.rows_csv, media_type=_CSV, headers=_attachment(name))
+
+    def _with_objectives(self, name: str, params: dict[str, str]) -> dict[str, str]:
+        slo = self._gateway.slo
+        own = {one: str(getattr(slo, one)) for one in _OBJECTIVES.get(name, ())}
+        return own | params
+
+    async def _alerts(self, params: dict[str, str]) -> bytes:
+        """What fires first. Where telemetry does not answer, that is one of the alerts, and those
+        that only it can tell are unknown."""
+        own, answers = self._gateway.alerts, True
+        alerts = own.alerts()
+        try:
+            alerts += self._told.decode((await self._answer_of(_ALERTS, params)).rows_json)
+        except (TelemetryUnavailableError, QueryError) as error:
+            answers = not isinstance(error, TelemetryUnavailableError)
+            known = {one.name for one in alerts} | {_ABSENT}
+            alerts += [unknown_alert(name, error.message) for name in RULES if name not in known]
+        alerts += own.note_telemetry(answers=answers)
+        alerts.sort(key=lambda one: (_ORDER[one.state], one.severity, one.name, one.subject))
+        return msgspec.json.encode(alerts)
 
     async def _export(self, params: dict[str, str]) -> Response:
         """All pages of the range, one after the other; what it ends at is fixed at the start."""

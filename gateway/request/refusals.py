@@ -15,7 +15,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.records import OTHER_REFUSALS, RefusalRecord
+from millrace.schemas.records import MAX_REFUSED_IDS, OTHER_REFUSALS, RefusalRecord
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +39,19 @@ class _Kind(NamedTuple):
 
 
 class _Tally:
-    __slots__ = ("count", "first_ns", "last_ns", "request_id")
+    __slots__ = ("count", "first_ns", "last_ns", "request_ids")
 
-    def __init__(self, now_ns: int, request_id: str) -> None:
+    def __init__(self, now_ns: int) -> None:
         self.count = 0
         self.first_ns = now_ns
         self.last_ns = now_ns
-        self.request_id = request_id
+        self.request_ids: list[str] = []
+
+    def add(self, now_ns: int, request_id: str) -> None:
+        self.count += 1
+        self.last_ns = now_ns
+        if request_id and len(self.request_ids) < MAX_REFUSED_IDS:
+            self.request_ids.append(request_id)
 
 
 class Refusals:
@@ -91,18 +97,17 @@ class Refusals:
         tenant, key_id = ("", "") if caller is None else (caller.tenant, caller.key_id)
         kind = _Kind(tenant, key_id, door, refusal.status, refusal.code, refusal.limit)
         now_ns = self._clock.now_ns()
-        tally = self._tallies.get(kind) or self._new_tally(kind, now_ns, request_id)
-        tally.count += 1
-        tally.last_ns = now_ns
+        tally = self._tallies.get(kind) or self._new_tally(kind, now_ns)
+        tally.add(now_ns, request_id)
 
-    def _new_tally(self, kind: _Kind, now_ns: int, request_id: str) -> _Tally:
+    def _new_tally(self, kind: _Kind, now_ns: int) -> _Tally:
         if self._num_kinds_of[kind.tenant] >= MAX_KINDS_OF_TENANT:
             kind = _Kind(kind.tenant, "", OTHER_REFUSALS, kind.status // 100 * 100, "", "")
         if len(self._tallies) >= MAX_KINDS and kind not in self._tallies:
             kind = _Kind("", "", OTHER_REFUSALS, 0, "", "")
         tally = self._tallies.get(kind)
         if tally is None:
-            tally = self._tallies[kind] = _Tally(now_ns, request_id)
+            tally = self._tallies[kind] = _Tally(now_ns)
             self._num_kinds_of[kind.tenant] += 1
         return tally
 
@@ -145,7 +150,8 @@ class Refusals:
                 count=tally.count,
                 first_ns=tally.first_ns,
                 last_ns=tally.last_ns,
-                request_id=tally.request_id,
+                request_id=tally.request_ids[0] if tally.request_ids else "",
+                request_ids=tuple(tally.request_ids),
             )
             for number, (kind, tally) in enumerate(tallies.items())
         ]

@@ -31,13 +31,15 @@ _NS_PER_S = 1_000_000_000
 @dataclass(frozen=True, slots=True)
 class Requester:
     """Who asks, and how: the client that reads the response, which ``owner`` is a part of, the
-    endpoint that it came by, and the trace that it leaves."""
+    endpoint that it came by, and the trace that it leaves. ``arrived_s`` (monotonic) is when the
+    gateway began with the request, before it was read; None: nobody waited for that."""
 
     caller: Caller
     client: Client
     source: Source = Source.HTTP
     owner: object = None
     trace: RequestTrace | None = None
+    arrived_s: float | None = None
 
 
 class RequestSubmitter:
@@ -104,6 +106,8 @@ class RequestSubmitter:
                 context.streams.open(job, requester.client, received_s, response) for job in jobs
             ]
             for stream in streams:
+                if requester.arrived_s is not None:
+                    stream.delivery.intake_s = received_s - requester.arrived_s
                 response.add_choices(stream)
             # Nobody can attach to what may yet be refused.
             context.responses.add(response, None)

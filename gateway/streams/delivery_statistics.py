@@ -38,6 +38,7 @@ def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
         num_stalls=delivery.num_stalls,
         stalled_ms=delivery.stalled_s * _MS_PER_S,
         longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
+        intake_ms=delivery.intake_s * _MS_PER_S,
     )
 
 
@@ -53,6 +54,7 @@ def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clo
     delivery = stream.delivery
     received_s = monotonic_s(seen.received_ns)
     delivery.received_s = now_s if received_s is None else received_s
+    delivery.intake_s = seen.intake_ms / _MS_PER_S
     delivery.first_token_s = monotonic_s(seen.first_token_ns)
     delivery.last_token_s = monotonic_s(seen.last_token_ns)
     if delivery.last_token_s is None and stream.from_index:
@@ -85,6 +87,7 @@ def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> Delive
         num_stalls=delivery.num_stalls,
         stalled_ms=delivery.stalled_s * _MS_PER_S,
         longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
+        intake_ms=delivery.intake_s * _MS_PER_S,
         outcome=stream.outcome or status_of(stream).value,
         done_ns=clock.now_ns(),
     )

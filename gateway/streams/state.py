@@ -55,9 +55,11 @@ class ReplayState:
 class DeliveryFigures:
     """What the client saw over all connections that it had, in the terms of ``DeliveryRecord``:
     from ``received_s`` (monotonic), which may be before this gateway was asked, to
-    ``last_token_s``. ``num_delivered`` are only the tokens that were given out here."""
+    ``last_token_s``, and for ``intake_s`` before that. ``num_delivered`` are only the tokens that
+    were given out here."""
 
     received_s: float
+    intake_s: float = 0.0
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_delivered: int = 0

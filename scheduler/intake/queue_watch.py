@@ -23,6 +23,7 @@ from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.throughput import eta_s, retry_after_s
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ class QueueWatch:
         queue_estimate.num_queued = num_queued
         queue_estimate.look()
         ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
-        oldest_wait_s = max(queue_estimate.oldest_waits_s().values())
+        waits_s = queue_estimate.oldest_waits_s()
+        oldest_wait_s = max(waits_s.values())
         signals = Signals(
             num_workers=context.fleet.num_accepting(model),
             num_queued=num_queued,
@@ -157,6 +159,9 @@ class QueueWatch:
                 ttft_ms=ttft_ms,
                 tenant_ttft_ms=tenant_ttft_ms,
                 oldest_wait_s=oldest_wait_s,
+                interactive_wait_s=max(
+                    wait_s for tier, wait_s in waits_s.items() if tier is not Tier.BATCH
+                ),
                 desired_workers=self._autoscalers[model].desired(
                     signals, context.clock.monotonic()
                 ),

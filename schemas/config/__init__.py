@@ -7,6 +7,7 @@ file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made 
 from __future__ import annotations
 
 from millrace.schemas.config.gateway import GatewayConfig, SessionContexts
+from millrace.schemas.config.objectives import SloConfig
 from millrace.schemas.config.scheduler import (
     AutoscaleConfig,
     SchedulerConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "SchedulerConfig",
     "SessionContexts",
     "SimulationConfig",
+    "SloConfig",
     "StorageConfig",
     "TelemetryConfig",
     "TierPolicies",
@@ -64,5 +66,6 @@ class Config(Section, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     storage: StorageConfig = StorageConfig()
+    slo: SloConfig = SloConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()

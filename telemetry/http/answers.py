@@ -1,16 +1,17 @@
-"""Answers for the operations page: saved queries only, by name."""
+"""Answers for the operations page, by name: saved queries, and how the alerts stand."""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
 import msgspec
 
+from millrace.runtime.alerts.watch import Alert, Condition, alert_of
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.errors import ParameterError
 from millrace.telemetry.http.parameters import Parameter, parameters_of, read_values
@@ -22,7 +23,20 @@ logger = logging.getLogger(__name__)
 # An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
 _MAX_ANSWER_BYTES = 1_000_000
 _BUSY = "telemetry_unavailable"
+ALERTS = "alerts"
+_CONDITIONS = "alert_conditions"
 _FRAGMENT = re.compile(r"^( *)(.*)\{\{(\w+)\}\}", re.MULTILINE)
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A row of the query ``alert_conditions``."""
+
+    alert: str
+    subject: str
+    value: float | None
+    bound: float
+    is_over: int
+    since_s: float | None
 
 
 class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +88,19 @@ def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
 
 
 class Answers:
-    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV."""
+    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV. ``alerts`` is
+    no query: it is how the alerts stand that rows tell, and those of ``own_alerts``."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, own_alerts: Callable[[], Sequence[Alert]] = tuple) -> None:
         self._reader = reader
+        self._own_alerts = own_alerts
+        self._seen = msgspec.json.Decoder(tuple[_Seen, ...])
         self._queries = load_queries()
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
         """Never raises: what is wrong is in ``error``, and in ``code`` and ``param`` its kind."""
+        if asked.name == ALERTS and asked.format == "json":
+            return await self._alerts(asked)
         query = self._queries.get(asked.name)
         if query is None:
             known = ", ".join(sorted(self._queries))
@@ -107,3 +126,24 @@ class Answers:
             )
             return TelemetryAnswer(error=error_text, code="answer_too_large")
         return TelemetryAnswer(rows_csv=body) if wants_csv else TelemetryAnswer(rows_json=body)
+
+    async def _alerts(self, asked: TelemetryQuery) -> TelemetryAnswer:
+        answer = await self.answer(TelemetryQuery(name=_CONDITIONS, params=asked.params))
+        if answer.error:
+            return answer
+        now_s = time.time()
+        alerts = [
+            alert_of(
+                Condition(
+                    name=row.alert,
+                    subject=row.subject,
+                    value=row.value,
+                    bound=row.bound,
+                    holds=row.is_over == 1,
+                ),
+                row.since_s,
+                now_s,
+            )
+            for row in self._seen.decode(answer.rows_json)
+        ]
+        return TelemetryAnswer(rows_json=msgspec.json.encode([*alerts, *self._own_alerts()]))

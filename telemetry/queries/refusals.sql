@@ -3,7 +3,6 @@
 -- An empty tenant: nobody knows who asked. The door "others": of a flood of many kinds, those on top
 -- of what is told apart.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param tenant: only this tenant's (default '')
 -- param rows: how many, at most 100000 (default 1000)
 WITH
     {{range}}
@@ -19,9 +18,7 @@ SELECT
     max(r.last_at) AS last_at,
     argMax(r.request_id, r.last_at) AS request_id
 FROM refusals AS r FINAL
-WHERE recorded_at >= toDateTime64(begin_s, 6, 'UTC')
-  AND recorded_at < toDateTime64(end_s, 6, 'UTC')
-  AND ({tenant:String} = '' OR tenant = {tenant:String})
+WHERE {{refusals_in_range}}
 GROUP BY tenant, api_key, door, status, code, limit_reached
 ORDER BY refused DESC, tenant, api_key, door, status, code, limit_reached
 LIMIT {rows:UInt32}

@@ -45,6 +45,7 @@ SELECT
     d.num_resumes AS num_resumes,
     d.num_stalls AS num_stalls,
     d.stalled_ms AS stalled_ms,
-    d.longest_gap_ms AS longest_gap_ms
+    d.longest_gap_ms AS longest_gap_ms,
+    d.intake_ms AS intake_ms
 FROM (SELECT *, tpot_ms FROM requests FINAL WHERE request_id = {id:String}) AS r
 LEFT JOIN (SELECT * FROM deliveries FINAL WHERE request_id = {id:String}) AS d ON d.request_id = r.request_id

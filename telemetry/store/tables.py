@@ -247,6 +247,7 @@ DELIVERIES: Table[DeliveryRecord] = Table(
         Column("num_stalls", "UInt32", lambda r: r.num_stalls),
         Column("stalled_ms", "Float64", lambda r: r.stalled_ms),
         Column("longest_gap_ms", "Float64", lambda r: r.longest_gap_ms),
+        Column("intake_ms", "Float64", lambda r: r.intake_ms),
         Column("outcome", _STRING, lambda r: r.outcome),
         Column("done_at", _TIME, _micros("done_ns")),
         Column("record_version", "UInt16", lambda r: r.version),
@@ -317,6 +318,7 @@ REFUSALS: Table[RefusalRecord] = Table(
         Column("first_at", _TIME, _micros("first_ns")),
         Column("last_at", _TIME, _micros("last_ns")),
         Column("request_id", "String", lambda r: r.request_id),
+        Column("request_ids", "Array(String)", lambda r: list(r.request_ids)),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )

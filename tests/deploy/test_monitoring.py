@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from millrace.cli.local.scrape_targets import FILE_NAME
+from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import load_config
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
@@ -103,6 +104,28 @@ def test_alerts_say_whom_they_are_for_and_what_to_do(rules: list[dict[str, Any]]
         kept = named_in(rule["expr"]).labels
         is_grouped = " by (" in rule["expr"] or "sum(" in rule["expr"]
         assert used <= (kept if is_grouped else used), f"{rule['alert']} lost {used - kept}"
+
+
+def test_what_the_operations_page_tells_is_what_prometheus_would(
+    rules: list[dict[str, Any]],
+) -> None:
+    """Names, times, bounds and severities, and the words of the document."""
+    units = {"s": 1.0, "m": 60.0}
+    alerts = {rule["alert"]: rule for rule in rules if "alert" in rule}
+    text = DOCUMENT.read_text()
+    for name, rule in RULES.items():
+        row = f"| `{name}` | {rule.severity} | {rule.meaning} | {rule.advice} |"
+        assert row in text, name
+        if name == SCHEDULER_SILENT:
+            continue
+        alert = alerts[name]
+        held = alert.get("for", "0s")
+        assert rule.for_s == float(held[:-1]) * units[held[-1]], name
+        assert rule.severity == alert["labels"]["severity"]
+        if rule.bound:
+            bounds = re.findall(r"[<>] (?:([\d.]+) \* )?([\d.e]+)", alert["expr"])
+            told = {float(times or 1) * float(number) for times, number in bounds}
+            assert rule.bound == pytest.approx(min(told - {0.0})), name
 
 
 async def test_the_document_has_every_metric_with_its_meaning() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from playwright.async_api import Browser, Page
 
 from millrace.bus.transport import Subscription
+from millrace.runtime.alerts.watch import AlertWatch
+from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.store.store import Store
@@ -43,12 +45,13 @@ _COUNT_CHARTS_WITH_MARKS = """() => {
 
 class OpsPage:
     """A gateway whose bus has a telemetry process on the store, until it ``leaves``. ``asked`` are
-    the questions that came."""
+    the questions that came, ``alerts`` what that process knows of itself."""
 
     def __init__(self, front: RunningGateway, store: Store, browser: Browser) -> None:
         self.front = front
         self.asked: list[TelemetryQuery] = []
-        self._answers = Answers(store.reader)
+        self.alerts = AlertWatch(SystemClock())
+        self._answers = Answers(store.reader, self.alerts.alerts)
         self._browser = browser
         self._pages: list[Page] = []
         self._subscription: Subscription | None = None

@@ -120,6 +120,7 @@ def refusal_record(
         first_ns=recorded_ns - 500_000_000,
         last_ns=recorded_ns - 1_000_000,
         request_id=f"chatcmpl-{number}",
+        request_ids=(f"chatcmpl-{number}",),
     )
 
 

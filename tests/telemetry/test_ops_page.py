@@ -3,7 +3,6 @@ show and with a great deal."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,12 +10,10 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import REFUSALS
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, serving, shoot
-from tests.telemetry.records import refusal_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 
-_NUM_CHARTS = 14
+_NUM_CHARTS = 16
 _MANY_ROWS = 200_000
 
 pytestmark = [
@@ -45,37 +42,6 @@ async def test_it_draws_what_the_store_holds(store: Store, ops: OpsPage, dark: b
     await expect(page.locator(".nothing:visible")).to_have_count(0)
     assert await count_charts_with_marks(page) == _NUM_CHARTS
     await shoot(page, f"ops-{'dark' if dark else 'light'}", full=True)
-    assert complaints == []
-
-
-async def test_what_was_refused_is_seen(store: Store, ops: OpsPage) -> None:
-    await fill(store)
-    now_ns = time.time_ns()
-    refusals = [
-        refusal_record(now_ns - 10**9, 0, count=1_204, tenant="acme", limit="tokens_per_minute"),
-        refusal_record(now_ns - 2 * 10**9, 1, count=88_000, code="invalid_api_key", status=401),
-        refusal_record(now_ns - 3 * 10**9, 2, count=2, tenant="globex", code="invalid_json"),
-        refusal_record(now_ns - 10**9, 3, count=9, tenant="acme", code="storage_full", status=503),
-    ]
-    await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(4)), "page")
-    page, complaints = await ops.open()
-    rows = page.locator("#refusals tbody tr")
-    await expect(rows).to_have_count(4)
-    await expect(rows.nth(0)).to_contain_text("invalid_api_key")
-    await expect(rows.nth(0)).to_contain_text("88,000")
-    await expect(rows.nth(1)).to_contain_text("5f0c2e9b71aa")
-    await expect(rows.nth(1).locator("td").nth(2)).to_have_text("tokens_per_minute")
-    await expect(page.locator("#refusals-note")).to_have_text("89,215 requests")
-    await page.locator("#refusals").scroll_into_view_if_needed()
-    await shoot(page, "ops-refusals")
-    await page.locator("#tenant").select_option("globex")
-    await expect(rows).to_have_count(1, timeout=30_000)
-    await expect(rows).to_contain_text("invalid_json")
-    async with page.expect_download() as saving:
-        panel = page.locator(".panel", has=page.locator("#refusals"))
-        await panel.get_by_role("button").click()
-    saved = (await (await saving.value).path()).read_text()
-    assert saved.splitlines()[1].startswith("globex,5f0c2e9b71aa,/v1/chat/completions,400,")
     assert complaints == []
 
 

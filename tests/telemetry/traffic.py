@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from decimal import Decimal
 
 import msgspec
 
 from millrace.runtime.clock import SystemClock
-from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
+from millrace.schemas.records import (
+    Attempt,
+    DeliveryRecord,
+    RefusalRecord,
+    RequestRecord,
+    Status,
+    WorkerSample,
+)
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
-from tests.telemetry.records import delivery_record, request_record, worker_sample
+from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.records import (
+    delivery_record,
+    refusal_record,
+    request_record,
+    worker_sample,
+)
 
 NUM_REQUESTS = 2_400
 MOVED_ID = "req-moved"
 _US_PER_TOKEN = 2_000
+_DELIVERED_NS = 2_000_000
 _HOURLY = Decimal("2.40")
 
 
@@ -31,10 +45,13 @@ def traffic() -> tuple[list[RequestRecord], list[DeliveryRecord], list[WorkerSam
     records.append(moved_request(now_ns - 60 * 10**9))
     deliveries = [
         msgspec.structs.replace(
-            delivery_record(number, done_ns=record.done_ns),
+            delivery_record(number, done_ns=record.done_ns + _DELIVERED_NS),
             request_id=record.request_id,
             tenant=record.tenant,
             model=record.model_served,
+            first_byte_ms=record.ttft_ms + 1.5 if record.first_token_ns else 0.0,
+            intake_ms=0.25,
+            total_ms=record.total_ms + _DELIVERED_NS / 1e6,
             num_resumes=int(number % 97 == 0),
             num_stalls=int(number % 71 == 0),
             stalled_ms=1_400.0 if number % 71 == 0 else 0.0,
@@ -121,9 +138,28 @@ def moved_request(done_ns: int) -> RequestRecord:
     )
 
 
-async def fill(store: Store) -> list[RequestRecord]:
+def refusals() -> list[RefusalRecord]:
+    """What was refused of it: a tenant at its limit, and somebody with a wrong key."""
+    now_ns = time.time_ns()
+    limited = [
+        refusal_record(
+            now_ns - number * 9 * 10**9, 0, count=1, tenant="acme", limit="requests_per_minute"
+        )
+        for number in range(1, 40)
+    ]
+    unknown = [
+        refusal_record(now_ns - number * 60 * 10**9, 1, code="invalid_api_key", status=401)
+        for number in range(1, 8)
+    ]
+    return limited + unknown
+
+
+async def fill(store: Store, refused: Sequence[RefusalRecord] | None = None) -> list[RequestRecord]:
     """Store it; the requests that there are now."""
     records, deliveries, samples = traffic()
+    refused = refusals() if refused is None else refused
+    columns = REFUSALS.to_columns(refused, range(len(refused)))
+    await store.insert(REFUSALS, columns, "page")
     await store.insert(REQUESTS, REQUESTS.to_columns(records, range(len(records))), "page")
     columns = DELIVERIES.to_columns(deliveries, range(len(deliveries)))
     await store.insert(DELIVERIES, columns, "page")

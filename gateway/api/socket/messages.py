@@ -37,11 +37,13 @@ from millrace.schemas.websocket import (
 
 class SocketRequest:
     """What a client calls ``id``. ``response`` is set once it was accepted; a client that cancels
-    before that has ``cancelled`` set. ``is_plain``: one choice, of which only text is told."""
+    before that has ``cancelled`` set. ``arrived_s`` (monotonic) is when its message was there.
+    ``is_plain``: one choice, of which only text is told."""
 
-    def __init__(self, client_request_id: str, request_id: str) -> None:
+    def __init__(self, client_request_id: str, request_id: str, arrived_s: float) -> None:
         self.id = client_request_id
         self.request_id = request_id
+        self.arrived_s = arrived_s
         self.response: ResponseStream | None = None
         self.trace: RequestTrace | None = None
         self.cancelled = False

@@ -183,7 +183,8 @@ class SocketSession(Client):
             error = Error(code="too_many_generations", message=text, id=client_request_id)
             self.refuse(error, 429, "max_generations_per_socket")
         else:
-            request = SocketRequest(client_request_id, new_request_id("chatcmpl"))
+            now_s = self._gateway.clock.monotonic()
+            request = SocketRequest(client_request_id, new_request_id("chatcmpl"), now_s)
             self._requests[client_request_id] = request
             self._spawn(self._start(request, start), request)
 
@@ -195,7 +196,9 @@ class SocketSession(Client):
         parsed = await gateway.prompts.run(
             caller.tenant, num_items, partial(parse_generate, message)
         )
-        requester = Requester(caller, self, Source.WEBSOCKET, request, request.trace)
+        requester = Requester(
+            caller, self, Source.WEBSOCKET, request, request.trace, request.arrived_s
+        )
         if not message.idempotency_key:
             return await gateway.submitter.submit(parsed, requester, request.request_id)
         # A client that asks again may name the request anew.

@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { compact, money } from "./format.js";
+import { reasonsOf } from "./refusals.js";
 import { byId } from "/static/dom.js";
 
 const PERCENTILES = ["p50", "p95", "p99"];
@@ -17,7 +18,10 @@ const INTERRUPTIONS = [
 ];
 const RETURNS = [{ key: "resumes", label: "resumed" }, { key: "stalls", label: "stalled" }];
 
-const latency = (name) => PERCENTILES.map((label) => ({ key: `${name}_${label}_ms`, label }));
+const latency = (name) => ({
+  series: PERCENTILES.map((label) => ({ key: `${name}_${label}_ms`, label })),
+  former: `${name}_p95_ms`,
+});
 
 /** All charts, in their sections; `save(query, params)` saves what one shows. */
 export class Board {
@@ -45,17 +49,19 @@ export class Board {
     this.charts = {
       traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Requests count where they ended." }),
       tokens: chart("traffic", "tokens", { title: "Tokens", unit: "per second", kind: "area", series: tokens, note: "Tokens of requests that ended: output, prompt computed, prompt from the prefix cache." }),
-      queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", series: latency("queue"), note: "From receipt to the worker's start." }),
-      ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", series: latency("ttft"), note: "From receipt to the first token." }),
-      tpot: chart("latency", "latency", { title: "Time per output token", unit: "TPOT, ms", series: latency("tpot"), note: "A request's mean time per token after the first; each request counts once." }),
-      itl: chart("latency", "latency", { title: "Between tokens", unit: "ITL, ms", series: latency("itl"), note: "As TPOT, but each token counts once: long answers weigh more." }),
-      e2e: chart("latency", "latency", { title: "Whole answer", unit: "E2E, ms", series: latency("e2e"), note: "From receipt to the end, of requests that were answered." }),
+      queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", ...latency("queue"), note: "From receipt to the worker's start." }),
+      ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", ...latency("ttft"), note: "From receipt to when the worker had the first token; of all requests." }),
+      first_byte: chart("latency", "client_latency", { title: "First byte", unit: "at the client, ms", ...latency("first_byte"), note: "What clients saw, but for the network: from the request at the gateway, before it was read, to when the gateway wrote the first token. Of requests over HTTP and WebSocket." }),
+      tpot: chart("latency", "latency", { title: "Time per output token", unit: "TPOT, ms", ...latency("tpot"), note: "A request's mean time per token after the first; each request counts once." }),
+      itl: chart("latency", "latency", { title: "Between tokens", unit: "ITL, ms", ...latency("itl"), note: "As TPOT, but each token counts once: long answers weigh more." }),
+      e2e: chart("latency", "latency", { title: "Whole answer", unit: "E2E, ms", ...latency("e2e"), note: "From receipt to the end, of requests that were answered." }),
       queue: chart("capacity", "workers", { title: "Queue", unit: "requests", kind: "area", series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }], note: ALL_TENANTS }),
       batch: chart("capacity", "workers", { title: "Batch", unit: "sequences a worker", kind: "area", series: [{ key: "batch", label: "running" }, { key: "workers", label: "workers" }], note: ALL_TENANTS }),
       kv: chart("capacity", "workers", { title: "Utilisation", unit: "%", kind: "area", most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "device busy" }], note: ALL_TENANTS }),
       cost: chart("cost", "cost_by_model", { title: "Tenants pay", unit: "", kind: "bars", format: shown, series: [] }),
       devices: chart("cost", "workers", { title: "Devices cost", unit: "", kind: "bars", format: shown, series: [{ key: "busy_cost", label: "busy" }, { key: "idle_cost", label: "idle", hue: 5 }], note: ALL_TENANTS }),
       runs: chart("reliability", "interruptions", { title: "Not as planned", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Runs that another worker went on with, preemptions for want of KV blocks, and requests that were shed, expired or failed." }),
+      refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by the limit that was reached, or else the error, with the HTTP status." }),
       delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Returns to a stream that was lost, and gaps of a second or more between tokens." }),
     };
   }
@@ -63,6 +69,8 @@ export class Board {
   /** Draw rows of the queries over the frame's range; the store's clock sets the axis, as the
    * reader's own may be wrong. */
   show(rows, { step, barStep, seconds }, currency) {
+    const { before } = rows;
+    const former = (name, of = (all) => all) => before && { rows: of(before[name]), shift: before.shift, words: before.words };
     this.currency = currency;
     const first = rows.traffic[0]?.t ?? Math.floor(Date.now() / 1000) - seconds;
     const from = first;
@@ -71,38 +79,62 @@ export class Board {
     const coarse = { from, to, step: barStep };
     const quiet = rows.traffic.every((row) => row.done_per_s + row.cancelled_per_s + row.shed_per_s + row.failed_per_s === 0);
     const { charts } = this;
-    charts.traffic.update(quiet ? [] : rows.traffic, fine);
-    charts.tokens.update(quiet ? [] : rows.tokens, fine);
-    for (const name of ["queue_wait", "ttft", "tpot", "itl", "e2e"]) charts[name].update(rows.latency, fine);
-    for (const name of ["queue", "batch", "kv"]) charts[name].update(rows.workers, fine);
-    charts.devices.update(rows.devices.filter((row) => row.busy_cost + row.idle_cost > 0), coarse);
+    const draw = (name, shown, axis, before_) => charts[name].update(shown, axis, charts[name].series, before_);
+    draw("traffic", quiet ? [] : rows.traffic, fine, former("traffic"));
+    draw("tokens", quiet ? [] : rows.tokens, fine, former("tokens"));
+    for (const name of ["queue_wait", "ttft", "tpot", "itl", "e2e"]) draw(name, rows.latency, fine, former("latency"));
+    draw("first_byte", rows.clientLatency, fine, former("clientLatency"));
+    for (const name of ["queue", "batch", "kv"]) draw(name, rows.workers, fine, former("workers"));
+    draw("devices", rows.devices.filter(hasCost), coarse, former("devices", (all) => picked(all.filter(hasCost), charts.devices.series)));
     charts.devices.unit.textContent = currency;
-    this.#showCost(rows.cost, coarse);
+    const costs = (all) => modelCosts(all, currency).rows;
+    this.#showCost(rows.cost, coarse, former("cost", costs));
     for (const name of ["runs", "delivery"]) {
       const { series } = charts[name];
-      charts[name].update(rows.interruptions.filter((row) => series.some(({ key }) => row[key] > 0)), coarse);
+      const met = (all) => picked(all.filter((row) => series.some(({ key }) => row[key] > 0)), series);
+      draw(name, met(rows.interruptions), coarse, former("interruptions", met));
     }
+    const refused = reasonsOf(rows.refusedOverTime);
+    charts.refused.update(refused.rows, coarse, refused.series, former("refusedOverTime", (all) => reasonsOf(all).rows));
   }
 
-  /** One colour for each model; of several currencies, the one of most requests is drawn. */
-  #showCost(rows, axis) {
-    const mine = rows.filter((row) => row.currency === this.currency);
-    const sums = new Map();
-    for (const row of mine) sums.set(row.model, (sums.get(row.model) ?? 0) + Number(row.cost));
-    const models = [...sums.keys()].sort((a, b) => sums.get(b) - sums.get(a));
-    const drawn = models.slice(0, MAX_MODELS).sort();
-    const rest = models.length > MAX_MODELS ? models[MAX_MODELS - 1] : null;
-    const byTime = new Map();
-    for (const row of mine) {
-      const merged = byTime.get(row.t) ?? { t: row.t };
-      const key = drawn.includes(row.model) ? row.model : rest;
-      merged[key] = (merged[key] ?? 0) + Number(row.cost);
-      byTime.set(row.t, merged);
-    }
-    const series = drawn.map((model) => ({ key: model, label: model === rest ? "others" : model }));
+  #showCost(rows, axis, former) {
+    const { rows: shown, series } = modelCosts(rows, this.currency);
     const others = new Set(rows.filter((row) => row.currency !== this.currency).map((row) => row.currency));
     const { cost } = this.charts;
     cost.unit.textContent = others.size ? `${this.currency}; also ${[...others].join(", ")}` : this.currency;
-    cost.update([...byTime.values()].sort((a, b) => a.t - b.t), axis, series);
+    cost.update(shown, axis, series, former);
   }
+}
+
+const hasCost = (row) => row.busy_cost + row.idle_cost > 0;
+
+/** Rows with nothing but the values of these series, added up by time. */
+function picked(rows, series) {
+  const byTime = new Map();
+  for (const row of rows) {
+    const merged = byTime.get(row.t) ?? { t: row.t };
+    for (const { key } of series) merged[key] = (merged[key] ?? 0) + row[key];
+    byTime.set(row.t, merged);
+  }
+  return [...byTime.values()];
+}
+
+/** One colour for each model; of several currencies, the one of most requests is drawn. */
+function modelCosts(rows, currency) {
+  const mine = rows.filter((row) => row.currency === currency);
+  const sums = new Map();
+  for (const row of mine) sums.set(row.model, (sums.get(row.model) ?? 0) + Number(row.cost));
+  const models = [...sums.keys()].sort((a, b) => sums.get(b) - sums.get(a));
+  const drawn = models.slice(0, MAX_MODELS).sort();
+  const rest = models.length > MAX_MODELS ? models[MAX_MODELS - 1] : null;
+  const byTime = new Map();
+  for (const row of mine) {
+    const merged = byTime.get(row.t) ?? { t: row.t };
+    const key = drawn.includes(row.model) ? row.model : rest;
+    merged[key] = (merged[key] ?? 0) + Number(row.cost);
+    byTime.set(row.t, merged);
+  }
+  const series = drawn.map((model) => ({ key: model, label: model === rest ? "others" : model }));
+  return { rows: [...byTime.values()].sort((a, b) => a.t - b.t), series };
 }

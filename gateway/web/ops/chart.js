@@ -13,6 +13,7 @@ const FONT = "11px sans-serif";
 const OUTSIDE = { left: -10, top: -10 };
 const FILL_ALPHA = "21"; // of a colour #rrggbb
 
+// The line of a range before.
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /**
@@ -20,11 +21,14 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  * is not that of their place; `kind` is "line", "area" (lines with the first one filled), "stack" or
  * "bars" (both stacked). `format` makes a value text; the axis asks it for as many digits as its ticks
  * have. `note` is what is known of the figures themselves; `onSave` saves what is shown; `onZoom(from,
- * to)` takes a stretch of time that was drawn, in Unix seconds.
+ * to)` takes a stretch of time that was drawn, in Unix seconds. `former` is the key of the series that is
+ * drawn once more, dashed, as it was in a range before; of stacked ones it is all of them together.
  */
 export class Chart {
-  constructor({ title, unit, series, kind = "line", format, onZoom, most = null, note = "", onSave }) {
+  constructor({ title, unit, series, kind = "line", format, onZoom, most = null, note = "", onSave, former = series[0]?.key }) {
     this.series = series;
+    this.formerKey = former;
+    this.former = null;
     this.kind = kind;
     this.format = format;
     this.onZoom = onZoom;
@@ -60,10 +64,13 @@ export class Chart {
     this.#drawLegend();
   }
 
-  /** Show these rows, each with its time `t`, over a range in steps; all in Unix seconds. */
-  update(rows, { from, to, step }, series = this.series) {
-    const changed = series.map((one) => one.key).join() !== this.series.map((one) => one.key).join();
+  /** Show these rows, each with its time `t`, over a range in steps; all in Unix seconds. `former` are
+   * `{rows, shift, words}` of a range that began `shift` seconds before, or null. */
+  update(rows, { from, to, step }, series = this.series, former = null) {
+    const names = (all, one) => `${all.map(({ key }) => key).join()} ${one?.words ?? ""}`;
+    const changed = names(series, former) !== names(this.series, this.former);
     this.series = series;
+    this.former = former;
     if (changed) {
       this.drawn?.destroy();
       this.drawn = null;
@@ -71,7 +78,7 @@ export class Chart {
     }
     this.rows = rows.filter((row) => row.t >= from - step && row.t < to);
     Object.assign(this, { from, to, step });
-    this.nothing.hidden = this.rows.length > 0;
+    this.nothing.hidden = this.rows.length > 0 || Boolean(former?.rows.length);
     this.draw();
     this.#readOut();
   }
@@ -93,6 +100,7 @@ export class Chart {
   #data() {
     this.steps = this.#steps();
     const { steps } = this;
+    this.before = this.former && this.#before(steps);
     const below = steps.map(() => 0);
     const lines = this.series.map(({ key }) =>
       steps.map((row, i) => {
@@ -101,12 +109,32 @@ export class Chart {
         return Object.keys(row).length > 1 ? below[i] : null;
       }),
     );
-    return [steps.map(({ t }) => t + this.step / 2), ...(this.stacked ? lines.reverse() : lines)];
+    const times = steps.map(({ t }) => t + this.step / 2);
+    const drawn = [...(this.stacked ? lines.reverse() : lines), ...(this.before ? [this.before] : [])];
+    // uPlot takes a line of nothing for one that the scale need not hold the others for.
+    this.highest = Math.max(0, ...drawn.flat().filter((value) => value !== null));
+    return [times, ...drawn];
+  }
+
+  /** What was there `shift` seconds before each step, to within half of one. */
+  #before(steps) {
+    const { rows, shift } = this.former;
+    const place = (t) => Math.round(t / this.step);
+    const value = (row) => (this.stacked ? this.#sum(row) : (row[this.formerKey] ?? null));
+    const byPlace = new Map(rows.map((row) => [place(row.t + shift), value(row)]));
+    return steps.map(({ t }) => byPlace.get(place(t)) ?? null);
+  }
+
+  #sum({ t: _, ...values }) {
+    return Object.values(values).reduce((sum, value) => sum + (typeof value === "number" ? value : 0), 0);
   }
 
   /** The rows, and `{t}` for each step of the range without one: a gap is not a straight line. */
   #steps() {
     const { rows, from, to, step } = this;
+    if (rows.length === 0 && this.former?.rows.length) {
+      return Array.from({ length: Math.ceil((to - from) / step) }, (_, i) => ({ t: from + i * step }));
+    }
     if (rows.length === 0) return [{ t: from }, { t: to }];
     const [first, last] = [rows[0].t, rows.at(-1).t];
     const numBefore = Math.max(1, Math.ceil((first - from) / step));
@@ -136,10 +164,10 @@ export class Chart {
       },
       scales: {
         x: { range: () => [this.from, this.to] },
-        y: { range: (_plot, _low, high) => [0, this.most ?? (high > 0 ? uPlot.rangeNum(0, high, 0.1, true)[1] : 1)] },
+        y: { range: () => [0, this.most ?? (this.highest > 0 ? uPlot.rangeNum(0, this.highest, 0.1, true)[1] : 1)] },
       },
       axes: [this.#timeAxis(), this.#valueAxis()],
-      series: [{}, ...order.map((place) => this.#line(place))],
+      series: [{}, ...order.map((place) => this.#line(place)), ...(this.former ? [formerLine()] : [])],
       bands: this.kind === "stack" ? order.slice(1).map((_, i) => ({ series: [i + 1, i + 2] })) : [],
       hooks: { setCursor: [() => this.#readOut()], setSelect: [(plot) => this.#selected(plot)] },
     };
@@ -181,6 +209,7 @@ export class Chart {
     this.values.forEach((value, i) => {
       value.textContent = this.format(row?.[this.series[i].key] ?? null);
     });
+    if (this.former) this.formerValue.textContent = this.format(this.before?.[pointed ? idx : this.#latest()] ?? null);
     this.when.hidden = !pointed;
     if (!pointed) return;
     this.when.textContent = moment(pointed.t, this.to - this.from);
@@ -189,15 +218,30 @@ export class Chart {
     this.when.style.left = `${Math.min(Math.max(x, half), this.plot.clientWidth - half)}px`;
   }
 
+  /** The last step that there is something of. */
+  #latest() {
+    const last = this.rows.at(-1);
+    return last ? this.steps.indexOf(last) : (this.before?.findLastIndex((value) => value !== null) ?? -1);
+  }
+
   #hue(place) {
     return this.series[place].hue ?? place;
   }
 
   #drawLegend() {
     this.values = this.series.map(() => make("dd"));
+    this.formerValue = make("dd");
+    const entry = (swatch, label, value) => make("div", { class: "key" }, make("dt", {}, make("span", { class: `swatch ${swatch}` }), label), value);
     this.legend.replaceChildren(
-      ...this.series.map(({ label }, i) => make("div", { class: "key" }, make("dt", {}, make("span", { class: `swatch s${this.#hue(i)}` }), label), this.values[i])),
+      ...this.series.map(({ label }, i) => entry(`s${this.#hue(i)}`, label, this.values[i])),
+      ...(this.former ? [entry("former", this.#formerLabel(), this.formerValue)] : []),
     );
+  }
+
+  #formerLabel() {
+    const one = this.series.find(({ key }) => key === this.formerKey);
+    const what = this.series.length === 1 || !one ? "" : this.stacked ? "all, " : `${one.label}, `;
+    return `${what}${this.former.words}`;
   }
 
   #selected(plot) {
@@ -224,8 +268,15 @@ export class Chart {
     const row = this.rows[Math.min(last, Math.max(0, next))];
     this.#point({ left: this.drawn.valToPos(row.t + this.step / 2, "x"), top: 10 });
     const values = this.series.map(({ key, label }) => `${label} ${this.format(row[key] ?? null)}`);
+    if (this.former) values.push(`${this.#formerLabel()} ${this.formerValue.textContent}`);
     this.spoken.textContent = `${moment(row.t, this.to - this.from)}: ${values.join(", ")}`;
   }
+}
+
+/** The line of a range before. */
+function formerLine() {
+  const hue = () => colour("--soft");
+  return { stroke: hue, width: 1.4, dash: [5, 4], points: { show: true, size: 4, fill: hue, filter: lonely } };
 }
 
 /** The places of a line's values that have no neighbour: a line of one point is not seen. */

@@ -1,7 +1,7 @@
 // The controls above the figures: range, tenant, model.
 
 import { compact } from "./format.js";
-import { CUSTOM, RANGES } from "./view.js";
+import { COMPARISONS, CUSTOM, RANGES } from "./view.js";
 import { button, byId } from "/static/dom.js";
 
 /** Make the controls; `change(part)` is called with what of the view somebody chose. */
@@ -28,7 +28,8 @@ export function makeFilters(change) {
     byId("custom-why").textContent = why;
     if (!why) change({ range: CUSTOM, from, to });
   });
-  for (const name of ["tenant", "model"]) {
+  byId("compare").append(...COMPARISONS.map(({ id, label }) => new Option(label, id)));
+  for (const name of ["tenant", "model", "compare"]) {
     byId(name).addEventListener("change", () => change({ [name]: byId(name).value }));
   }
   byId("clear").addEventListener("click", () => change({ tenant: "", model: "" }));
@@ -61,6 +62,7 @@ export function showFilters(view, { bounds }) {
     if (view[name] && ![...select.options].some((option) => option.value === view[name])) select.append(new Option(view[name]));
     select.value = view[name];
   }
+  byId("compare").value = view.compare;
   byId("clear").hidden = !view.tenant && !view.model;
 }
 

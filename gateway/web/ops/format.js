@@ -62,6 +62,23 @@ export function money(value, currency, digits) {
   }
 }
 
+// As many digits after the point as the store keeps of money.
+const MONEY_DIGITS = 12;
+
+/** `a + sign * b`, exactly, of amounts that are text as the store gives them. */
+export function addMoney(a, b, sign = 1n) {
+  const sum = units(a) + sign * units(b);
+  const text = String(sum < 0n ? -sum : sum).padStart(MONEY_DIGITS + 1, "0");
+  return trim(`${sum < 0n ? "-" : ""}${text.slice(0, -MONEY_DIGITS)}.${text.slice(-MONEY_DIGITS)}`);
+}
+
+/** The last digits that are kept, as a whole number. */
+function units(text) {
+  const [, minus, wholes, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(text);
+  const size = BigInt(wholes + fraction.padEnd(MONEY_DIGITS, "0").slice(0, MONEY_DIGITS));
+  return minus ? -size : size;
+}
+
 export function percent(value) {
   return value === null || value === undefined ? NONE : `${compact(value)} %`;
 }
@@ -70,6 +87,11 @@ export function percent(value) {
 export function clock(seconds, withSeconds = true) {
   // "hh:mm:ss" and a zone, whatever the reader's language.
   return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
+}
+
+/** The Unix time in seconds of a time as the store writes it, in UTC with or without saying so. */
+export function secondsOf(text) {
+  return Date.parse(`${text.replace(" ", "T").replace(/Z$/, "")}Z`) / 1000;
 }
 
 export function isMidnight(seconds) {
@@ -113,4 +135,11 @@ export function span(us) {
   if (us >= 7.2e9) return `${compact(us / 3.6e9)} h`;
   if (Math.abs(us) < 1_000) return `${Math.round(us)} µs`;
   return ms(us / 1000);
+}
+
+/** A time that is counted in seconds, minutes, hours or days. */
+export function lasting(seconds) {
+  if (seconds >= 2 * DAY_S) return `${compact(seconds / DAY_S)} days`;
+  if (seconds >= 7_200) return `${compact(seconds / 3_600)} h`;
+  return seconds >= 120 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`;
 }

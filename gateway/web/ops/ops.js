@@ -1,43 +1,40 @@
 // The operations page: asks the saved queries again and again and shows what they answer.
 
-import { ask, KeyNeededError, RefusedError, save } from "./ask.js";
+import { KeyNeededError, RefusedError, save } from "./ask.js";
+import { showAlerts } from "./alerts.js";
 import { Board } from "./board.js";
 import { makeFilters, offer, showFilters } from "./filters.js";
 import { clock } from "./format.js";
+import { askAll, asked } from "./questions.js";
 import { makeRecent, showRecent, showRecentFilters } from "./recent.js";
+import { makeRefusals, showRefusalFilter, showRefusals } from "./refusals.js";
 import { makeRequest, showRequest } from "./request.js";
 import { makeTables, showTables } from "./tables.js";
 import { showTotals } from "./totals.js";
+import { makeUsage, showUsage } from "./usage.js";
 import { CUSTOM, frameOf, hashOf, readView } from "./view.js";
 import { byId } from "/static/dom.js";
 import { askForKey } from "/static/key.js";
 
 const RETRY_MS = 4_000;
-const OFFER_MS = 30_000;
-const RECENT_ROWS = 50;
-const REFUSAL_ROWS = 50;
-const OF_WORKERS = new Set(["workers", "unit_cost"]);
+const ALL_ROWS = 100_000;
+const MOST_ROWS = 500;
 
 let view = readView(location.hash);
 let timer = 0;
 let round = 0;
 let asking = new AbortController();
-let offeredAt = 0;
+let offered = null;
 let lastSeen = null;
 
 const board = new Board(
-  (query, steps) => saveFile(query, { ...asked(query), ...steps }),
+  (query, steps) => saveShown(query, steps),
   (from, to) => change({ range: CUSTOM, from, to }),
 );
 
-/** The parameters of a query for the view: workers serve all tenants. */
-function asked(query) {
-  const { bounds } = frameOf(view);
-  const { tenant, model } = view;
-  if (query === "workers_now") return { model };
-  if (query === "refusals") return { ...bounds, tenant };
-  if (query === "tenants_models") return bounds;
-  return OF_WORKERS.has(query) ? { ...bounds, model } : { ...bounds, tenant, model };
+/** Save what a query answers for the view, with `more` parameters. */
+function saveShown(query, more = {}) {
+  return saveFile(query, { ...asked(query, view, frameOf(view).bounds), ...more });
 }
 
 async function refresh() {
@@ -49,7 +46,7 @@ async function refresh() {
   const frame = frameOf(view);
   let wait = frame.refresh;
   try {
-    const rows = await askAll(frame, asking.signal);
+    const rows = await askAll(view, frame, asking.signal);
     if (mine !== round) return;
     show(rows, frame);
     lastSeen = Date.now() / 1000;
@@ -64,40 +61,18 @@ async function refresh() {
   if (wait && !document.hidden) timer = setTimeout(refresh, wait);
 }
 
-async function askAll({ step, barStep }, signal) {
-  const put = (query, more) => ask(query, { ...asked(query), ...more }, { signal });
-  const fine = { step_s: step };
-  const coarse = { step_s: barStep };
-  const offerNow = Date.now() - offeredAt > OFFER_MS;
-  const questions = {
-    totals: put("totals"),
-    traffic: put("traffic", fine),
-    tokens: put("tokens", fine),
-    latency: put("latency", fine),
-    workers: put("workers", fine),
-    devices: put("workers", coarse),
-    cost: put("cost_by_model", coarse),
-    interruptions: put("interruptions", coarse),
-    unitCost: put("unit_cost"),
-    errors: put("error_codes"),
-    refusals: put("refusals", { rows: REFUSAL_ROWS }),
-    workersNow: put("workers_now"),
-    recent: put("recent_requests", { status: view.status, id: view.id, rows: RECENT_ROWS }),
-    offered: offerNow ? put("tenants_models") : null,
-  };
-  const answers = await Promise.all(Object.values(questions));
-  return Object.fromEntries(Object.keys(questions).map((name, i) => [name, answers[i]]));
-}
-
 function show(rows, frame) {
   const [totals] = rows.totals;
   board.show(rows, frame, totals.currency || board.currency);
-  showTotals(totals, rows.devices, frame);
+  showTotals(rows, frame, rows.before?.words);
+  showAlerts(rows);
   showTables(rows, addressOf);
+  showUsage(rows, view, change);
+  showRefusals(rows, frame);
   showRecent(rows.recent, frame, addressOf);
-  if (rows.offered) {
-    offer(rows.offered, view);
-    offeredAt = Date.now();
+  if (rows.offered !== offered) {
+    offered = rows.offered;
+    offer(offered, view);
   }
   byId("empty").hidden = totals.requests > 0;
   byId("empty-words").textContent = frame.words + (view.tenant || view.model ? " for this choice of tenant and model" : "");
@@ -124,9 +99,9 @@ function follow() {
   const isSame = Object.keys(rest).every((name) => view[name] === before[name]);
   void showRequest(view.request);
   if (isSame) return;
-  if (view.range !== before.range || view.from !== before.from || view.to !== before.to) offeredAt = 0;
   showFilters(view, frameOf(view));
   showRecentFilters(view);
+  showRefusalFilter(view);
   refresh();
 }
 
@@ -192,10 +167,13 @@ byId("empty-curl").textContent = `curl ${location.origin}/v1/chat/completions \\
   -H 'Content-Type: application/json' \\
   -d '{"model": "demo", "messages": [{"role": "user", "content": "What is TTFT?"}]}'`;
 makeFilters(change);
-makeRecent(change, () => saveFile("requests", { ...asked("requests"), status: view.status, id: view.id }));
-makeTables((query) => saveFile(query, asked(query)));
+makeRecent(change, () => saveShown("requests", { status: view.status, id: view.id }));
+makeTables((query) => saveShown(query, query === "recent_refusals" ? { rows: MOST_ROWS } : {}));
+makeUsage(change, (query) => saveShown(query, { rows: ALL_ROWS }));
+makeRefusals(change);
 makeRequest({ onClose: () => change({ request: "" }), filter: change, onLocked: sayLocked });
 showFilters(view, frameOf(view));
 showRecentFilters(view);
+showRefusalFilter(view);
 refresh();
 void showRequest(view.request);

@@ -1,7 +1,7 @@
 // The table of recent requests, with its filters.
 
 import { clock, compact, dateTime, day, money, whole } from "./format.js";
-import { number, statusMark, Table } from "./table.js";
+import { number, saidAs, statusMark, Table } from "./table.js";
 import { STATUSES } from "./view.js";
 import { byId, make } from "/static/dom.js";
 
@@ -65,7 +65,7 @@ function when(row, { seconds }) {
 
 function identity({ request_id: id }, { addressOf }) {
   const label = id.length > 16 ? `${id.slice(0, 6)}…${id.slice(-7)}` : id;
-  return make("a", { href: addressOf(id), "aria-label": `Request ${id}` }, label);
+  return make("a", { href: addressOf(id) }, ...saidAs(`Request ${id}`, label));
 }
 
 function status(row) {

@@ -48,7 +48,7 @@ export async function showRequest(id) {
     const [details, events] = await Promise.all(questions.map((name) => ask(name, { id }, { urgent: true })));
     if (open !== id) return;
     if (details.length) draw(details[0], events);
-    else body.replaceChildren(missing());
+    else body.replaceChildren(await notAccepted(id));
   } catch (error) {
     if (open !== id) return;
     body.replaceChildren(make("p", { class: "notice" }, `It cannot be shown. ${error.message}`));
@@ -58,6 +58,29 @@ export async function showRequest(id) {
       locked(error);
     }
   }
+}
+
+/** What is known of an id that no request that ended has: it may have been refused. */
+async function notAccepted(id) {
+  const [refusal] = await ask("refusal_details", { id }, { urgent: true });
+  if (!refusal) return missing();
+  byId("request-status").replaceChildren(statusMark("span", refusal.code, refusal.status < 500 ? "shed" : "failed"));
+  return make(
+    "div",
+    { class: "missing" },
+    make("p", {}, refusal.limit_reached ? `It was refused: it would have been over the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
+    group("Refusal", [
+      ["Status", String(refusal.status)],
+      ["Error code", refusal.code],
+      ["Limit", refusal.limit_reached],
+      ["Tenant", refusal.tenant || "nobody knows whose"],
+      ["Key", refusal.api_key],
+      ["Endpoint", refusal.door],
+      ["Gateway", refusal.gateway],
+      ["At", dateTime(refusal.last_ms / 1000)],
+      ["Alike in that second", whole(refusal.refused)],
+    ]),
+  );
 }
 
 function missing() {
@@ -170,7 +193,8 @@ function groups(request) {
   ];
   if (request.is_delivered) {
     made.push(group("Delivery", [
-      ["First byte", ms(request.first_byte_ms)],
+      ["Before receipt", ms(request.intake_ms)],
+      ["First byte", request.first_byte_ms ? ms(request.intake_ms + request.first_byte_ms) : "–"],
       ["Tokens", whole(request.tokens_delivered)],
       ["Longest gap", ms(request.longest_gap_ms)],
       ["Stalls", request.num_stalls ? `${whole(request.num_stalls)}, ${ms(request.stalled_ms)}` : "none"],

@@ -1,30 +1,73 @@
 // Tables that are described by their columns.
 
-import { byId, make } from "/static/dom.js";
+import { button, byId, make } from "/static/dom.js";
 
 /**
  * Fills the table of that id. Each of `columns` has a `name`, perhaps with its `unit` and a `note`;
  * `of(row, context)`, what stands in its cells, or a whole cell; `title(row)`, what these say when
- * pointed at; and their class, `kind`: that of numbers is also the heading's. `none` is said of no rows.
+ * pointed at; their class, `kind`: that of numbers is also the heading's; and, where one may sort by
+ * it, `sort(row)`, what rows are compared by. `none` is said of no rows.
  */
 export class Table {
   constructor(id, columns, none) {
-    this.columns = columns;
     this.none = none;
+    this.head = make("thead");
     this.body = make("tbody");
-    byId(id).append(make("thead", {}, make("tr", {}, ...columns.map(headingOf))), this.body);
+    this.foot = make("tfoot");
+    this.rows = [];
+    this.sums = [];
+    byId(id).append(this.head, this.body, this.foot);
+    this.describe(columns);
   }
 
-  show(rows, context) {
-    const lines = rows.map((row) => make("tr", {}, ...this.columns.map((column) => cellOf(column, row, context))));
+  /** Have other columns, with nothing in them; they are in the order of the rows until somebody
+   * sorts. */
+  describe(columns) {
+    this.columns = columns;
+    this.sorted = null;
+    this.head.replaceChildren(make("tr", {}, ...columns.map((column) => this.#headingOf(column))));
+    this.body.replaceChildren();
+    this.foot.replaceChildren();
+  }
+
+  /** Show rows, and `sums` below them, which no sorting moves. */
+  show(rows, context, sums = []) {
+    Object.assign(this, { rows, context, sums });
+    const lines = this.#inOrder().map((row) => this.#lineOf(row));
     const empty = make("tr", {}, make("td", { class: "none", colSpan: this.columns.length }, this.none));
     this.body.replaceChildren(...(lines.length ? lines : [empty]));
+    this.foot.replaceChildren(...sums.map((row) => this.#lineOf(row)));
   }
-}
 
-function headingOf({ name, unit, note, kind }) {
-  const heading = make("th", { scope: "col" }, name, unit && make("span", { class: "unit" }, unit));
-  return labelled(heading, kind === "number" && kind, note);
+  #lineOf(row) {
+    return make("tr", {}, ...this.columns.map((column) => cellOf(column, row, this.context)));
+  }
+
+  #inOrder() {
+    if (!this.sorted) return this.rows;
+    const { column, up } = this.sorted;
+    const [low, high] = up ? [-1, 1] : [1, -1];
+    const valued = this.rows.map((row) => [column.sort(row), row]);
+    return valued.sort(([a], [b]) => (a === b ? 0 : a < b ? low : high)).map(([, row]) => row);
+  }
+
+  #headingOf(column) {
+    const { name, unit, note, kind, sort } = column;
+    const label = sort ? button(name, () => this.#sortBy(column), { class: "sort" }) : name;
+    const heading = make("th", { scope: "col" }, label, unit && make("span", { class: "unit" }, unit));
+    return labelled(heading, kind === "number" && kind, note);
+  }
+
+  /** By a column, the other way round if it is so already: numbers from the largest down first. */
+  #sortBy(column) {
+    const up = this.sorted?.column === column ? !this.sorted.up : column.kind !== "number";
+    this.sorted = { column, up };
+    [...this.head.firstChild.children].forEach((heading, i) => {
+      if (this.columns[i] === column) heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+      else heading.removeAttribute("aria-sort");
+    });
+    this.show(this.rows, this.context, this.sums);
+  }
 }
 
 function cellOf({ of, title, kind }, row, context) {
@@ -34,7 +77,7 @@ function cellOf({ of, title, kind }, row, context) {
 }
 
 function labelled(element, kind, title) {
-  if (kind) element.className = kind;
+  if (kind) element.classList.add(kind);
   if (title) element.title = title;
   return element;
 }
@@ -47,4 +90,9 @@ export function number(name, of, more = {}) {
 /** How a request ended, with its dot, in an element of that name. */
 export function statusMark(tag, text, status) {
   return make(tag, { class: "status", "data-status": status }, make("span", { class: "dot" }), text);
+}
+
+/** Text for the eyes, and what is said in its place to whom the page is read to. */
+export function saidAs(said, text) {
+  return [make("span", { "aria-hidden": "true" }, text), make("span", { class: "spoken" }, said)];
 }

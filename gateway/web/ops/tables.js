@@ -1,8 +1,8 @@
 // Small tables: the workers, what a million tokens cost, what went wrong.
 
 import { saveButton } from "./chart.js";
-import { bytes, clock, compact, dateTime, day, money, percent, whole } from "./format.js";
-import { number, statusMark, Table } from "./table.js";
+import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, whole } from "./format.js";
+import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
 const WORKERS = [
@@ -17,7 +17,7 @@ const WORKERS = [
   number("Busy", (row) => meter(100 * row.busy_share), { title: () => "of the last sample's time" }),
   number("Utilisation", (row) => (row.device_name ? percent(row.device_share <= 1 ? 100 * row.device_share : row.device_share) : "–")),
   number("Memory", (row) => (row.device_memory_total_bytes ? `${bytes(row.device_memory_bytes)} of ${bytes(row.device_memory_total_bytes)}` : "–")),
-  number("Step", (row) => `${compact(row.step_ms)} ms`),
+  number("Step", (row) => `${compact(row.step_ms)} ms`, { unit: "mean" }),
   number("An hour", (row) => (Number(row.device_per_hour) ? money(row.device_per_hour, row.currency) : "–")),
 ];
 const UNIT_COST = [
@@ -35,27 +35,27 @@ const ERRORS = [
   }),
   number("Latest", latestLink, { title: (row) => dateTime(latestS(row)) }),
 ];
-const REFUSALS = [
-  { name: "Reason", of: (row) => statusMark("td", row.code || row.door, row.status < 500 ? "shed" : "failed") },
-  number("Status", (row) => (row.status ? String(row.status) : "–")),
-  { name: "Limit", of: (row) => row.limit_reached || "–" },
-  { name: "Tenant", of: (row) => row.tenant || "–", title: (row) => (row.tenant ? "" : "Nobody knows who asked") },
-  { name: "Key", of: (row) => row.api_key || "–", kind: "mono" },
-  { name: "Endpoint", of: (row) => row.door },
-  number("Requests", (row) => whole(row.refused)),
-  number("Latest", latest, {
-    title: (row) => dateTime(latestS(row)) + (row.request_id ? `; request ${row.request_id} is one of them` : ""),
-  }),
+// From a request to its first token, in the order in which time passes.
+const WAYS = [
+  { key: "intake", label: "Before receipt", note: "From the request at the gateway to its receipt: key, body, parsing" },
+  { key: "ttft", label: "TTFT", note: "From receipt to when the worker had the first token: admission, queue, prefill" },
+  { key: "way_back", label: "Way back", note: "From the worker over the bus and through the gateway to the connection" },
+  { key: "first_byte", label: "First byte", note: "What the client saw, but for the network: the three together" },
+];
+const FIRST_BYTE = [
+  { name: "Model", of: (row) => row.model || "All models", title: (row) => `${whole(row.requests)} requests` },
+  { name: "What", of: (row) => row.way.label, title: (row) => row.way.note },
+  ...["p50", "p95", "p99"].map((percentile) => number(percentile, (row) => ms(row[`${row.way.key}_${percentile}_ms`]))),
 ];
 
 const workers = new Table("workers", WORKERS, "No worker has reported within the last 15 seconds.");
 const unitCost = new Table("unit-cost", UNIT_COST, "Nothing was computed in this range.");
 const errors = new Table("errors", ERRORS, "Nothing went wrong in this range.");
-const refusals = new Table("refusals", REFUSALS, "Nothing was refused in this range.");
+const firstByte = new Table("first-byte", FIRST_BYTE, "No client has got a first token in this range.");
 
 /** Give the tables their buttons: `save(query)` saves what one shows. */
 export function makeTables(save) {
-  for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"], ["refusals", "refusals"]]) {
+  for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"], ["first-byte", "first_byte"], ["slo", "slo_budget"], ["refusals", "refusals"], ["recent-refusals", "recent_refusals"]]) {
     const panel = byId(id).closest(".panel");
     panel.querySelector(".head").append(saveButton(panel.querySelector("h3").firstChild.textContent, () => save(query)));
   }
@@ -67,9 +67,8 @@ export function showTables(rows, addressOf) {
   byId("workers-note").textContent = rows.workersNow.length ? `${rows.workersNow.length} now` : "";
   unitCost.show(rows.unitCost);
   errors.show(rows.errors, addressOf);
-  refusals.show(rows.refusals);
-  const numRefused = rows.refusals.reduce((sum, row) => sum + Number(row.refused), 0);
-  byId("refusals-note").textContent = numRefused ? `${whole(numRefused)} requests` : "";
+  const models = rows.firstByte.length > 2 ? rows.firstByte : rows.firstByte.filter(({ model }) => model);
+  firstByte.show(models.flatMap((row) => WAYS.map((way) => ({ ...row, way }))));
 }
 
 function usedBlocks({ blocks, free_blocks }) {
@@ -87,7 +86,7 @@ function costColumn(name, field, note) {
 }
 
 function latestS({ last_at }) {
-  return Date.parse(`${last_at.replace(" ", "T")}Z`) / 1000;
+  return secondsOf(last_at);
 }
 
 function latest(row) {
@@ -96,5 +95,5 @@ function latest(row) {
 
 function latestLink(row, addressOf) {
   const id = row.latest_request_id;
-  return make("a", { href: addressOf(id), "aria-label": `The latest, request ${id}` }, latest(row));
+  return make("a", { href: addressOf(id) }, ...saidAs(`${latest(row)}, request ${id}`, latest(row)));
 }

@@ -1,35 +1,74 @@
 // The figures of the whole range.
 
+import { difference } from "./compare.js";
 import { compact, joules, money, ms, percent, span, whole } from "./format.js";
 import { byId, make } from "/static/dom.js";
 
-/** Show the totals; `devices` are steps of what all devices did, whoever asked. */
-export function showTotals(totals, devices, { seconds }) {
-  const lost = totals.failed + totals.expired + totals.shed;
+const LESS = { better: "less" };
+const TTFT = "Time to first token, median: from receipt to when the worker had it, of all requests";
+const FIRST_BYTE = "What clients saw, median: from the request at the gateway to when that wrote the first token";
+
+/**
+ * Show the totals. `rows` are answers by the names of their questions; `rows.before` those of the
+ * range that is compared with, in its `words`, or null.
+ */
+export function showTotals(rows, { seconds }, words) {
+  const figures = figuresOf(rows);
+  const before = rows.before && figuresOf(rows.before);
+  const { totals, idle } = figures;
+  const lost = figures.lost;
   const cached = totals.prompt_tokens ? percent((100 * totals.cached_tokens) / totals.prompt_tokens) : "none";
-  const idle = devices.reduce((sum, row) => sum + row.idle_cost, 0);
   const parts = [`${whole(totals.failed)} failed`, `${whole(totals.shed)} shed`];
   if (totals.expired) parts.push(`${whole(totals.expired)} expired`);
   const others = totals.currencies.filter((one) => one !== totals.currency);
+  const paid = (value) => money(value, totals.currency);
+  const latency = (name, key, from, title) => ({
+    name: `${name} p50`,
+    value: ms(from[`${key}_p50_ms`]),
+    detail: `p95 ${ms(from[`${key}_p95_ms`])} · p99 ${ms(from[`${key}_p99_ms`])}`,
+    title,
+    shown: ms,
+    of: (one) => one.latencies[`${key}_p50_ms`],
+    ...LESS,
+  });
   const tiles = [
-    { name: "Requests", value: whole(totals.requests), detail: `${compact(totals.requests / seconds)} per second, ${whole(totals.cancelled)} cancelled` },
-    { name: "Not answered", value: whole(lost), detail: parts.join(", "), alarm: lost > 0 },
-    { name: "TTFT", value: ms(totals.ttft_p50_ms), detail: `p95 ${ms(totals.ttft_p95_ms)} · p99 ${ms(totals.ttft_p99_ms)}`, title: "Time to first token, median" },
-    { name: "TPOT", value: ms(totals.tpot_p50_ms), detail: `p95 ${ms(totals.tpot_p95_ms)} · p99 ${ms(totals.tpot_p99_ms)}`, title: "Time per output token, median" },
-    { name: "Whole answer", value: ms(totals.e2e_p50_ms), detail: `p95 ${ms(totals.e2e_p95_ms)} · p99 ${ms(totals.e2e_p99_ms)}`, title: "From receipt to the end, median" },
-    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in` },
-    { name: "Tenants pay", value: money(totals.cost, totals.currency), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}` },
-    { name: "Devices cost", value: money(totals.device_cost, totals.currency), detail: `${span(totals.device_us)} busy · ${totals.energy_j === null ? "" : `${joules(totals.energy_j)} · `}${money(idle, totals.currency)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart` },
+    { name: "Requests", value: whole(totals.requests), detail: `${compact(totals.requests / seconds)} per second, ${whole(totals.cancelled)} cancelled`, of: (one) => one.totals.requests },
+    { name: "Not answered", value: whole(lost), detail: parts.join(", "), alarm: lost > 0, of: (one) => one.lost, ...LESS },
+    { name: "Refused", value: whole(figures.refused), detail: figures.limited ? `${whole(figures.limited)} by a limit (429)` : "before they were accepted", alarm: figures.refused > 0, of: (one) => one.refused, ...LESS },
+    latency("TTFT", "ttft", figures.latencies, TTFT),
+    latency("First byte", "first_byte", figures.latencies, FIRST_BYTE),
+    latency("TPOT", "tpot", figures.latencies, "Time per output token, median"),
+    latency("Whole answer", "e2e", figures.latencies, "From receipt to the end, median"),
+    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in`, of: (one) => one.totals.completion_tokens },
+    { name: "Tenants pay", value: paid(totals.cost), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}`, of: (one) => one.totals.cost, shown: paid },
+    { name: "Devices cost", value: paid(totals.device_cost), detail: `${span(totals.device_us)} busy · ${totals.energy_j === null ? "" : `${joules(totals.energy_j)} · `}${paid(idle)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart`, of: (one) => one.totals.device_cost, shown: paid },
   ];
-  byId("totals").replaceChildren(...tiles.map(tile));
+  byId("totals").replaceChildren(...tiles.map((tile) => draw(tile, figures, before, words)));
 }
 
-function tile({ name, value, detail, alarm, title = detail }) {
+/** What the tiles go by; money of another currency is not compared. */
+function figuresOf({ totals: [totals], devices, refusedOverTime, firstByte }) {
+  const all = firstByte.find(({ model }) => model === "");
+  return {
+    totals,
+    lost: totals.failed + totals.expired + totals.shed,
+    refused: sum(refusedOverTime),
+    limited: sum(refusedOverTime.filter(({ status }) => status === 429)),
+    idle: devices.reduce((until, row) => until + row.idle_cost, 0),
+    latencies: { ...totals, first_byte_p50_ms: all?.first_byte_p50_ms, first_byte_p95_ms: all?.first_byte_p95_ms, first_byte_p99_ms: all?.first_byte_p99_ms },
+  };
+}
+
+const sum = (rows) => rows.reduce((until, row) => until + Number(row.refused), 0);
+
+function draw({ name, value, detail, alarm, title = detail, of, shown = whole, better }, figures, before, words) {
+  const delta = before && difference(of(figures), of(before), { better, shown, words });
   return make(
     "div",
     { class: alarm ? "tile alarm" : "tile", title },
     make("dt", {}, name),
     make("dd", { class: "value" }, value),
+    delta,
     make("dd", { class: "detail" }, detail),
   );
 }

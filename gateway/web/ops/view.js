@@ -16,7 +16,15 @@ const DEFAULT = RANGES[0];
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 720, 900, 1800, 3600, 5400, 7200, 10_800, 21_600, 43_200, 86_400, 172_800, 604_800];
 const MAX_POINTS = 120;
 const MAX_BARS = 30;
-const TEXTS = ["tenant", "model", "status", "id", "request"];
+const TEXTS = ["tenant", "model", "compare", "by", "refused", "status", "id", "request"];
+// What a range may be seen beside, and how long before it that begins: null, right before it.
+export const COMPARISONS = [
+  { id: "previous", label: "the time before", shift: null },
+  { id: "day", label: "a day before", shift: 86_400 },
+  { id: "week", label: "a week before", shift: 604_800 },
+];
+// Whose usage is listed; the first one if nobody chose.
+export const DIMENSIONS = ["tenant", "user", "key", "model"];
 
 /** The view that an address asks for; what is no range is the last 15 minutes. */
 export function readView(hash) {
@@ -24,6 +32,8 @@ export function readView(hash) {
   const view = { range: DEFAULT.id, from: 0, to: 0 };
   for (const name of TEXTS) view[name] = asked.get(name) ?? "";
   if (!STATUSES.includes(view.status)) view.status = "";
+  if (!DIMENSIONS.includes(view.by)) view.by = "";
+  if (!COMPARISONS.some((one) => one.id === view.compare)) view.compare = "";
   const from = Date.parse(asked.get("from") ?? "") / 1000;
   const to = Date.parse(asked.get("to") ?? "") / 1000;
   if (from > 0 && to > from) Object.assign(view, { range: CUSTOM, from: Math.floor(from), to: Math.ceil(to) });
@@ -59,6 +69,15 @@ export function frameOf(view, now = Date.now() / 1000) {
   const seconds = view.to - view.from;
   const refresh = view.to <= now ? 0 : Math.min(60_000, Math.max(2_000, Math.round(seconds / 4)));
   return { ...steps(seconds), bounds: { from_s: view.from, to_s: view.to }, seconds, refresh, words: "in this range" };
+}
+
+/** What a view is compared with: `bounds` as a frame has them, `shift` in seconds, and `words`; null
+ * if with nothing. */
+export function comparedWith(view, { bounds, seconds }) {
+  const known = COMPARISONS.find((one) => one.id === view.compare);
+  if (!known) return null;
+  const shift = known.shift ?? seconds;
+  return { bounds: { from_s: bounds.from_s - shift, to_s: bounds.to_s - shift }, shift, words: known.label };
 }
 
 function steps(seconds) {

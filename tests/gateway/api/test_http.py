@@ -172,6 +172,32 @@ async def test_a_delivery_leaves_one_record(front: RunningGateway, http: httpx.A
     assert (record.gateway_id, record.tenant, record.outcome) == ("gw-test", "local", "done")
     assert (record.tokens_delivered, record.num_replays, record.num_epochs) == (5, 0, 1)
     assert 0 < record.first_byte_ms <= record.total_ms
+    assert 0 < record.intake_ms < 1_000
+
+
+async def test_a_slow_body_is_intake_and_not_ttft(front: RunningGateway) -> None:
+    """Nobody else's time includes what a client takes to send its request."""
+    body = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
+    arrived = asyncio.Event()
+
+    async def halves() -> AsyncIterator[bytes]:
+        yield body[:10]
+        await arrived.wait()
+        yield body[10:]
+
+    async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+        headers = {"content-length": str(len(body))}
+        asking = asyncio.create_task(
+            http.post("/v1/completions", content=halves(), headers=headers)
+        )
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.wait([asking], timeout=0.3)
+        arrived.set()
+        assert (await asking).status_code == 200
+        took_ms = (asyncio.get_running_loop().time() - began_s) * 1e3
+    record = await delivery(front)
+    assert 200 < record.intake_ms < took_ms
+    assert record.intake_ms + record.first_byte_ms < took_ms
 
 
 async def test_a_client_that_does_not_read_is_cut_off() -> None:

@@ -25,7 +25,7 @@ from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import Shed
 from millrace.schemas.jobs import Tier
-from millrace.schemas.records import OTHER_REFUSALS, Record, RefusalRecord
+from millrace.schemas.records import MAX_REFUSED_IDS, OTHER_REFUSALS, Record, RefusalRecord
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
@@ -295,6 +295,20 @@ async def test_however_many_kinds_come_the_records_are_bounded_and_count_them_al
         assert outbox.count == number
         rest = [one for one in outbox.stored.values() if one.door == OTHER_REFUSALS]
         assert {one.tenant for one in rest} == {""}
+
+
+async def test_a_record_has_the_ids_of_the_first_few() -> None:
+    async with _refusals() as (refusals, outbox, clock):
+        refusals.note("/v1/x", _refusal(), None)  # one that had no id
+        for number in range(20):
+            refusals.note("/v1/x", _refusal(), None, f"id-{number}")
+        await refusals.flush()
+        await clock.advance(1.0)
+        refusals.note("/v1/x", _refusal(), None, "id-20")
+        await refusals.flush()
+        ids = [one.request_ids for one in outbox.stored.values()]
+        assert ids == [tuple(f"id-{number}" for number in range(MAX_REFUSED_IDS)), ("id-20",)]
+        assert [one.request_id for one in outbox.stored.values()] == ["id-0", "id-20"]
 
 
 async def test_one_tenant_takes_nobody_elses_room() -> None:

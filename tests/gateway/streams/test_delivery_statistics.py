@@ -126,6 +126,7 @@ async def test_another_gateway_counts_on() -> None:
     await first.give(1.5, 1)
     first.start(epoch=1)
     first.stream.delivery.num_replays = 2
+    first.stream.delivery.intake_s = 0.125
     seen = statistics_of(first.stream, first.clock)
     assert seen.num_epochs == 2
 
@@ -145,6 +146,7 @@ async def test_another_gateway_counts_on() -> None:
     assert second.take() == 1
     record = second.end(4)
     assert record.first_byte_ms == pytest.approx(500)
+    assert record.intake_ms == pytest.approx(125)
     assert record.total_ms == pytest.approx(500 + 1_500 + 2_000 + 500)
     assert record.num_stalls == 2
     assert record.stalled_ms == pytest.approx(1_500 + 2_250)

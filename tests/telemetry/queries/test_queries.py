@@ -54,7 +54,8 @@ async def ask(store: Store, name: str, **params: str | int | float) -> list[dict
 
 @pytest.mark.parametrize("name", sorted(load_queries()))
 async def test_each_query_runs_empty_and_filled(store: Store, name: str) -> None:
-    known = {"id": request_record(1).request_id}
+    refused_id = refusal_record(number=1).request_id
+    known = {"id": refused_id if name == "refusal_details" else request_record(1).request_id}
     needed = load_queries()[name].parameters.values()
     params = {p.name: known[p.name] for p in needed if p.default is None}
     await ask(store, name, **params)

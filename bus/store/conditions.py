@@ -1,0 +1,28 @@
+"""What of a process's stores is worth an alert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import Condition
+
+_SHORT = "MillraceStoreShort"
+
+
+def store_conditions(
+    stores: Iterable[str], troubles: Mapping[str, str], free_bytes: Mapping[str, int]
+) -> Iterator[Condition]:
+    """Of ``stores``: whether each takes what is to be kept (``troubles`` has those that do not, and
+    why), and whether its disk has room, of those whose disk can be seen."""
+    for store in stores:
+        trouble = troubles.get(store)
+        detail = "" if trouble is None else f"{store} {trouble}"
+        yield Condition(
+            name="MillraceStoreFull", subject=store, holds=trouble is not None, detail=detail
+        )
+        free = free_bytes.get(store)
+        if free is not None:
+            yield Condition(
+                name=_SHORT, subject=store, value=free, holds=free < RULES[_SHORT].bound
+            )

@@ -1,0 +1,72 @@
+"""What a gateway sees of the alerts: queues and workers by what schedulers say, and its stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.bus.storage import NATS, REDIS
+from millrace.bus.store.conditions import store_conditions
+from millrace.bus.store.watch import StoreWatch
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
+from millrace.runtime.alerts.watch import Alert, AlertWatch, Condition
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+
+_LOOK_EVERY_S = 5.0
+_ABSENT = "MillraceTelemetryAbsent"
+
+
+class GatewayAlerts:
+    """Looks at the conditions every few seconds, as somebody who opens the operations page wants to
+    know since when something is wrong.
+
+    Owns its task: ``start`` makes it, ``close`` ends it.
+    """
+
+    def __init__(self, fleet: FleetView, stores: StoreWatch, clock: Clock) -> None:
+        self._fleet = fleet
+        self._stores = stores
+        self._clock = clock
+        self._watch = AlertWatch(clock)
+        self._telemetry = AlertWatch(clock)
+        self._tasks = Tasks()
+
+    def start(self) -> None:
+        self._tasks.repeat(self.look, _LOOK_EVERY_S, self._clock, "alerts")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def look(self) -> None:
+        self._watch.look(self._conditions())
+
+    def alerts(self) -> list[Alert]:
+        """As of the last look."""
+        return self._watch.alerts()
+
+    def note_telemetry(self, *, answers: bool) -> list[Alert]:
+        """The alert on a telemetry process that was asked just now; since when it does not answer
+        is known of the times that it was asked."""
+        self._telemetry.look([Condition(name=_ABSENT, holds=not answers)])
+        return self._telemetry.alerts()
+
+    def _conditions(self) -> Iterator[Condition]:
+        queues = self._fleet.queues()
+        yield Condition(name=SCHEDULER_SILENT, holds=not queues)
+        for queue in queues:
+            yield Condition(
+                name="MillraceNoWorkers",
+                subject=queue.model,
+                value=queue.num_workers,
+                holds=queue.num_workers == 0 and queue.num_queued > 0,
+            )
+            yield _over("MillraceQueueOld", queue.model, queue.interactive_wait_s)
+            if queue.bound:
+                share = queue.num_queued / queue.bound
+                yield _over("MillraceQueueNearlyFull", queue.model, share)
+        yield from store_conditions((NATS, REDIS), self._stores.troubles(), self._stores.free)
+
+
+def _over(name: str, subject: str, value: float) -> Condition:
+    return Condition(name=name, subject=subject, value=value, holds=value > RULES[name].bound)

@@ -1,0 +1,103 @@
+// How the alerts and the objectives stand.
+
+import { bytes, clock, compact, dateTime, day, lasting, ms, percent, whole } from "./format.js";
+import { number, Table } from "./table.js";
+import { byId, make } from "/static/dom.js";
+
+const DAY_S = 86_400;
+const NAMES = { firing: "Firing", pending: "Pending", unknown: "Unknown", ok: "Well" };
+const UNITS = {
+  share: (value) => percent(100 * value),
+  per_s: (value) => `${compact(value)} a second`,
+  count: whole,
+  s: lasting,
+  bytes,
+};
+// What is under its bound when it is wrong.
+const LEAST = new Set(["MillraceStoreShort"]);
+
+const ALERTS = [
+  { name: "State", of: stateOf },
+  { name: "Alert", of: (row) => row.name, kind: "mono", title: (row) => row.meaning },
+  { name: "Of", of: (row) => row.subject || "all" },
+  number("Value", valueOf, { title: (row) => row.detail }),
+  number("Bound", boundOf),
+  { name: "Since", of: since, title: (row) => (row.since_s === null ? "" : dateTime(row.since_s)) },
+  { name: "What it means, and what to do", of: advice, kind: "long" },
+];
+const OBJECTIVES = [
+  { name: "Model", of: (row) => row.model },
+  number("Requests", (row) => whole(row.requests), { note: "Of the range; those that clients cancelled do not count" }),
+  number("Served as promised", (row) => shareOf(row.attainment), { note: "Answered, and within both objectives" }),
+  number("TTFT met", (row) => shareOf(row.requests ? row.ttft_met / row.requests : null)),
+  number("TPOT met", (row) => shareOf(row.requests ? row.tpot_met / row.requests : null)),
+  number("Burn rate", burn, { note: "How many times as fast as allowed the range spends the error budget" }),
+  number("Budget left", left, { note: "Of the error budget of the whole window" }),
+];
+
+const wrong = new Table("alerts", ALERTS, "Nothing is wrong that this page can tell.");
+const well = new Table("alerts-well", ALERTS, "Nothing is known to be well.");
+const objectives = new Table("slo", OBJECTIVES, "No request has ended in this window.");
+
+/** Show the alerts, those that are well apart, and the objectives' rows. */
+export function showAlerts({ alerts, budget }) {
+  const count = (state) => alerts.filter((row) => row.state === state).length;
+  const [firing, pending, unknown] = ["firing", "pending", "unknown"].map(count);
+  wrong.show(alerts.filter((row) => row.state !== "ok"));
+  well.show(alerts.filter((row) => row.state === "ok"));
+  byId("alerts-well-count").textContent = `${alerts.length - firing - pending - unknown} that are well`;
+  const parts = [[firing, "firing"], [pending, "pending"], [unknown, "unknown"]].filter(([number]) => number);
+  const text = parts.length ? parts.map(([number, word]) => `${number} ${word}`).join(", ") : "none fires";
+  if (byId("alerts-note").textContent !== text) byId("alerts-note").textContent = text;
+  byId("alerts-note").dataset.state = firing ? "firing" : pending || unknown ? "pending" : "ok";
+  objectives.show(budget);
+  const [first] = budget;
+  byId("slo-note").textContent = first ? `${percent(100 * first.target)} with TTFT up to ${ms(first.ttft_ms)} and TPOT up to ${ms(first.tpot_ms)}, over ${lasting(first.window_s)}` : "";
+}
+
+function stateOf({ state, severity, for_s }) {
+  const title = state === "pending" ? `It fires when it has held for ${lasting(for_s)}` : "";
+  const cell = make("td", { class: "alert-state", "data-state": state, title }, make("span", { class: "dot", "aria-hidden": "true" }), NAMES[state]);
+  if (state === "firing") cell.append(" ", make("span", { class: "severity" }, severity));
+  return cell;
+}
+
+function valueOf({ value, unit }) {
+  return value === null ? "–" : UNITS[unit](value);
+}
+
+function boundOf({ name, value, bound, unit }) {
+  if (value === null) return "–";
+  return `${LEAST.has(name) ? "at least" : "up to"} ${UNITS[unit](bound)}`;
+}
+
+function since({ since_s }) {
+  if (since_s === null) return "–";
+  const age_s = Math.max(0, Date.now() / 1000 - since_s);
+  return `${age_s > DAY_S ? `${day(since_s)}, ` : ""}${clock(since_s, false)}, for ${lasting(age_s)}`;
+}
+
+/** In words of docs/monitoring.md, whose code and links are marked as Markdown has them. */
+function advice({ state, meaning, advice: text, detail }) {
+  const parts = text.replace(/\[([^\]]+)\]\([^)]+\)/g, "“$1” in the documentation").split("`");
+  const said = parts.map((part, i) => (i % 2 ? make("code", {}, part) : part));
+  return make("td", {}, make("b", {}, state === "unknown" ? "Nobody can tell" : meaning), detail ? `: ${detail.replace(/\.$/, "")}` : "", ". ", ...said);
+}
+
+function shareOf(value) {
+  return value === null ? "–" : percent(100 * value);
+}
+
+function burn({ burn_rate }) {
+  if (burn_rate === null) return "–";
+  return mark(`${compact(burn_rate)} ×`, burn_rate > 1 ? "over" : "within");
+}
+
+function left({ budget_left }) {
+  if (budget_left === null) return "–";
+  return mark(budget_left < 0 ? `overspent by ${percent(-100 * budget_left)}` : percent(100 * budget_left), budget_left < 0 ? "over" : "within");
+}
+
+function mark(text, state) {
+  return make("span", { class: "budget", "data-budget": state }, text);
+}
