@@ -16,6 +16,7 @@ from gateway.api.classify import classify_endpoints
 from gateway.api.embeddings import embedding_endpoints
 from gateway.api.files import FilesApi
 from gateway.api.generations import GenerationHandler
+from gateway.api.kept.chats import ChatsApi
 from gateway.api.kept.conversations import ConversationsApi
 from gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
 from gateway.api.kept.sessions import SessionsApi
@@ -130,6 +131,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *(route for one in pooled for route in one.routes()),
             *ResponsesApi(gateway).routes(),
             *ConversationsApi(gateway).routes(),
+            *ChatsApi(gateway).routes(),
             *MessagesApi(gateway).routes(),
             *FilesApi(gateway).routes(),
             *BatchesApi(gateway).routes(),

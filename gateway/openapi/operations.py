@@ -18,7 +18,7 @@ from gateway.api.system import (
     Version,
 )
 from gateway.api.tools import ServerToolList
-from gateway.openapi.conversations import CONVERSATIONS
+from gateway.openapi.conversations import CHATS, CONVERSATIONS
 from gateway.openapi.fields import closed_object
 from gateway.openapi.operation import (
     JSON,
@@ -240,6 +240,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "conversations": CONVERSATIONS,
+    "chats": CHATS,
     "embeddings": (
         generate(
             "/v1/embeddings",
