@@ -123,7 +123,8 @@ function showParameters() {
 
 // Conversations.
 
-function open(id) {
+/** `isLinked`: it may be one that this browser has not heard of. */
+function open(id, isLinked = false) {
   if (conversation?.isBusy) live.set(conversation.id, conversation);
   else conversation?.leave();
   const known = live.get(id);
@@ -137,10 +138,7 @@ function open(id) {
       onEnd: (turn) => showEnd(id, turn),
     });
   if (known) showTurns(known.turns);
-  else {
-    conversation.open();
-    chats.pull(id);
-  }
+  else conversation.open(chats.pull(id, isLinked));
   models.choose(store.session(id)?.model);
   showParameters();
   showSessions();
@@ -212,6 +210,7 @@ function changedElsewhere(id) {
 function showSessions() {
   drawer.show(store.sessions(), conversation.id, new Set(live.keys()));
   const title = store.session(conversation.id)?.title;
+  byId("heading").textContent = title || "Conversation";
   document.title = title ? `${title} · Millrace` : "Millrace";
 }
 
@@ -330,6 +329,7 @@ function refresh() {
   send.setAttribute("aria-label", isBusy ? "Stop" : "Send");
   const isEmpty = conversation.turns.length === 0;
   byId("welcome").hidden = !isEmpty;
+  byId("heading").hidden = isEmpty;
   for (const id of ["new-chat", "new-chat-bar"]) byId(id).disabled = isEmpty;
   for (const example of document.querySelectorAll(".examples button")) {
     example.disabled = !canSend();
@@ -381,7 +381,7 @@ addEventListener("keydown", (event) => {
   prompt.focus();
 });
 
-addEventListener("hashchange", () => open(location.hash.slice(1) || randomId()));
+addEventListener("hashchange", () => open(location.hash.slice(1) || randomId(), true));
 
 for (const id of ["new-chat", "new-chat-bar"]) {
   byId(id).addEventListener("click", () => {
@@ -418,6 +418,5 @@ byId("examples").append(
 );
 
 const linked = location.hash.slice(1);
-const isLinked = /^[\w-]{1,64}$/.test(linked);
-open(isLinked ? linked : randomId());
-chats.list().then(() => chats.pull(conversation.id, isLinked));
+if (/^[\w-]{1,64}$/.test(linked)) open(linked, true);
+else open(randomId());

@@ -26,19 +26,24 @@ export class Chats {
   #timers = new Map();
   #pushing = new Map();
   #isOn = false;
+  #listed;
 
   constructor({ store, onList, onChange, onPlace }) {
     this.#store = store;
     this.#say = { onList, onChange, onPlace };
     store.account = accountOf(storedKey());
-  }
-
-  get isOn() {
-    return this.#isOn;
+    this.list();
   }
 
   /** Look what the gateway has: at first, with another key, and when somebody comes back. */
-  async list() {
+  list() {
+    this.#listed = this.#list();
+    return this.#listed;
+  }
+
+  async #list() {
+    // What is called is there once the caller goes on.
+    await null;
     const account = accountOf(storedKey());
     if (account !== this.#store.account) {
       this.#store.account = account;
@@ -59,6 +64,7 @@ export class Chats {
   /** Fetch a conversation of which the gateway has something newer; with `isLinked` one, too, that
    * this browser has not heard of. */
   async pull(id, isLinked = false) {
+    await this.#listed;
     const session = this.#store.session(id);
     const isNewer = session?.account && session.newest > (session.revision ?? 0);
     if (!this.#isOn || !(isNewer || (isLinked && !session))) return;

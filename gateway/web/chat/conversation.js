@@ -39,10 +39,14 @@ export class Conversation {
     return versionsOf(this.all, turn);
   }
 
-  /** Take in what the gateway keeps, and go on with an answer that nobody reads any more. */
-  async open() {
+  /**
+   * Take in what the gateway keeps for requests, once what it keeps for browsers `isHere`, and go on
+   * with an answer that nobody reads any more.
+   */
+  async open(isHere) {
     this.onTurns(this.turns);
     this.#adopt();
+    await isHere;
     if (!this.store.session(this.id)) return;
     try {
       const history = await fetchHistory(this.id);

@@ -133,6 +133,7 @@ function elementsOf(blocks) {
     table.replaceWith(frame);
     frame.append(table);
   }
+  for (const box of fragment.querySelectorAll("input")) box.ariaLabel = box.checked ? "Done" : "To do";
   for (const code of fragment.querySelectorAll("pre > code")) {
     const body = code.parentElement;
     const language = /language-(\S+)/.exec(code.className)?.[1].slice(0, LONGEST_LANGUAGE) ?? "";

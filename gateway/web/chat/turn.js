@@ -36,7 +36,9 @@ export class TurnView {
     const deeds = make("span", { class: "deeds" }, this.versions, this.actions);
     const facts = make("div", { class: "facts" }, this.figures, deeds);
     this.body = make("div", { class: "answer" }, this.answer.root, this.status, this.trouble, facts);
-    this.root = make("article", { class: "turn" }, this.question, this.body);
+    // A heading for who goes from one to the next by a screen reader.
+    const heading = make("h2", { class: "spoken" }, "Question");
+    this.root = make("article", { class: "turn" }, heading, this.question, this.body);
     this.show(turn);
   }
 
