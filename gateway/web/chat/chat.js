@@ -1,6 +1,6 @@
 // The chat page: conversations with a model over one connection.
 
-import { button, byId, make } from "../dom.js";
+import { byId } from "../dom.js";
 import { randomId } from "../generation.js";
 import { storedKey } from "../key.js";
 import { Millrace } from "../millrace.js";
@@ -8,24 +8,17 @@ import { Attachments } from "./attachments.js";
 import { Chats } from "./chats.js";
 import { Conversation } from "./conversation.js";
 import { Drawer } from "./drawer.js";
-import { fileName, markdownOf, readExport, save } from "./exports.js";
+import { showExamples } from "./examples.js";
+import { readExport, saveAs } from "./exports.js";
 import { Following } from "./following.js";
 import { deleteHistory } from "./history.js";
 import { Models } from "./models.js";
-import { Parameters, TemperaturePick, wordsOf } from "./parameters.js";
+import { Parameters, showSet, TemperaturePick } from "./parameters.js";
 import { Settings } from "./settings.js";
 import { Store } from "./store.js";
 import { TurnView } from "./turn.js";
 import { Workers } from "./workers.js";
 
-const EXAMPLES = [
-  "What's time to first token?",
-  "How does continuous batching work?",
-  "What happens when a worker dies?",
-  "How does paged attention work?",
-  "How do I publish a job?",
-  "What does Millrace promise?",
-];
 const STATES = {
   connecting: "Connecting",
   open: "Connected",
@@ -114,11 +107,8 @@ function useParameters(found) {
 }
 
 function showParameters() {
-  const opener = byId("parameters-button");
-  const words = wordsOf(conversation.parameters);
   temperature.show(conversation.parameters.temperature);
-  opener.title = words ? `System prompt and parameters: ${words}` : "System prompt and parameters";
-  opener.classList.toggle("set", Boolean(conversation.parameters.system));
+  showSet(conversation.parameters);
 }
 
 // Conversations.
@@ -135,6 +125,7 @@ function open(id, isLinked = false) {
     known ??
     new Conversation({
       ...{ id, client, store, owner, onTurns: showTurns, onTurn: showTurn },
+      catchUp: () => chats.catchUp(id),
       onEnd: (turn) => showEnd(id, turn),
     });
   if (known) showTurns(known.turns);
@@ -176,9 +167,7 @@ async function forget(id) {
 
 async function takeAlong(id, kind) {
   await chats.pull(id);
-  const document = store.document(id);
-  if (kind === "json") save(fileName(document.title, "json"), "application/json", JSON.stringify(document, null, 1));
-  else save(fileName(document.title, "md"), "text/markdown", markdownOf(document));
+  saveAs(kind, store.document(id));
 }
 
 async function bringBack(file) {
@@ -301,12 +290,8 @@ function showState(state, { error }) {
   byId("connection").dataset.state = state;
   byId("connection-text").textContent = STATES[state];
   if (state === "unauthorized") settings.open(error.message);
-  if (state === "open" && !models.isReady) loadModels();
+  if (state === "open" && !models.isReady) models.load(store.session(conversation.id)?.model);
   refresh();
-}
-
-function loadModels() {
-  models.load(store.session(conversation.id)?.model);
 }
 
 async function useModels() {
@@ -318,7 +303,7 @@ async function useModels() {
 function useKey() {
   models.forget();
   client.token = storedKey();
-  if (client.state === "open") loadModels();
+  if (client.state === "open") models.load(store.session(conversation.id)?.model);
   chats.list();
 }
 
@@ -401,21 +386,12 @@ byId("import-file").addEventListener("change", ({ target }) => {
   target.value = "";
 });
 
-document.addEventListener("visibilitychange", async () => {
-  if (document.hidden) return;
-  await chats.list();
-  await chats.pull(conversation.id);
-});
+document.addEventListener("visibilitychange", () => document.hidden || chats.catchUp(conversation.id));
 
-byId("examples").append(
-  ...EXAMPLES.map((question) => {
-    const example = button(question, () => {
-      ask(question);
-      prompt.focus();
-    });
-    return make("li", {}, example);
-  }),
-);
+showExamples((question) => {
+  ask(question);
+  prompt.focus();
+});
 
 const linked = location.hash.slice(1);
 if (/^[\w-]{1,64}$/.test(linked)) open(linked, true);

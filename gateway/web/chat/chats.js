@@ -72,6 +72,12 @@ export class Chats {
     if (answer?.ok) this.#takeOne(id, body, { account: this.#store.account });
   }
 
+  /** Have what other browsers have done since. */
+  async catchUp(id) {
+    if (this.#isOn) await this.list();
+    await this.pull(id);
+  }
+
   /** Fetch all that are not here yet, to look in them. */
   async pullAll() {
     for (const { id } of this.#store.sessions()) await this.pull(id);

@@ -2,10 +2,10 @@
 
 import { randomId } from "../generation.js";
 import {
-  answerOf,
   fetchHistory,
   HistoryUnavailableError,
   isHeld,
+  isSame,
   messagesOf,
   placeAfter,
   turnsOf,
@@ -20,12 +20,13 @@ const STATE_UNAVAILABLE = "state_unavailable";
 
 /**
  * Owns the running answer, of which there is at most one. `all` has every version of every turn,
- * `turns` those that are shown. `onTurns(turns)` is called when turns come and go, `onTurn(turn)`
+ * `turns` those that are shown. `catchUp()` brings what other browsers did into the store.
+ * `onTurns(turns)` is called when turns come and go, `onTurn(turn)`
  * when one has changed, `onEnd(turn)` when its answer is complete.
  */
 export class Conversation {
-  constructor({ id, client, store, owner, onTurns, onTurn, onEnd }) {
-    Object.assign(this, { id, client, store, owner, onTurns, onTurn, onEnd });
+  constructor({ id, client, store, owner, catchUp, onTurns, onTurn, onEnd }) {
+    Object.assign(this, { id, client, store, owner, catchUp, onTurns, onTurn, onEnd });
     this.#read();
     this.current = null; // the recorder of the running answer
     this.starting = null; // the turn that will have it
@@ -181,21 +182,23 @@ export class Conversation {
 
   /** What of the conversation has to be sent along. */
   async #plan(turn, system) {
+    await this.catchUp();
     const asked = [...systemMessages(system), { role: "user", content: turn.question }];
-    const { heldUntilMs, heldSystem } = this.store.session(this.id);
+    const { heldUntilMs, heldSystem, numHeld } = this.store.session(this.id);
     const held = this.#heldTurns();
     const before = pathTo(this.all, turn.parent).filter(isHeld);
-    const isPart = before.every(({ id }, place) => held[place]?.id === id);
-    const isWhole = isPart && before.length === held.length;
+    const isWhole = before.length === held.length && before.every(({ id }, place) => held[place].id === id);
     // A system prompt that is sent takes the place of the one that is kept; none does not.
     const mayStay = system || !heldSystem;
     if (mayStay && isWhole && (held.length === 0 || heldUntilMs > Date.now())) {
-      return { session_id: this.id, messages: asked };
+      // What another browser has added since does not come before this question.
+      const keep = held.length > 0 && numHeld ? { session_keep: numHeld } : {};
+      return { session_id: this.id, ...keep, messages: asked };
     }
-    if (mayStay && isPart) {
+    if (mayStay) {
       try {
         const history = await fetchHistory(this.id);
-        const place = history ? placeAfter(history, held, before) : -1;
+        const place = history ? placeAfter(history, before, held.length) : -1;
         if (place >= 0) return { session_id: this.id, session_keep: place, messages: asked };
       } catch (error) {
         if (!(error instanceof HistoryUnavailableError)) throw error;
@@ -277,8 +280,20 @@ export class Conversation {
   #hold(isHere, turn = null) {
     if (!this.store.session(this.id)) return;
     const changes = { heldUntilMs: isHere ? Date.now() + HELD_MS : 0 };
-    if (isHere && turn && isHeld(turn)) Object.assign(changes, { heldLeaf: turn.id, heldSystem: turn.hasSystem });
+    if (isHere && turn && isHeld(turn)) {
+      changes.numHeld = this.#numHeldWith(turn);
+      changes.heldLeaf = turn.id;
+      changes.heldSystem = turn.hasSystem;
+    }
     this.store.putSession(this.id, changes);
+  }
+
+  /** How many messages the gateway has with those of a turn; null where tools have added some. */
+  #numHeldWith({ parts, facts, hasSystem }) {
+    const numBefore = facts.session?.num_messages;
+    if (numBefore === undefined || parts.some(({ kind }) => kind === "tool")) return null;
+    const hadSystem = numBefore > 0 && this.store.session(this.id).heldSystem;
+    return numBefore + (hasSystem && !hadSystem ? 1 : 0) + 2;
   }
 
   #keepSession(question, model) {
@@ -304,18 +319,12 @@ export class Conversation {
       if (!known) this.all = [...this.all, { ...fresh, askedMs: Date.now() }];
       parent = (known ?? fresh).id;
     }
-    this.store.putSession(this.id, { heldLeaf: parent });
+    const numHeld = history.num_summarised + history.messages.length;
+    this.store.putSession(this.id, { heldLeaf: parent, numHeld });
     if (place === kept.length) return;
     this.store.putTurns(this.id, this.all);
     this.show(parent);
   }
-}
-
-/** Whether a turn is one that the gateway tells of; of an answer that was stopped it may have more. */
-function isSame(told, turn) {
-  if (told.question !== turn?.question) return false;
-  const [there, here] = [answerOf(told), answerOf(turn)];
-  return there.startsWith(here) || here.startsWith(there);
 }
 
 function systemMessages(system) {

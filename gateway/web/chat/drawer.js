@@ -136,7 +136,7 @@ export class Drawer {
   }
 
   item(session, isCurrent) {
-    const { id, title } = session;
+    const { id, title, account } = session;
     const choose = button(title, () => this.choose(id), { class: "choose", title });
     if (isCurrent) choose.setAttribute("aria-current", "true");
     const menu = make(
@@ -145,7 +145,8 @@ export class Drawer {
       button("Rename", () => this.rename(item, session), { class: "do" }),
       button("Markdown", () => this.onExport(id, "markdown"), { class: "do", "aria-label": `Save ${title} as Markdown` }),
       button("JSON", () => this.onExport(id, "json"), { class: "do", "aria-label": `Save ${title} as JSON` }),
-      button("Link", (pressed) => copyText(`${location.origin}/#${id}`, pressed), { class: "do", "aria-label": `Copy the link to ${title}` }),
+      // It leads somewhere only for those whose key the gateway keeps it for.
+      account ? this.linkButton(session) : null,
       button("Delete", (pressed) => this.confirmDelete(pressed, id), { class: "do" }),
     );
     const more = button("", () => more.setAttribute("aria-expanded", String(item.classList.toggle("opened"))), {
@@ -156,6 +157,15 @@ export class Drawer {
     more.append(icon(MORE));
     const item = make("li", { "data-session": id }, make("div", { class: "line" }, choose, more), menu);
     return item;
+  }
+
+  linkButton({ id, title }) {
+    const copy = (pressed) => copyText(`${location.origin}/#${id}`, pressed);
+    return button("Link", copy, {
+      class: "do",
+      "aria-label": `Copy the link to ${title}`,
+      title: "Opens it for who has a key of the same tenant",
+    });
   }
 
   choose(id) {

@@ -1,15 +1,21 @@
 // Conversations as files: in Markdown to read, in JSON to take along and bring back.
 
-import { answerOf } from "./history.js";
 import { make } from "../dom.js";
+import { answerOf } from "./history.js";
 import { pathTo } from "./tree.js";
 
 const FORMAT = "millrace.chat";
 const MOST_BYTES = 5_000_000;
 const STATES = new Set(["done", "failed"]);
 
+/** A download of a conversation, without asking anybody; `kind` is "markdown" or "json". */
+export function saveAs(kind, document) {
+  if (kind === "json") save(fileName(document.title, "json"), "application/json", JSON.stringify(document, null, 1));
+  else save(fileName(document.title, "md"), "text/markdown", markdownOf(document));
+}
+
 /** What is shown of a conversation, in Markdown. */
-export function markdownOf({ title, model, leaf, turns, parameters }) {
+function markdownOf({ title, model, leaf, turns, parameters }) {
   const parts = [`# ${title}`];
   if (model) parts.push(`Model: ${model}`);
   if (parameters?.system) parts.push(`System prompt:\n\n${quoted(parameters.system)}`);
@@ -21,14 +27,13 @@ export function markdownOf({ title, model, leaf, turns, parameters }) {
 
 const quoted = (text) => text.replace(/^/gm, "> ");
 
-/** A download, without asking anybody. */
-export function save(name, kind, text) {
+function save(name, kind, text) {
   const url = URL.createObjectURL(new Blob([text], { type: kind }));
   make("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 1_000);
 }
 
-export function fileName(title, extension) {
+function fileName(title, extension) {
   const stem = title.normalize("NFKD").replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60);
   return `${stem.toLowerCase() || "conversation"}.${extension}`;
 }

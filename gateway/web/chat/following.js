@@ -14,6 +14,8 @@ export class Following {
       this.isOn = this.isAtEnd;
       this.showLatest();
     });
+    // What is below may grow, and leaves less room.
+    new ResizeObserver(() => this.follow()).observe(this.main);
     byId("latest").addEventListener("click", () => {
       this.isOn = true;
       this.follow();

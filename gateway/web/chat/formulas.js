@@ -24,7 +24,7 @@ export const formulaExtensions = [
   {
     name: "formulaBlock",
     level: "block",
-    start: (source) => nearest(source, ["\n$$", "\n\\["]),
+    start: lineInParagraph,
     tokenizer: blockToken,
     renderer: (token) => `<p>${inlineHtml(token)}</p>`,
   },
@@ -36,9 +36,11 @@ export const formulaExtensions = [
   },
 ];
 
-function nearest(source, marks) {
-  const places = marks.map((mark) => source.indexOf(mark)).filter((place) => place >= 0);
-  return places.length ? Math.min(...places) + 1 : undefined;
+/** Where in the paragraph at the beginning a line begins a formula. */
+function lineInParagraph(source) {
+  const end = source.indexOf("\n\n");
+  const place = (end < 0 ? source : source.slice(0, end)).search(/\n(?:\$\$|\\\[)/);
+  return place < 0 ? undefined : place + 1;
 }
 
 function blockToken(source) {

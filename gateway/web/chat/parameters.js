@@ -97,12 +97,14 @@ export class Parameters {
 
 const stopsOf = (text) => text.split("\n").filter((line) => line !== "");
 
-/** In a few words what differs from the model's own, for the button's title; "" for nothing. */
-export function wordsOf({ system, stop, ...numbers }) {
+/** Say on the button in a few words what is set. */
+export function showSet({ system, stop, ...numbers }) {
   const words = Object.entries(numbers).map(([name, value]) => `${name} ${value}`);
   if (system) words.unshift("system prompt");
   if (stop) words.push(`${stop.length} stop ${stop.length === 1 ? "string" : "strings"}`);
-  return words.join(", ");
+  const opener = byId("parameters-button");
+  opener.title = ["System prompt and parameters", words.join(", ")].filter(Boolean).join(": ");
+  opener.classList.toggle("set", Boolean(system));
 }
 
 /** The choice of a temperature in one touch: those that most want, and the one that is set. */

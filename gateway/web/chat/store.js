@@ -14,7 +14,7 @@ const SHARED = ["title", "isRenamed", "model", "leaf", "heldLeaf", "heldSystem",
 /**
  * Sessions are `{id, title, isRenamed, model, parameters, createdMs, usedMs, leaf}`, where `leaf` is
  * the last turn that is shown. The gateway has the conversation up to the turn `heldLeaf` behind the
- * system prompt `heldSystem`, for sure until `heldUntilMs`. A session of an `account` (what a key
+ * system prompt `heldSystem`, `numHeld` messages in all (null: not known), for sure until `heldUntilMs`. A session of an `account` (what a key
  * stands for, "": none) is kept there as a chat of `revision`; `isChanged` if it has changed since.
  *
  * A turn is `{id, parent, question, parts, state, owner, askedMs, savedMs, requestId, facts, error}`,
@@ -92,7 +92,8 @@ export class Store {
     const both = merged(this.turns(id), withParents(turns));
     const told = known?.isChanged ? {} : pick(shared);
     const leaf = (told.leaf ?? known?.leaf) || newestLeaf(both, both[0]);
-    this.putSession(id, { ...told, leaf, ...changes });
+    // Who wrote it may have gone on there since: what the gateway holds has to be looked at.
+    this.putSession(id, { ...told, leaf, heldUntilMs: 0, ...changes });
     this.putTurns(id, both);
   }
 

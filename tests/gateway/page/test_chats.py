@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
 import httpx
@@ -37,11 +38,11 @@ class Keyed:
         await expect(page.locator("#kept")).to_contain_text(KEPT)
         return page
 
-    async def read(self, tenant: str, path: str = "") -> str:
-        """What the gateway answers at /v1/chats."""
+    async def read(self, tenant: str, path: str = "/v1/chats") -> str:
+        """What the gateway answers there."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
         async with httpx.AsyncClient(base_url=self.front.url, headers=headers) as client:
-            return (await client.get(f"/v1/chats{path}")).text
+            return (await client.get(path)).text
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -96,10 +97,13 @@ async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
         await ask(two, "other second")
 
         async def has_both() -> bool:
-            kept = await keyed.read("acme", f"/{chat_id}")
+            kept = await keyed.read("acme", f"/v1/chats/{chat_id}")
             return "from one" in kept and "from two" in kept
 
         await eventually(has_both)
+        session = await keyed.read("acme", f"/v1/sessions/{chat_id}")
+        said_there = [one["content"] for one in json.loads(session)["messages"]]
+        assert said_there == ["first", "again", "other second", "from two"]
         await come_back(one)
         await come_back(two)
         for page in (one, two):
@@ -111,6 +115,12 @@ async def test_another_browser_has_them(browser: Browser, keyed: Keyed) -> None:
         # Deleted in one, it is deleted in the other.
         await one.locator("#sessions li").first.hover()
         await one.get_by_role("button", name="More for first").click()
+        await here.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await one.get_by_role("button", name="Copy the link to first").click()
+        link = await one.evaluate("navigator.clipboard.readText()")
+        other = await keyed.open(there, "acme", link.removeprefix(front.url))
+        await expect(said(other)).to_have_count(2)
+        await other.close()
         await one.locator(".opened").get_by_role("button", name="Delete", exact=True).click()
         await one.locator(".opened").get_by_role("button", name="Delete for good?").click()
 

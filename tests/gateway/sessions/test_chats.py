@@ -131,7 +131,14 @@ async def test_what_is_refused(clients: Clients) -> None:
     }.items():
         answer = await acme.post("/c1", json={**good, name: value})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
-    for body in ({**good, "more": 1}, {"title": ""}, {**good, "revision": 2**70}, [], "x"):
+    bodies: tuple[Any, ...] = (
+        {**good, "more": 1},
+        {"title": ""},
+        {**good, "revision": 2**70},
+        [],
+        "x",
+    )
+    for body in bodies:
         assert (await acme.post("/c1", json=body)).status_code == 400
     assert await ids(acme) == []
 
