@@ -19,7 +19,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer
 
-CONFIG = GatewayConfig(auth="optional", chat_max_bytes=200, max_chats=4)
+CONFIG = GatewayConfig(auth="auto", chat_max_bytes=200, max_chats=4)
 
 Clients = dict[str, httpx.AsyncClient]
 
