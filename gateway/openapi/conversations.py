@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from gateway.api.kept.chats import MAX_PAGE_CHATS
-from gateway.openapi.operation import ORDER, delete, get, page, post
-from schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
-from schemas.chat.conversations import (
+from millrace.gateway.api.kept.chats import MAX_PAGE_CHATS
+from millrace.gateway.openapi.operation import ORDER, delete, get, page, post
+from millrace.schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
+from millrace.schemas.chat.conversations import (
     Conversation,
     ConversationDeleted,
     ConversationRequest,
     ConversationUpdate,
     NewItems,
 )
-from schemas.responses import Item, ItemList
+from millrace.schemas.responses import Item, ItemList
 
 _ONE = "/v1/conversations/{conversation_id}"
 _HELLO = {"type": "message", "role": "user", "content": "Hello!"}

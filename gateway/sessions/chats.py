@@ -12,13 +12,13 @@ import zlib
 
 import msgspec
 
-from bus import redis_keys
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, Script, reachable
-from runtime.tasks import in_thread_if
-from schemas.chat.chats import Chat, ChatInfo, ChatUpdate
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.bus import redis_keys
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, Script, reachable
+from millrace.runtime.tasks import in_thread_if
+from millrace.schemas.chat.chats import Chat, ChatInfo, ChatUpdate
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 
 _COMPRESSION_LEVEL = 1
 _MAX_INLINE_BYTES = 64 * 1024

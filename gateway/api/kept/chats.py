@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.paging import limit_of, list_response
-from gateway.core import Gateway
-from gateway.sessions.chats import ChatNotFoundError, ChatStore
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from gateway.transport.http import json_response, read_body
-from schemas.chat.chats import MAX_TITLE_CHARACTERS, ChatDeleted, ChatList, ChatUpdate
-from schemas.errors import MillraceError, ParameterError
+from millrace.gateway.api.paging import limit_of, list_response
+from millrace.gateway.core import Gateway
+from millrace.gateway.sessions.chats import ChatNotFoundError, ChatStore
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import json_response, read_body
+from millrace.schemas.chat.chats import MAX_TITLE_CHARACTERS, ChatDeleted, ChatList, ChatUpdate
+from millrace.schemas.errors import MillraceError, ParameterError
 
 MAX_PAGE_CHATS = 100
 _PAGE_CHATS = 20

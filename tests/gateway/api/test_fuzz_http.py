@@ -29,12 +29,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from bus.tenancy.tenants import TenantStore
-from gateway.openapi.document import openapi_document
-from runtime.redis.link import RedisLink
-from schemas.config import RedisConfig
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.openai import ErrorBody
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.openapi.document import openapi_document
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.openai import ErrorBody
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

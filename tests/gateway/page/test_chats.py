@@ -9,9 +9,9 @@ import httpx
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.page.windows import MARKS, Watched, ask, complete, ready, said, watched
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.async_api import Page, expect
 
-from bus.memory import MemoryBus
+from millrace.bus.memory import MemoryBus
 from tests.gateway.page.windows import MARKS, ask, complete, ready, said
 from tests.support.echo_worker import EchoWorker
 from tests.support.running_gateway import RunningGateway

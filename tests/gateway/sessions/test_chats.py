@@ -9,12 +9,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from bus.redis_keys import chat_key, chats_key
-from bus.tenancy.tenants import TenantStore
-from gateway.sessions.chats import ChatStore
-from runtime.redis.link import RedisLink
-from schemas.chat.chats import ChatUpdate
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.bus.redis_keys import chat_key, chats_key
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.sessions.chats import ChatStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.chat.chats import ChatUpdate
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer
