@@ -124,3 +124,13 @@ def response_key(tenant: str, response_id: str) -> str:
 def conversation_key(tenant: str, conversation_id: str) -> str:
     """A conversation that answers of the Responses API are added to."""
     return f"conv:{token(tenant)}:{token(conversation_id)}"
+
+
+def chat_key(tenant: str, chat_id: str) -> str:
+    """What a front end keeps of a conversation."""
+    return f"chat:{token(tenant)}:{token(chat_id)}"
+
+
+def chats_key(tenant: str) -> str:
+    """The ids of a tenant's chats, by the time of their last change."""
+    return f"chats:{token(tenant)}"

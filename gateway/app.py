@@ -16,6 +16,7 @@ from millrace.gateway.api.classify import classify_endpoints
 from millrace.gateway.api.embeddings import embedding_endpoints
 from millrace.gateway.api.files import FilesApi
 from millrace.gateway.api.generations import GenerationHandler
+from millrace.gateway.api.kept.chats import ChatsApi
 from millrace.gateway.api.kept.conversations import ConversationsApi
 from millrace.gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
 from millrace.gateway.api.kept.sessions import SessionsApi
@@ -130,6 +131,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *(route for one in pooled for route in one.routes()),
             *ResponsesApi(gateway).routes(),
             *ConversationsApi(gateway).routes(),
+            *ChatsApi(gateway).routes(),
             *MessagesApi(gateway).routes(),
             *FilesApi(gateway).routes(),
             *BatchesApi(gateway).routes(),

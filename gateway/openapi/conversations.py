@@ -1,8 +1,10 @@
-"""The operations of the Conversations API."""
+"""The operations of the Conversations API, and of what front ends keep of conversations."""
 
 from __future__ import annotations
 
+from millrace.gateway.api.kept.chats import MAX_PAGE_CHATS
 from millrace.gateway.openapi.operation import ORDER, delete, get, page, post
+from millrace.schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
 from millrace.schemas.chat.conversations import (
     Conversation,
     ConversationDeleted,
@@ -62,4 +64,27 @@ CONVERSATIONS = (
         "Forget an item of a conversation",
         Conversation,
     ),
+)
+
+_CHAT = "/v1/chats/{chat_id}"
+
+CHATS = (
+    get(
+        "/v1/chats",
+        "listChats",
+        "The tenant's chats, the last changed first, in pages",
+        ChatList,
+        query=page(MAX_PAGE_CHATS),
+    ),
+    get(_CHAT, "getChat", "A chat with its document", Chat),
+    post(
+        _CHAT,
+        "putChat",
+        "Keep a new chat, or another revision of it",
+        ChatInfo,
+        body=ChatUpdate,
+        example={"revision": 0, "title": "Mills", "document": {"turns": []}},
+        own_errors=(409,),
+    ),
+    delete(_CHAT, "deleteChat", "Forget a chat", ChatDeleted),
 )

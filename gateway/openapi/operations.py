@@ -18,7 +18,7 @@ from millrace.gateway.api.system import (
     Version,
 )
 from millrace.gateway.api.tools import ServerToolList
-from millrace.gateway.openapi.conversations import CONVERSATIONS
+from millrace.gateway.openapi.conversations import CHATS, CONVERSATIONS
 from millrace.gateway.openapi.fields import closed_object
 from millrace.gateway.openapi.operation import (
     JSON,
@@ -245,6 +245,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "conversations": CONVERSATIONS,
+    "chats": CHATS,
     "embeddings": (
         generate(
             "/v1/embeddings",

@@ -160,6 +160,15 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     session_max_messages: int = 2_000
     """Messages of a session."""
 
+    chat_ttl_s: float = 90 * 86_400.0
+    """How long what the chat page keeps of a conversation is there after its last change."""
+
+    chat_max_bytes: int = 2 * 1024 * 1024
+    """Size of such a chat, with all versions of its turns."""
+
+    max_chats: int = 1_000
+    """Chats of a tenant."""
+
     session_reserve_tokens: int = 1_024
     """What the prompt leaves, where it can, for a completion of no stated length."""
 

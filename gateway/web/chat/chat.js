@@ -1,27 +1,24 @@
 // The chat page: conversations with a model over one connection.
 
-import { button, byId, make } from "../dom.js";
+import { byId } from "../dom.js";
 import { randomId } from "../generation.js";
-import { fetchWithKey, storedKey } from "../key.js";
+import { storedKey } from "../key.js";
 import { Millrace } from "../millrace.js";
+import { Attachments } from "./attachments.js";
+import { Chats } from "./chats.js";
 import { Conversation } from "./conversation.js";
 import { Drawer } from "./drawer.js";
+import { showExamples } from "./examples.js";
+import { readExport, saveAs } from "./exports.js";
+import { Following } from "./following.js";
 import { deleteHistory } from "./history.js";
+import { Models } from "./models.js";
+import { Parameters, showSet, TemperaturePick } from "./parameters.js";
 import { Settings } from "./settings.js";
 import { Store } from "./store.js";
 import { TurnView } from "./turn.js";
+import { Workers } from "./workers.js";
 
-const EXAMPLES = [
-  "What's time to first token?",
-  "How does continuous batching work?",
-  "What happens when a worker dies?",
-  "How does paged attention work?",
-  "How do I publish a job?",
-  "What does Millrace promise?",
-];
-const NEAR_THE_END_PX = 80;
-const MODEL_RETRY_MS = 2_000;
-const ANOTHER_TEMPERATURE = 0.7;
 const STATES = {
   connecting: "Connecting",
   open: "Connected",
@@ -30,59 +27,111 @@ const STATES = {
   closed: "Closed",
 };
 
-const [log, prompt, send, model, temperature, main] = [
-  "log", "prompt", "send", "model", "temperature", "scroll",
-].map(byId);
+const [log, prompt, send] = ["log", "prompt", "send"].map(byId);
 const touch = matchMedia("(pointer: coarse)");
-
-const owner = (sessionStorage["millrace.tab"] ??= randomId());
-const store = new Store(changedElsewhere);
-const settings = new Settings({ onKey: useKey });
-const drawer = new Drawer({ onChoose: choose, onRename: rename, onDelete: forget });
-const client = new Millrace({ token: storedKey(), onState: showState });
-const live = new Map(); // conversations whose answer goes on, by id
 
 let conversation = null;
 let views = new Map(); // by the turn's id
-let follow = true;
+const live = new Map(); // conversations whose answer goes on, by id
+
+const owner = (sessionStorage["millrace.tab"] ??= randomId());
+const store = new Store(changedElsewhere);
+const chats = new Chats({
+  store,
+  onList: changedElsewhere,
+  onChange: changedElsewhere,
+  onPlace: (text) => (byId("kept").textContent = text),
+});
+const settings = new Settings({ onKey: useKey });
+const drawer = new Drawer({
+  onChoose: choose,
+  onRename: rename,
+  onDelete: forget,
+  onExport: takeAlong,
+  onSearch: () => chats.pullAll(),
+  wordsOf: (id) => store.words(id),
+});
+const models = new Models({
+  onLoad: useModels,
+  onRefused: (message) => settings.open(message),
+  onChange: () => workers.look(),
+  isWanted: () => client.state === "open" && !models.isReady,
+});
+const workers = new Workers({ isWanted: isWaiting, onChange: showWaiting });
+const parameters = new Parameters({ onChange: useParameters });
+const temperature = new TemperaturePick((value) => {
+  const { temperature: _old, ...rest } = conversation.parameters;
+  useParameters(value === undefined ? rest : { ...rest, temperature: value });
+});
+const attachments = new Attachments({ onChange: refresh, model: () => models.name });
+const following = new Following({
+  isEmpty: () => conversation.turns.length === 0,
+  onReturn: () => prompt.focus(),
+});
+const client = new Millrace({ token: storedKey(), onState: showState });
 
 // Asking and stopping.
 
-function ask(question, before) {
+function ask(question, inPlaceOf = null) {
   if (!question || !canSend()) return;
-  follow = true;
-  const options = { model: model.value, temperature: Number(temperature.value) };
+  following.isOn = true;
+  const options = { model: models.name, ...conversation.parameters };
   if (settings.tools.length) options.server_tools = settings.tools;
-  // Another answer to the same question has to be left some freedom.
-  if (before) options.temperature = Math.max(options.temperature, ANOTHER_TEMPERATURE);
   history.replaceState(null, "", `#${conversation.id}`);
-  conversation.ask(question, options, before);
+  conversation.ask(question, options, inPlaceOf);
+  workers.look();
   showSessions();
   refresh();
 }
 
 function askInPlaceOf(turn, question) {
   if (!canSend()) return;
-  ask(question, conversation.turns.slice(0, conversation.turns.indexOf(turn)));
+  ask(question, turn);
   prompt.focus();
+}
+
+function chooseVersion(turn, step) {
+  const versions = conversation.versions(turn);
+  const wanted = versions[versions.findIndex(({ id }) => id === turn.id) + step];
+  if (!wanted) return;
+  following.isOn = false;
+  conversation.choose(wanted);
+  chats.push(conversation.id);
+  views.get(wanted.id)?.focusVersions(step);
+}
+
+function useParameters(found) {
+  conversation.setParameters(found);
+  chats.push(conversation.id);
+  showParameters();
+}
+
+function showParameters() {
+  temperature.show(conversation.parameters.temperature);
+  showSet(conversation.parameters);
 }
 
 // Conversations.
 
-function open(id) {
+/** `isLinked`: it may be one that this browser has not heard of. */
+function open(id, isLinked = false) {
   if (conversation?.isBusy) live.set(conversation.id, conversation);
   else conversation?.leave();
   const known = live.get(id);
   for (const view of views.values()) view.close();
   views = new Map();
-  follow = true;
+  following.isOn = true;
   conversation =
     known ??
-    new Conversation({ id, client, store, owner, onTurns: showTurns, onTurn: showTurn, onEnd: showEnd });
+    new Conversation({
+      ...{ id, client, store, owner, onTurns: showTurns, onTurn: showTurn },
+      catchUp: () => chats.catchUp(id),
+      onEnd: (turn) => showEnd(id, turn),
+    });
   if (known) showTurns(known.turns);
-  else conversation.open();
-  const { model: lastModel } = store.session(id) ?? {};
-  if ([...model.options].some((option) => option.value === lastModel)) model.value = lastModel;
+  else conversation.open(chats.pull(id, isLinked));
+  models.choose(store.session(id)?.model);
+  showParameters();
   showSessions();
   refresh();
 }
@@ -100,7 +149,8 @@ function startAgain() {
 }
 
 function rename(id, title) {
-  store.putSession(id, { title, isRenamed: true });
+  store.putSession(id, { title, isRenamed: true, isChanged: true });
+  chats.push(id);
   showSessions();
 }
 
@@ -110,21 +160,46 @@ async function forget(id) {
   store.removeSession(id);
   if (id === conversation.id) startAgain();
   showSessions();
-  // If the gateway cannot be asked, its copy expires by itself.
-  await deleteHistory(id).catch(({ message }) => announce(`Deleted here only. ${message}`));
+  // If the gateway cannot be asked, its copies expire by themselves.
+  const deletions = [deleteHistory(id), chats.delete(id)];
+  await Promise.all(deletions).catch(({ message }) => announce(`Deleted here only. ${message}`));
+}
+
+async function takeAlong(id, kind) {
+  await chats.pull(id);
+  saveAs(kind, store.document(id));
+}
+
+async function bringBack(file) {
+  const trouble = byId("import-trouble");
+  trouble.hidden = true;
+  try {
+    const document = await readExport(file);
+    const id = randomId();
+    store.takeDocument(id, document, { isChanged: true, account: store.account });
+    chats.push(id);
+    choose(id);
+  } catch (error) {
+    trouble.textContent = error.message;
+    trouble.hidden = false;
+  }
 }
 
 function changedElsewhere(id) {
   if (id === null) {
     const { turns } = conversation;
     if (turns.length && !store.session(conversation.id)) startAgain();
-    showSessions();
-  } else if (id === conversation.id) conversation.changedElsewhere();
+  } else if (id === conversation.id) {
+    conversation.changedElsewhere();
+    showParameters();
+  }
+  showSessions();
 }
 
 function showSessions() {
   drawer.show(store.sessions(), conversation.id, new Set(live.keys()));
   const title = store.session(conversation.id)?.title;
+  byId("heading").textContent = title || "Conversation";
   document.title = title ? `${title} · Millrace` : "Millrace";
 }
 
@@ -145,109 +220,115 @@ function showTurns(turns) {
       view = new TurnView(turn, {
         onRetry: (wanted) => askInPlaceOf(wanted, wanted.question),
         onEdit: askInPlaceOf,
+        onChoose: chooseVersion,
         isMine: (wanted) => wanted.owner === owner,
+        waitsFor,
       });
       views.set(turn.id, view);
     }
+    view.showVersions(conversation.versions(turn));
     if (log.children[place] !== view.root) log.insertBefore(view.root, log.children[place] ?? null);
   });
   refresh();
-  followText();
+  following.follow();
 }
 
 function showTurn(turn) {
-  views.get(turn.id)?.showSoon(turn, followText);
+  views.get(turn.id)?.showSoon(turn, () => following.follow());
   refresh();
 }
 
-function showEnd(turn) {
+function showEnd(conversationId, turn) {
   for (const [id, one] of live) if (!one.isBusy) live.delete(id);
   views.get(turn.id)?.show(turn);
   if (views.has(turn.id)) announce(turn.state === "failed" ? "The answer failed." : "Answer complete.");
+  chats.push(conversationId);
   showSessions();
   refresh();
-  followText();
+  following.follow();
+}
+
+// Waiting for a worker.
+
+/** The model that a turn waits for because no worker serves it, or "". */
+function waitsFor({ facts }) {
+  const name = facts.model || models.name;
+  return facts.hasStarted || isServed(name) ? "" : name;
+}
+
+function isServed(name) {
+  const card = models.cardOf(name);
+  return workers.serves(card?.id ?? name, !card?.engine);
+}
+
+/** Whether it matters if workers come or go. */
+function isWaiting() {
+  const last = conversation.turns.at(-1);
+  const isUnanswered = last?.state === "running" && last.parts.length === 0;
+  return client.state === "open" && models.isReady && (isUnanswered || !isServed(models.name));
+}
+
+function showWaiting() {
+  const isOut = models.isReady && !isServed(models.name);
+  const text = isOut ? `No worker serves ${models.name} now. What you ask waits until one does.` : "";
+  byId("notice").textContent = text;
+  byId("notice").hidden = !isOut;
+  for (const turn of conversation.turns) if (turn.state === "running") views.get(turn.id)?.show(turn);
 }
 
 // The state of the page.
 
 function canSend() {
-  return !conversation.isBusy && client.state === "open" && !model.disabled;
+  return !conversation.isBusy && client.state === "open" && models.isReady;
+}
+
+function hasQuestion() {
+  return !attachments.isReading && (prompt.value.trim() !== "" || attachments.items.length > 0);
 }
 
 function showState(state, { error }) {
   byId("connection").dataset.state = state;
   byId("connection-text").textContent = STATES[state];
   if (state === "unauthorized") settings.open(error.message);
-  if (state === "open" && model.disabled) loadModels();
+  if (state === "open" && !models.isReady) models.load(store.session(conversation.id)?.model);
   refresh();
 }
 
+async function useModels() {
+  refresh();
+  workers.look();
+  await settings.load();
+}
+
 function useKey() {
-  model.disabled = true;
+  models.forget();
   client.token = storedKey();
-  if (client.state === "open") loadModels();
+  if (client.state === "open") models.load(store.session(conversation.id)?.model);
+  chats.list();
 }
 
 function refresh() {
   const isBusy = conversation.isBusy;
   document.body.classList.toggle("streaming", isBusy);
-  send.disabled = !isBusy && !(canSend() && prompt.value.trim());
+  send.disabled = !isBusy && !(canSend() && hasQuestion());
   send.setAttribute("aria-label", isBusy ? "Stop" : "Send");
   const isEmpty = conversation.turns.length === 0;
   byId("welcome").hidden = !isEmpty;
+  byId("heading").hidden = isEmpty;
   for (const id of ["new-chat", "new-chat-bar"]) byId(id).disabled = isEmpty;
   for (const example of document.querySelectorAll(".examples button")) {
     example.disabled = !canSend();
   }
-  showLatest();
+  following.showLatest();
 }
 
 function announce(text) {
   byId("announcer").textContent = text;
 }
 
-function followText() {
-  if (follow && views.size > 0) main.scrollTop = main.scrollHeight;
-  showLatest();
-}
-
-function isAtEnd() {
-  return main.scrollHeight - main.scrollTop - main.clientHeight < NEAR_THE_END_PX;
-}
-
-function showLatest() {
-  byId("latest").hidden = conversation.turns.length === 0 || isAtEnd();
-}
-
 function fitPrompt() {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight}px`;
-}
-
-async function loadModels() {
-  const answer = await fetchWithKey("/v1/models").catch(() => null);
-  if (answer?.status === 401 || answer?.status === 403) {
-    const { error } = await answer.json();
-    settings.open(error.message);
-    return;
-  }
-  if (!answer?.ok) {
-    setTimeout(() => client.state === "open" && model.disabled && loadModels(), MODEL_RETRY_MS);
-    return;
-  }
-  const { data } = await answer.json();
-  const options = data.map(({ id, description }) => {
-    const option = new Option(id, id);
-    option.title = description ?? "";
-    return option;
-  });
-  model.replaceChildren(...options);
-  const wanted = store.session(conversation.id)?.model || localStorage.getItem("millrace.model");
-  if (data.some(({ id }) => id === wanted)) model.value = wanted;
-  model.disabled = data.length === 0;
-  refresh();
-  await settings.load();
 }
 
 // Hands and keys.
@@ -258,8 +339,9 @@ byId("composer").addEventListener("submit", (event) => {
     conversation.stop();
     return;
   }
-  const question = prompt.value.trim();
-  if (!question || !canSend()) return;
+  if (!hasQuestion() || !canSend()) return;
+  const question = attachments.questionWith(prompt.value.trim());
+  attachments.clear();
   prompt.value = "";
   fitPrompt();
   ask(question);
@@ -284,18 +366,7 @@ addEventListener("keydown", (event) => {
   prompt.focus();
 });
 
-addEventListener("hashchange", () => open(location.hash.slice(1) || randomId()));
-
-main.addEventListener("scroll", () => {
-  follow = isAtEnd();
-  showLatest();
-});
-
-byId("latest").addEventListener("click", () => {
-  follow = true;
-  followText();
-  prompt.focus();
-});
+addEventListener("hashchange", () => open(location.hash.slice(1) || randomId(), true));
 
 for (const id of ["new-chat", "new-chat-bar"]) {
   byId(id).addEventListener("click", () => {
@@ -303,17 +374,25 @@ for (const id of ["new-chat", "new-chat-bar"]) {
     startAgain();
   });
 }
-model.addEventListener("change", () => localStorage.setItem("millrace.model", model.value));
+byId("parameters-button").addEventListener("click", () => parameters.open(conversation.parameters, models.card));
 
-byId("examples").append(
-  ...EXAMPLES.map((question) => {
-    const example = button(question, () => {
-      ask(question);
-      prompt.focus();
-    });
-    return make("li", {}, example);
-  }),
-);
+prompt.addEventListener("paste", (event) => {
+  if (attachments.takePaste(event.clipboardData)) event.preventDefault();
+});
+
+byId("import").addEventListener("click", () => byId("import-file").click());
+byId("import-file").addEventListener("change", ({ target }) => {
+  if (target.files[0]) bringBack(target.files[0]);
+  target.value = "";
+});
+
+document.addEventListener("visibilitychange", () => document.hidden || chats.catchUp(conversation.id));
+
+showExamples((question) => {
+  ask(question);
+  prompt.focus();
+});
 
 const linked = location.hash.slice(1);
-open(/^[\w-]{1,64}$/.test(linked) ? linked : randomId());
+if (/^[\w-]{1,64}$/.test(linked)) open(linked, true);
+else open(randomId());

@@ -5,36 +5,49 @@ import {
   fetchHistory,
   HistoryUnavailableError,
   isHeld,
+  isSame,
   messagesOf,
   placeAfter,
   turnsOf,
 } from "./history.js";
 import { Recorder } from "./recorder.js";
+import { newestLeaf, pathTo, versionsOf } from "./tree.js";
 
 const HELD_MS = 50 * 60_000; // a little less than the gateway's hour
+const USUAL = { temperature: 0 };
 const ORPHAN_MS = 6_000;
 const STATE_UNAVAILABLE = "state_unavailable";
 
 /**
- * Owns the running answer, of which there is at most one. `onTurns(turns)` is called when turns come
- * and go, `onTurn(turn)` when one has changed, `onEnd(turn)` when its answer is complete.
+ * Owns the running answer, of which there is at most one. `all` has every version of every turn,
+ * `turns` those that are shown. `catchUp()` brings what other browsers did into the store.
+ * `onTurns(turns)` is called when turns come and go, `onTurn(turn)`
+ * when one has changed, `onEnd(turn)` when its answer is complete.
  */
 export class Conversation {
-  constructor({ id, client, store, owner, onTurns, onTurn, onEnd }) {
-    Object.assign(this, { id, client, store, owner, onTurns, onTurn, onEnd });
-    this.turns = store.turns(id);
+  constructor({ id, client, store, owner, catchUp, onTurns, onTurn, onEnd }) {
+    Object.assign(this, { id, client, store, owner, catchUp, onTurns, onTurn, onEnd });
+    this.#read();
     this.current = null; // the recorder of the running answer
-    this.isStarting = false;
+    this.starting = null; // the turn that will have it
   }
 
   get isBusy() {
-    return this.isStarting || this.current !== null;
+    return this.starting !== null || this.current !== null;
   }
 
-  /** Take in what the gateway keeps, and go on with an answer that nobody reads any more. */
-  async open() {
+  versions(turn) {
+    return versionsOf(this.all, turn);
+  }
+
+  /**
+   * Take in what the gateway keeps for requests, once what it keeps for browsers `isHere`, and go on
+   * with an answer that nobody reads any more.
+   */
+  async open(isHere) {
     this.onTurns(this.turns);
     this.#adopt();
+    await isHere;
     if (!this.store.session(this.id)) return;
     try {
       const history = await fetchHistory(this.id);
@@ -47,39 +60,62 @@ export class Conversation {
     }
   }
 
-  /** Ask for an answer that follows `before`: all turns, or the first of them. */
-  async ask(question, options, before = this.turns) {
+  /**
+   * Ask for an answer that follows the last turn shown, or as another version of the turn
+   * `inPlaceOf`. `options` are the request's; `system` is the system prompt, "" for none.
+   */
+  async ask(question, { system, ...options }, inPlaceOf = null) {
     if (this.isBusy) return;
-    this.isStarting = true;
-    const all = this.turns;
+    const nowMs = Date.now();
     const turn = {
       id: randomId(),
+      parent: inPlaceOf ? inPlaceOf.parent : (this.turns.at(-1)?.id ?? null),
       question,
       parts: [],
       state: "running",
       owner: this.owner,
-      savedMs: Date.now(),
+      askedMs: nowMs,
+      savedMs: nowMs,
       requestId: "",
+      hasSystem: Boolean(system),
       facts: {},
       error: null,
     };
-    this.turns = [...before, turn];
+    this.starting = turn;
+    this.all = [...this.all, turn];
     this.#keepSession(question, options.model);
-    this.store.putTurns(this.id, this.turns);
-    this.onTurns(this.turns);
-    const body = await this.#plan(question, all, before);
-    this.isStarting = false;
+    this.store.putTurns(this.id, this.all);
+    this.show(turn.id);
+    const body = await this.#plan(turn, system);
+    this.starting = null;
     if (turn.state !== "running") return;
-    this.#run(turn, { ...options, ...body });
+    this.#run(turn, { ...options, ...body }, system);
   }
 
   stop() {
     if (this.current) this.current.generation.cancel();
-    else if (this.isStarting) {
-      const turn = this.turns.at(-1);
-      Object.assign(turn, { state: "done", facts: { finishReason: "cancelled" } });
-      this.#conclude(turn);
+    else if (this.starting) {
+      Object.assign(this.starting, { state: "done", facts: { finishReason: "cancelled" } });
+      this.#conclude(this.starting);
     }
+  }
+
+  /** Show what was last said after a version of a turn. */
+  choose(turn) {
+    this.show(newestLeaf(this.all, turn));
+  }
+
+  /** Show the turns up to the one with the id `leaf`. */
+  show(leaf) {
+    this.#lead(leaf);
+    if (this.store.session(this.id)) this.store.putSession(this.id, { leaf, isChanged: true });
+    this.onTurns(this.turns);
+  }
+
+  /** What the conversation is asked with: `{system, temperature, top_p, max_tokens, seed, stop}`. */
+  setParameters(parameters) {
+    this.parameters = parameters;
+    if (this.store.session(this.id)) this.store.putSession(this.id, { parameters, isChanged: true });
   }
 
   /** Part with it: the answer goes on, here, until it is complete. */
@@ -87,17 +123,28 @@ export class Conversation {
     this.onTurns = this.onTurn = () => {};
   }
 
-  /** Another tab has changed it. */
+  /** Another tab or browser has changed it. */
   changedElsewhere() {
     if (this.isBusy) return;
-    this.turns = this.store.turns(this.id);
+    this.#read();
     this.onTurns(this.turns);
+  }
+
+  #read() {
+    this.all = this.store.turns(this.id);
+    const { leaf, parameters } = this.store.session(this.id) ?? {};
+    this.parameters = parameters ?? this.parameters ?? USUAL;
+    this.#lead(this.all.some(({ id }) => id === leaf) ? leaf : this.all.at(-1)?.id);
+  }
+
+  #lead(leaf) {
+    this.turns = pathTo(this.all, leaf);
   }
 
   /** Read on where a tab that was closed has stopped. */
   #adopt() {
-    const turn = this.turns.at(-1);
-    if (turn?.state !== "running" || this.isBusy) return;
+    const turn = this.all.findLast(({ state }) => state === "running");
+    if (!turn || this.isBusy) return;
     const isOrphan = turn.owner === this.owner || Date.now() - turn.savedMs > ORPHAN_MS;
     if (!isOrphan) {
       setTimeout(() => this.#adopt(), ORPHAN_MS);
@@ -113,50 +160,66 @@ export class Conversation {
 
   /** An answer that cannot be had any more may be in the history; true if that is looked up. */
   #openAgain(turn) {
-    this.turns = this.turns.filter((other) => other !== turn);
-    fetchHistory(this.id).then(
-      (history) => {
-        const isKept = history && turnsOf(history.messages).at(-1)?.question === turn.question;
-        if (isKept) this.#merge(history);
-        else this.#giveUp(turn);
-      },
-      () => this.#giveUp(turn),
-    );
+    const giveUp = () =>
+      this.#fail(turn, { code: "lost", message: "The rest of this answer is not there any more." });
+    fetchHistory(this.id).then((history) => {
+      const last = history && turnsOf(history.messages).at(-1);
+      if (last?.question !== turn.question) return giveUp();
+      turn.parts = last.parts;
+      turn.facts.session ??= {};
+      return this.#finish(turn);
+    }, giveUp);
     return true;
   }
 
-  #giveUp(turn) {
-    this.turns = [...this.turns, turn];
-    this.#fail(turn, { code: "lost", message: "The rest of this answer is not there any more." });
+  /** The turns that the gateway has, as far as this browser knows. */
+  #heldTurns() {
+    const leaf = this.store.session(this.id)?.heldLeaf;
+    // A page that knew no versions did not note it: all was one path.
+    const held = leaf === undefined ? this.all.filter((turn) => turn !== this.starting) : pathTo(this.all, leaf);
+    return held.filter(isHeld);
   }
 
   /** What of the conversation has to be sent along. */
-  async #plan(question, all, before) {
-    const asked = { role: "user", content: question };
-    const isCut = before.filter(isHeld).length < all.filter(isHeld).length;
-    const session = this.store.session(this.id);
-    if (!all.some(isHeld) || (!isCut && session.heldUntilMs > Date.now())) {
-      return { session_id: this.id, messages: [asked] };
+  async #plan(turn, system) {
+    await this.catchUp();
+    const asked = [...systemMessages(system), { role: "user", content: turn.question }];
+    const { heldUntilMs, heldSystem, numHeld } = this.store.session(this.id);
+    const held = this.#heldTurns();
+    const before = pathTo(this.all, turn.parent).filter(isHeld);
+    const isWhole = before.length === held.length && before.every(({ id }, place) => held[place].id === id);
+    // A system prompt that is sent takes the place of the one that is kept; none does not.
+    const mayStay = system || !heldSystem;
+    if (mayStay && isWhole && (held.length === 0 || heldUntilMs > Date.now())) {
+      // What another browser has added since does not come before this question.
+      const keep = held.length > 0 && numHeld ? { session_keep: numHeld } : {};
+      return { session_id: this.id, ...keep, messages: asked };
     }
-    try {
-      const history = await fetchHistory(this.id);
-      const place = history ? placeAfter(history, all, before) : -1;
-      if (place >= 0) return { session_id: this.id, session_keep: place, messages: [asked] };
-    } catch (error) {
-      if (!(error instanceof HistoryUnavailableError)) throw error;
+    if (mayStay) {
+      try {
+        const history = await fetchHistory(this.id);
+        const place = history ? placeAfter(history, before, held.length) : -1;
+        if (place >= 0) return { session_id: this.id, session_keep: place, messages: asked };
+      } catch (error) {
+        if (!(error instanceof HistoryUnavailableError)) throw error;
+      }
     }
-    return { session_id: this.id, session_keep: 0, messages: [...messagesOf(before), asked] };
+    return { session_id: this.id, session_keep: 0, messages: this.#wholeOf(turn, system) };
   }
 
-  #run(turn, body) {
+  /** The conversation up to the question of a turn, for a gateway that does not have it. */
+  #wholeOf(turn, system) {
+    const before = messagesOf(pathTo(this.all, turn.parent));
+    return [...systemMessages(system), ...before, { role: "user", content: turn.question }];
+  }
+
+  #run(turn, body, system) {
     const begin = (listeners) => this.client.generate(body, listeners);
     this.#record(turn, begin, (error) => {
       if (error.code !== STATE_UNAVAILABLE || turn.requestId || !body.session_id) return false;
       // The gateway cannot keep conversations right now: it is sent as a whole, and kept here.
       const { session_id: _id, session_keep: _keep, ...rest } = body;
-      const before = this.turns.slice(0, this.turns.indexOf(turn));
-      const asked = { role: "user", content: turn.question };
-      this.#run(turn, { ...rest, messages: [...messagesOf(before), asked] });
+      this.#run(turn, { ...rest, messages: this.#wholeOf(turn, system) }, system);
       return true;
     });
   }
@@ -177,7 +240,7 @@ export class Conversation {
 
   #finish(turn) {
     turn.state = "done";
-    this.#hold(Boolean(turn.facts.session));
+    this.#hold(Boolean(turn.facts.session), turn);
     this.#conclude(turn);
   }
 
@@ -190,6 +253,7 @@ export class Conversation {
 
   #conclude(turn) {
     this.#save(turn);
+    if (this.store.session(this.id)) this.store.putSession(this.id, { isChanged: true });
     this.#takeOthers();
     this.onTurn(turn);
     this.onEnd(turn);
@@ -197,12 +261,13 @@ export class Conversation {
 
   /** What other tabs have added meanwhile. */
   #takeOthers() {
-    const known = new Map(this.turns.map((turn) => [turn.id, turn]));
+    const known = new Map(this.all.map((turn) => [turn.id, turn]));
     const stored = this.store.turns(this.id);
     const theirs = stored.filter((turn) => turn.owner !== this.owner || !known.has(turn.id));
     if (theirs.length === 0) return;
     for (const turn of theirs) known.set(turn.id, turn);
-    this.turns = [...known.values()];
+    this.all = [...known.values()];
+    this.#lead(this.turns.at(-1)?.id);
     this.onTurns(this.turns);
   }
 
@@ -211,37 +276,59 @@ export class Conversation {
     if (this.store.session(this.id)) this.store.putTurn(this.id, turn);
   }
 
-  #hold(isHere) {
+  /** Note whether the gateway has the conversation, and that it has it up to a turn. */
+  #hold(isHere, turn = null) {
     if (!this.store.session(this.id)) return;
-    this.store.putSession(this.id, { heldUntilMs: isHere ? Date.now() + HELD_MS : 0 });
+    const changes = { heldUntilMs: isHere ? Date.now() + HELD_MS : 0 };
+    if (isHere && turn && isHeld(turn)) {
+      changes.numHeld = this.#numHeldWith(turn);
+      changes.heldLeaf = turn.id;
+      changes.heldSystem = turn.hasSystem;
+    }
+    this.store.putSession(this.id, changes);
+  }
+
+  /** How many messages the gateway has with those of a turn; null where tools have added some. */
+  #numHeldWith({ parts, facts, hasSystem }) {
+    const numBefore = facts.session?.num_messages;
+    if (numBefore === undefined || parts.some(({ kind }) => kind === "tool")) return null;
+    const hadSystem = numBefore > 0 && this.store.session(this.id).heldSystem;
+    return numBefore + (hasSystem && !hadSystem ? 1 : 0) + 2;
   }
 
   #keepSession(question, model) {
     const known = this.store.session(this.id);
-    const changes = { usedMs: Date.now(), model };
+    const changes = { usedMs: Date.now(), model, isChanged: true };
     if (!known?.title) changes.title = titleOf(question);
+    if (!known) Object.assign(changes, { parameters: this.parameters, account: this.store.account });
     this.store.putSession(this.id, changes);
   }
 
-  /** Show what the gateway keeps, with what this browser knows besides. */
+  /** Show what the gateway keeps, as other versions where this browser has something else. */
   #merge(history) {
     const kept = turnsOf(history.messages);
-    const own = this.turns.filter(isHeld);
-    const numOlder = Math.max(0, own.length - kept.length);
-    const same = kept.every((turn, i) => turn.question === own[numOlder + i]?.question);
-    if (same) return;
-    const older = history.num_summarised > 0 ? own.slice(0, numOlder) : [];
-    const byQuestion = new Map(own.map((turn) => [turn.question, turn]));
-    this.turns = [
-      ...older,
-      ...kept.map(({ question, parts }) => {
-        const known = byQuestion.get(question);
-        return known ?? { id: randomId(), question, parts, state: "done", facts: {}, error: null };
-      }),
-    ];
-    this.store.putTurns(this.id, this.turns);
-    this.onTurns(this.turns);
+    const own = this.#heldTurns();
+    // The oldest may be in its summary only.
+    const numOlder = history.num_summarised > 0 ? Math.max(0, own.length - kept.length) : 0;
+    let place = 0;
+    while (place < kept.length && isSame(kept[place], own[numOlder + place])) place += 1;
+    let parent = own[numOlder + place - 1]?.id ?? null;
+    for (const { question, parts } of kept.slice(place)) {
+      const known = versionsOf(this.all, { parent }).find((turn) => isSame({ question, parts }, turn));
+      const fresh = { id: randomId(), parent, question, parts, state: "done", facts: {}, error: null };
+      if (!known) this.all = [...this.all, { ...fresh, askedMs: Date.now() }];
+      parent = (known ?? fresh).id;
+    }
+    const numHeld = history.num_summarised + history.messages.length;
+    this.store.putSession(this.id, { heldLeaf: parent, numHeld });
+    if (place === kept.length) return;
+    this.store.putTurns(this.id, this.all);
+    this.show(parent);
   }
+}
+
+function systemMessages(system) {
+  return system ? [{ role: "system", content: system }] : [];
 }
 
 function titleOf(question) {

@@ -1,14 +1,37 @@
 // The list of conversations: at the side, or over the page where there is no room for it.
 
-import { button, byId, icon, make } from "../dom.js";
+import { button, byId, copyText, icon, make } from "../dom.js";
 
+const SNIPPET_BEFORE = 24;
+const SNIPPET_CHARACTERS = 90;
 const MORE = "M3 8h.01M8 8h.01M13 8h.01";
 const narrow = matchMedia("(max-width: 60rem)");
 
-/** Calls `onChoose(id)`, `onRename(id, title)` and `onDelete(id)`. */
+/**
+ * Calls `onChoose(id)`, `onRename(id, title)`, `onDelete(id)` and `onExport(id, kind)`. `wordsOf(id)`
+ * is what was said in a conversation; `onSearch()` is called, and waited for, before it is looked in.
+ */
 export class Drawer {
-  constructor({ onChoose, onRename, onDelete }) {
-    Object.assign(this, { onChoose, onRename, onDelete });
+  constructor({ onChoose, onRename, onDelete, onExport, onSearch, wordsOf }) {
+    Object.assign(this, { onChoose, onRename, onDelete, onExport, onSearch, wordsOf });
+    this.search = byId("search");
+    this.words = new Map(); // in small letters, while somebody searches
+    this.search.addEventListener("focus", async () => {
+      await this.onSearch();
+      this.words.clear();
+      if (this.search.value) this.again();
+    });
+    this.search.addEventListener("input", () => this.again());
+    this.search.addEventListener("keydown", (event) => this.searchKey(event));
+    byId("sessions").addEventListener("keydown", (event) => this.listKey(event));
+    addEventListener("keydown", (event) => {
+      const isSearch = event.key.toLowerCase() === "k" && (event.ctrlKey || event.metaKey);
+      if (!isSearch || document.querySelector("dialog[open]")) return;
+      event.preventDefault();
+      this.settle(true);
+      this.search.focus();
+      this.search.select();
+    });
     this.root = byId("drawer");
     byId("menu").addEventListener("click", () => this.open());
     byId("shade").addEventListener("click", () => this.close());
@@ -48,32 +71,101 @@ export class Drawer {
 
   /** `liveIds` are those whose answer goes on in the background. */
   show(sessions, currentId, liveIds) {
-    const items = sessions.map((session) => {
+    this.shown = [sessions, currentId, liveIds];
+    const wanted = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = wanted.length ? sessions.filter((session) => this.has(session, wanted)) : sessions;
+    const items = found.map((session) => {
       const item = this.item(session, session.id === currentId);
       item.classList.toggle("live", liveIds.has(session.id));
+      const snippet = wanted.length ? this.snippet(session, wanted) : "";
+      if (snippet) item.querySelector(".choose").append(make("small", {}, snippet));
       return item;
     });
     byId("sessions").replaceChildren(...items);
+    byId("search").hidden = sessions.length === 0;
     byId("no-sessions").hidden = items.length > 0;
+    byId("no-sessions").textContent = wanted.length ? "Nothing found." : "What you ask is listed here.";
+    byId("found").textContent = wanted.length ? `${items.length} found` : "";
+  }
+
+  again() {
+    if (this.shown) this.show(...this.shown);
+  }
+
+  /** Whether all words are somewhere in its title or text. */
+  has(session, wanted) {
+    const text = `${session.title}\n${this.textOf(session.id)}`.toLowerCase();
+    return wanted.every((word) => text.includes(word));
+  }
+
+  textOf(id) {
+    if (!this.words.has(id)) this.words.set(id, this.wordsOf(id));
+    return this.words.get(id);
+  }
+
+  /** Where the first word was said, if not in the title. */
+  snippet({ id, title }, wanted) {
+    const missing = wanted.find((word) => !title.toLowerCase().includes(word));
+    if (!missing) return "";
+    const text = this.textOf(id).replace(/\s+/g, " ");
+    const from = Math.max(0, text.toLowerCase().indexOf(missing) - SNIPPET_BEFORE);
+    return `${from > 0 ? "…" : ""}${text.slice(from, from + SNIPPET_CHARACTERS)}`;
+  }
+
+  searchKey(event) {
+    const first = byId("sessions").querySelector(".choose");
+    if (event.key === "Escape" && this.search.value) {
+      event.stopPropagation();
+      this.search.value = "";
+      this.again();
+    } else if (event.key === "ArrowDown" || event.key === "Enter") {
+      event.preventDefault();
+      if (event.key === "Enter") first?.click();
+      else first?.focus();
+    }
+  }
+
+  /** The arrows go along the list. */
+  listKey(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const entries = [...byId("sessions").querySelectorAll(".choose")];
+    const place = entries.indexOf(document.activeElement);
+    if (!step || place < 0) return;
+    event.preventDefault();
+    (entries[place + step] ?? (step < 0 ? this.search : entries[place])).focus();
   }
 
   item(session, isCurrent) {
-    const { id, title } = session;
+    const { id, title, account } = session;
     const choose = button(title, () => this.choose(id), { class: "choose", title });
     if (isCurrent) choose.setAttribute("aria-current", "true");
     const menu = make(
       "span",
       { class: "menu" },
       button("Rename", () => this.rename(item, session), { class: "do" }),
+      button("Markdown", () => this.onExport(id, "markdown"), { class: "do", "aria-label": `Save ${title} as Markdown` }),
+      button("JSON", () => this.onExport(id, "json"), { class: "do", "aria-label": `Save ${title} as JSON` }),
+      // It leads somewhere only for those whose key the gateway keeps it for.
+      account ? this.linkButton(session) : null,
       button("Delete", (pressed) => this.confirmDelete(pressed, id), { class: "do" }),
     );
-    const more = button("", () => item.classList.toggle("opened"), {
+    const more = button("", () => more.setAttribute("aria-expanded", String(item.classList.toggle("opened"))), {
       class: "more",
-      "aria-label": `Rename or delete ${title}`,
+      "aria-expanded": "false",
+      "aria-label": `More for ${title}`,
     });
     more.append(icon(MORE));
     const item = make("li", { "data-session": id }, make("div", { class: "line" }, choose, more), menu);
     return item;
+  }
+
+  linkButton({ id, title }) {
+    const copy = (pressed) => copyText(`${location.origin}/#${id}`, pressed);
+    return button("Link", copy, {
+      class: "do",
+      "aria-label": `Copy the link to ${title}`,
+      title: "Opens it for who has a key of the same tenant",
+    });
   }
 
   choose(id) {

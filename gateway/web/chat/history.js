@@ -68,19 +68,25 @@ export function isHeld(turn) {
   return turn.state === "done" && turn.parts.length > 0;
 }
 
+/** Whether a turn is one that the gateway tells of; of an answer that was stopped it may have more. */
+export function isSame(told, turn) {
+  if (told.question !== turn?.question) return false;
+  const [there, here] = [answerOf(told), answerOf(turn)];
+  return there.startsWith(here) || here.startsWith(there);
+}
+
 /**
- * How many of the gateway's messages come before the question that follows `before`, if these are
- * what is kept there; -1 if not. `all` are the turns that the page has.
+ * How many of the gateway's messages come before a question that follows the turns `before`, if it
+ * begins with these; else -1. `numHeld` is how many turns it was known to have: of those that are in
+ * its summary, it does not tell.
  */
-export function placeAfter(history, all, before) {
+export function placeAfter(history, before, numHeld) {
   const kept = turnsOf(history.messages);
-  // Older ones may be in the summary only.
-  const numOlder = all.filter(isHeld).length - kept.length;
-  const held = before.filter(isHeld);
-  const count = held.length - numOlder;
-  if (numOlder < 0 || count < 0) return -1;
-  if (count > 0 && kept[count - 1].question !== held.at(-1).question) return -1;
-  return history.num_summarised + (kept[count]?.at ?? history.messages.length);
+  const numOlder = history.num_summarised > 0 ? Math.max(0, numHeld - kept.length) : 0;
+  const count = before.length - numOlder;
+  if (count < 0) return -1;
+  const isThere = before.slice(numOlder).every((turn, place) => kept[place] && isSame(kept[place], turn));
+  return isThere ? history.num_summarised + (kept[count]?.at ?? history.messages.length) : -1;
 }
 
 /** The turns of the page as messages, for a gateway that has forgotten them. */

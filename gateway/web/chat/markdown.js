@@ -2,6 +2,7 @@
 // the elements and attributes that Markdown needs out of the page.
 
 import { button, copyText, make } from "../dom.js";
+import { drawFormulas, formulaExtensions } from "./formulas.js";
 import { highlighted } from "./highlight.js";
 import { Marked, Tokenizer } from "/static/vendor/marked.js";
 import "/static/vendor/purify.js";
@@ -12,7 +13,7 @@ const LONGEST_LANGUAGE = 30;
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const CLOSED_FENCE = /^ {0,3}(`{3,}|~{3,})[^\n]*\n(?:[^]*\n)? {0,3}\1[`~]*\s*$/;
 const WEB_ADDRESS = /^https?:\/\//i;
-const TEXT = /^(?:`+|[^])[^]*?(?=[\\<![`*_~\n]| {2,}\n|https?:\/\/|$)/i;
+const TEXT = /^(?:`+|[^])[^]*?(?=[\\<![`*_~$\n]| {2,}\n|https?:\/\/|$)/i;
 const ALLOWED = {
   ALLOWED_TAGS: `a blockquote br code del em h3 h4 h5 h6 hr input li ol p pre strong table tbody td th
     thead tr ul`.split(/\s+/),
@@ -100,7 +101,9 @@ const renderer = {
   },
 };
 
-const marked = new Marked({ breaks: true, renderer }).setOptions({ tokenizer: new ChatTokenizer() });
+const marked = new Marked({ breaks: true, renderer, extensions: formulaExtensions }).setOptions({
+  tokenizer: new ChatTokenizer(),
+});
 
 function escaped(text) {
   return text.replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
@@ -130,6 +133,7 @@ function elementsOf(blocks) {
     table.replaceWith(frame);
     frame.append(table);
   }
+  for (const box of fragment.querySelectorAll("input")) box.ariaLabel = box.checked ? "Done" : "To do";
   for (const code of fragment.querySelectorAll("pre > code")) {
     const body = code.parentElement;
     const language = /language-(\S+)/.exec(code.className)?.[1].slice(0, LONGEST_LANGUAGE) ?? "";
@@ -170,6 +174,7 @@ export class Markdown {
     this.#last = elementsOf(blocks);
     this.#lastBlock = last;
     this.#root.append(...this.#last);
+    this.#last.forEach(drawFormulas);
     // One line may still join the block before it: the next item of a list.
     if (!last?.raw.includes("\n")) return;
     this.#last = this.#last.slice(-1);

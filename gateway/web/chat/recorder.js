@@ -28,13 +28,16 @@ export class Recorder {
     switch (event.type) {
       case "accepted":
         turn.requestId = event.request_id;
+        turn.facts.model = event.model;
         if (event.session) turn.facts.session = event.session;
         break;
       case "queued":
         turn.facts.queued = event.position;
+        turn.facts.etaS = event.eta_s;
         break;
       case "started":
         delete turn.facts.queued;
+        turn.facts.hasStarted = true;
         turn.facts.promptTokens = event.prompt_tokens;
         turn.facts.cachedTokens = event.cached_tokens ?? 0;
         break;

@@ -1,8 +1,9 @@
-// The key, and which of the gateway's tools the model may use.
+// The key, the theme, and which of the gateway's tools the model may use.
 
 import { byId, make } from "../dom.js";
 import { askForKey, fetchWithKey } from "../key.js";
 
+const THEME = "millrace.theme"; // theme.js reads it
 const TOOLS = "millrace.tools";
 
 /** Calls `onKey()` when another key was given. */
@@ -10,6 +11,13 @@ export class Settings {
   constructor({ onKey }) {
     this.onKey = onKey;
     this.names = [];
+    const theme = byId("theme");
+    theme.value = localStorage.getItem(THEME) ?? "";
+    theme.addEventListener("change", () => {
+      if (theme.value) localStorage.setItem(THEME, theme.value);
+      else localStorage.removeItem(THEME);
+      dispatchEvent(new StorageEvent("storage", { key: THEME }));
+    });
     byId("settings-button").addEventListener("click", () => this.open(""));
   }
 

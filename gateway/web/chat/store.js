@@ -1,17 +1,29 @@
 // What this browser keeps of conversations, shared by its tabs.
 
+import { answerOf } from "./history.js";
+import { merged, newestLeaf, withParents } from "./tree.js";
+
 const SESSIONS = "millrace.sessions";
 const TURNS = "millrace.turns.";
 const MOST_SESSIONS = 60;
 const MOST_CHARACTERS = 250_000; // of one conversation
+const FRESH = { title: "", isRenamed: false, model: "", heldUntilMs: 0, leaf: null, parameters: {} };
+// What the gateway keeps of a session, too; the rest is this browser's own.
+const SHARED = ["title", "isRenamed", "model", "leaf", "heldLeaf", "heldSystem", "parameters"];
 
 /**
- * Sessions are `{id, title, isRenamed, model, createdMs, usedMs, heldUntilMs}`: the gateway has the
- * conversation for sure until `heldUntilMs`. A turn is `{id, question, parts, state, owner, savedMs,
- * requestId, facts, error}`, its parts `{kind: "text", text}` or `{kind: "tool", callId, name,
- * arguments, ok, output, durationMs}`.
+ * Sessions are `{id, title, isRenamed, model, parameters, createdMs, usedMs, leaf}`, where `leaf` is
+ * the last turn that is shown. The gateway has the conversation up to the turn `heldLeaf` behind the
+ * system prompt `heldSystem`, `numHeld` messages in all (null: not known), for sure until `heldUntilMs`. A session of an `account` (what a key
+ * stands for, "": none) is kept there as a chat of `revision`; `isChanged` if it has changed since.
+ *
+ * A turn is `{id, parent, question, parts, state, owner, askedMs, savedMs, requestId, facts, error}`,
+ * its parts `{kind: "text", text}` or `{kind: "tool", callId, name, arguments, ok, output,
+ * durationMs}`.
  */
 export class Store {
+  account = "";
+
   /** `onChange(sessionId)` tells of what another tab has changed; null: the list of sessions. */
   constructor(onChange) {
     addEventListener("storage", ({ key }) => {
@@ -20,22 +32,21 @@ export class Store {
     });
   }
 
-  /** The latest first. */
+  /** Those of the account and those of none, the latest first. */
   sessions() {
-    return read(SESSIONS).sort((a, b) => b.usedMs - a.usedMs);
+    return this.#all().filter(({ account }) => !account || account === this.account);
   }
 
   session(id) {
-    return this.sessions().find((session) => session.id === id) ?? null;
+    return this.#all().find((session) => session.id === id) ?? null;
   }
 
   /** Add a session, or change fields of one. */
   putSession(id, changes) {
-    const sessions = this.sessions();
+    const sessions = this.#all();
     const known = sessions.find((session) => session.id === id);
     const nowMs = Date.now();
-    const fresh = { id, title: "", isRenamed: false, model: "", createdMs: nowMs, usedMs: nowMs, heldUntilMs: 0 };
-    const changed = { ...(known ?? fresh), ...changes };
+    const changed = { ...(known ?? { ...FRESH, id, createdMs: nowMs, usedMs: nowMs }), ...changes };
     const rest = sessions.filter((session) => session.id !== id);
     for (const old of rest.splice(MOST_SESSIONS - 1)) localStorage.removeItem(TURNS + old.id);
     this.#write(SESSIONS, [changed, ...rest], id);
@@ -43,18 +54,19 @@ export class Store {
 
   removeSession(id) {
     localStorage.removeItem(TURNS + id);
-    this.#write(SESSIONS, this.sessions().filter((session) => session.id !== id), id);
+    this.#write(SESSIONS, this.#all().filter((session) => session.id !== id), id);
   }
 
+  /** All versions of all turns. */
   turns(id) {
-    return read(TURNS + id);
+    return withParents(read(TURNS + id));
   }
 
+  /** The oldest are forgotten where there is no room; the newest is kept whatever its size. */
   putTurns(id, turns) {
     let characters = 0;
     let from = turns.length;
     while (from > 0 && (characters += JSON.stringify(turns[from - 1]).length) <= MOST_CHARACTERS) from -= 1;
-    // The newest is kept whatever its size.
     this.#write(TURNS + id, turns.slice(Math.min(from, Math.max(0, turns.length - 1))), id);
   }
 
@@ -67,10 +79,38 @@ export class Store {
     this.putTurns(id, turns);
   }
 
+  /** What is kept elsewhere, or taken along: a session and its turns. */
+  document(id) {
+    const session = this.session(id);
+    const shared = Object.fromEntries(SHARED.map((name) => [name, session[name]]));
+    return { format: "millrace.chat", version: 1, ...shared, turns: this.turns(id) };
+  }
+
+  /** Take in such a document; what is here and not there stays. */
+  takeDocument(id, { turns = [], ...shared }, changes = {}) {
+    const known = this.session(id);
+    const both = merged(this.turns(id), withParents(turns));
+    const told = known?.isChanged ? {} : pick(shared);
+    const leaf = (told.leaf ?? known?.leaf) || newestLeaf(both, both[0]);
+    // Who wrote it may have gone on there since: what the gateway holds has to be looked at.
+    this.putSession(id, { ...told, leaf, heldUntilMs: 0, ...changes });
+    this.putTurns(id, both);
+  }
+
+  /** The title and all that was said, to look in. */
+  words(id) {
+    const said = this.turns(id).map((turn) => `${turn.question}\n${answerOf(turn)}`);
+    return said.join("\n");
+  }
+
+  #all() {
+    return read(SESSIONS).sort((a, b) => b.usedMs - a.usedMs);
+  }
+
   /** Write, and make room by forgetting what was said in the oldest conversations. */
   #write(key, value, id) {
     const text = JSON.stringify(value);
-    const victims = this.sessions().filter((session) => session.id !== id);
+    const victims = this.#all().filter((session) => session.id !== id);
     for (;;) {
       try {
         localStorage.setItem(key, text);
@@ -81,6 +121,10 @@ export class Store {
       }
     }
   }
+}
+
+function pick(shared) {
+  return Object.fromEntries(SHARED.filter((name) => name in shared).map((name) => [name, shared[name]]));
 }
 
 function read(key) {

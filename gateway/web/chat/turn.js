@@ -1,21 +1,28 @@
 // A question and its answer, as they are shown.
 
-import { button, copyText, make } from "../dom.js";
+import { button, copyText, icon, make } from "../dom.js";
 import { AnswerView } from "./answer.js";
 import { factSpans } from "./facts.js";
 import { answerOf } from "./history.js";
 
 const TICK_MS = 250;
+const LONG_LINES = 14;
+const LONG_CHARACTERS = 1_200;
+const EARLIER = "M10 3.5 5.5 8l4.5 4.5";
+const LATER = "M6 3.5 10.5 8 6 12.5";
+const whole = new Intl.NumberFormat("en");
 
-/** `show` again after the turn has changed. Calls `onRetry(turn)` and `onEdit(turn, question)`. */
+/**
+ * `show` again after the turn has changed. Calls `onRetry(turn)`, `onEdit(turn, question)` and
+ * `onChoose(turn, step)` for another version; `waitsFor(turn)` is the model that no worker serves, or
+ * "".
+ */
 export class TurnView {
-  constructor(turn, { onRetry, onEdit, isMine }) {
-    this.turn = turn;
-    this.onRetry = onRetry;
-    this.onEdit = onEdit;
-    this.isMine = isMine;
+  constructor(turn, { onRetry, onEdit, onChoose, isMine, waitsFor }) {
+    Object.assign(this, { turn, onRetry, onEdit, onChoose, isMine, waitsFor });
     this.answer = new AnswerView();
-    this.asked = make("div", { class: "asked" }, turn.question);
+    this.asked = make("div", { class: "asked" }, ...this.questionNodes(turn.question));
+    this.versions = make("span", { class: "versions", hidden: true });
     this.question = make(
       "div",
       { class: "question" },
@@ -26,9 +33,12 @@ export class TurnView {
     this.trouble = make("div", { class: "trouble", role: "alert", hidden: true });
     this.figures = make("span", { class: "figures" });
     this.actions = make("span", { class: "actions" });
-    const facts = make("div", { class: "facts" }, this.figures, this.actions);
+    const deeds = make("span", { class: "deeds" }, this.versions, this.actions);
+    const facts = make("div", { class: "facts" }, this.figures, deeds);
     this.body = make("div", { class: "answer" }, this.answer.root, this.status, this.trouble, facts);
-    this.root = make("article", { class: "turn" }, this.question, this.body);
+    // A heading for who goes from one to the next by a screen reader.
+    const heading = make("h2", { class: "spoken" }, "Question");
+    this.root = make("article", { class: "turn" }, heading, this.question, this.body);
     this.show(turn);
   }
 
@@ -59,10 +69,59 @@ export class TurnView {
     const { facts } = this.turn;
     if (!this.isMine(this.turn)) return "Being answered in another tab";
     if (facts.isInterrupted) return "The connection is lost. The answer goes on when it is back";
-    if (facts.queued !== undefined) {
-      return facts.queued ? `Waiting, ${facts.queued} ahead` : "Next in line";
+    if (this.turn.parts.length > 0) return "";
+    const place = facts.queued ? `${whole.format(facts.queued)} ahead` : "";
+    const missing = this.waitsFor(this.turn);
+    if (missing) {
+      const also = place && ` (${place})`;
+      return `Waiting for a worker: none serves ${missing} now. The answer comes when one does${also}`;
     }
-    return "";
+    if (facts.queued === undefined) return "";
+    const inSeconds = facts.etaS > 0 ? `, in about ${whole.format(Math.ceil(facts.etaS))} s` : "";
+    return place ? `Waiting, ${place}${inSeconds}` : "Next in line";
+  }
+
+  /** A question that is long is shown in part until somebody wants it all. */
+  questionNodes(question) {
+    const numLines = question.split("\n").length;
+    if (numLines <= LONG_LINES && question.length <= LONG_CHARACTERS) return [question];
+    const words = make("div", { class: "folded" }, question);
+    const size = numLines > LONG_LINES ? `${whole.format(numLines)} lines` : `${whole.format(question.length)} characters`;
+    const toggle = button(`Show all ${size}`, () => {
+      const isFolded = words.classList.toggle("folded");
+      toggle.setAttribute("aria-expanded", String(!isFolded));
+      toggle.textContent = isFolded ? `Show all ${size}` : "Show less";
+    }, { class: "do", "aria-expanded": "false" });
+    return [words, toggle];
+  }
+
+  /** Which of the turn's versions this one is, with a way to the others. */
+  showVersions(versions) {
+    const place = versions.findIndex(({ id }) => id === this.turn.id);
+    const words = `${place + 1}/${versions.length}`;
+    this.versions.hidden = versions.length < 2;
+    if (this.versions.dataset.shown === words) return;
+    this.versions.dataset.shown = words;
+    const step = (label, drawing, by) => {
+      const isEnd = !versions[place + by];
+      const made = button("", () => this.onChoose(this.turn, by), { class: "do", "aria-label": label, disabled: isEnd });
+      made.append(icon(drawing));
+      return made;
+    };
+    const shown = make("span", { class: "spoken" }, `Version ${place + 1} of ${versions.length}`);
+    this.versions.replaceChildren(
+      step("Earlier version", EARLIER, -1),
+      make("span", { "aria-hidden": "true" }, words),
+      shown,
+      step("Later version", LATER, 1),
+    );
+  }
+
+  /** Have the focus where it was on the version before. */
+  focusVersions(step) {
+    const [earlier, later] = this.versions.querySelectorAll("button");
+    const [wanted, other] = step < 0 ? [earlier, later] : [later, earlier];
+    (wanted?.disabled ? other : wanted)?.focus();
   }
 
   showStatus(text) {

@@ -60,7 +60,7 @@ export class Chart {
     this.plot.addEventListener("keydown", (event) => this.#keyed(event));
     this.plot.addEventListener("blur", () => this.#point(OUTSIDE));
     new ResizeObserver(() => this.draw()).observe(this.plot);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.drawn?.redraw());
+    document.addEventListener("themechange", () => this.drawn?.redraw());
     this.#drawLegend();
   }
 

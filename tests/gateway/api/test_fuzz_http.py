@@ -29,7 +29,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.openapi.document import openapi_document
+from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.openai import ErrorBody
@@ -84,6 +86,7 @@ class Served:
         self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=[self._serve()])
         self.front: RunningGateway | None = None
+        self.with_key: dict[str, str] = {}  # headers, for what is not there without a key
 
     def start(self) -> None:
         self._thread.start()
@@ -110,6 +113,10 @@ class Served:
         return len(list(gateway.streams)) + len(gateway.responses.all())
 
     async def _serve(self) -> None:
+        link = RedisLink(self._redis)
+        _, key = await TenantStore(link).create_key("acme", 0)
+        await link.close()
+        self.with_key = {"authorization": f"Bearer {key}"}
         async with running_gateway(redis=self._redis) as self.front:
             await self.front.worker.bus.control.serve_telemetry(_rows)
             self._up.set()
@@ -154,9 +161,12 @@ def kept(served: Served) -> Iterator[dict[str, str]]:
         batch = http.post("/v1/batches", json=order).json()
         begun = {"items": [{"type": "message", "role": "user", "content": "hi"}]}
         conversation = http.post("/v1/conversations", json=begun).json()
+        chat = {"revision": 0, "title": "", "document": {}}
+        http.post("/v1/chats/kept", json=chat, headers=served.with_key)
         [item] = http.get(f"/v1/conversations/{conversation['id']}/items").json()["data"]
     yield {
         "session_id": "kept",
+        "chat_id": "kept",
         "response_id": response["id"],
         "file_id": file["id"],
         "batch_id": batch["id"],
@@ -211,6 +221,8 @@ def _keeps_word(case: Case[Any], served: Served, kept: dict[str, str]) -> None:
     if case.meta.generation.mode is GenerationMode.POSITIVE and _KEY in case.headers:
         # The generator repeats itself, and a key is for one request.
         case.headers[_KEY] = f"key-{next(_NUMBERS)}"
+    if case.path.startswith("/v1/chats"):
+        case.headers.update(served.with_key)
     case.call_and_validate(
         base_url=served.url,
         timeout=_ANSWER_TIMEOUT_S,

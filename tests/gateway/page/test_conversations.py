@@ -65,7 +65,7 @@ async def test_conversations_are_listed_renamed_and_deleted(
     await expect(entries).to_have_text(["stone", "water"])
     await entries.nth(1).click()
     await expect(said(page)).to_have_text("water")
-    more = page.get_by_role("button", name="Rename or delete water")
+    more = page.get_by_role("button", name="More for water")
     await more.focus()
     await more.click()
     await (
@@ -79,7 +79,7 @@ async def test_conversations_are_listed_renamed_and_deleted(
     assert await kept(front, page) != []
     url = page.url
     await entries.nth(1).hover()
-    await page.get_by_role("button", name="Rename or delete river").click()
+    await page.get_by_role("button", name="More for river").click()
     await page.locator(".opened").get_by_role("button", name="Delete", exact=True).click()
     await page.locator(".opened").get_by_role("button", name="Delete for good?").click()
     await expect(entries).to_have_text(["stone"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from playwright.async_api import Page, expect
 
 from tests.gateway.page.windows import (
@@ -47,6 +49,10 @@ async def test_markdown_is_shown_and_markup_is_not(front: RunningGateway, page: 
 
 async def test_hostile_markdown_is_shown_at_once(page: Page) -> None:
     marks = [
+        "\\(a ",
+        "\\[a\n",
+        "$a",
+        "$$a ",
         "*a ",
         "_a",
         "**a*",
@@ -62,7 +68,7 @@ async def test_hostile_markdown_is_shown_at_once(page: Page) -> None:
         "|",
         "<",
     ]
-    lines = ["- a\n  ", "|a|\n", "> - ", "```\n", "# \n", "https://a_", "a\n\n"]
+    lines = ["$$\n", "a\n\n$$", "- a\n  ", "|a|\n", "> - ", "```\n", "# \n", "https://a_", "a\n\n"]
     took_ms = await page.evaluate(
         """async (texts) => {
           const { Markdown } = await import("/static/chat/markdown.js");
@@ -86,6 +92,8 @@ async def test_marks_within_a_line(page: Page) -> None:
         "\\*a\\* **open *x": "*a* **open *x",
         "one  \ntwo\nthree": "one<br>\ntwo<br>\nthree",
         "&lt; <b>x</b>": "&amp;lt; &lt;b&gt;x&lt;/b&gt;",
+        "$5 and $10, US$3 or 4$ and 5$": "$5 and $10, US$3 or 4$ and 5$",
+        "a \\$5$ $ x$ $5-$10 $5 to y$": "a $5$ $ x$ $5-$10 $5 to y$",
         "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)": "[x]( JaVaScRiPt:a) [y](//e.com) [z](/r)",
     }
     shown = await page.evaluate(
@@ -122,3 +130,44 @@ async def test_markdown_is_the_same_however_it_streams(page: Page) -> None:
         text,
     )
     assert len(set(wholes)) == 1
+
+
+async def test_formulas_are_drawn(front: RunningGateway, page: Page) -> None:
+    """Also while they are written; what is broken, and sums of money, stay as they are."""
+    before = await page.evaluate("typeof katex")
+    front.worker.script = lambda _job: [
+        "The mean is \\(\\bar{x}_n*y*\\) and $a_1*b*$, for $5 and $10.\n\nAs in\n",
+        "$$\n\\frac{1}{n} \\sum_i x_i\n\n",
+        "\\[ E = mc^2 \\]\n\n- an item with $$\\alpha$$\n\n",
+        "Broken: $\\frac{1$ and \\(\\href{javascript:alert(1)}{x}\\).\n\n",
+        "`$code$` and\n\n```\n$$x$$\n```\n",
+    ]
+    await ask(page, "formulas")
+    answer = said(page)
+    drawn = answer.locator(".math .katex-mathml annotation")
+    await expect(drawn).to_have_text(
+        [r"\bar{x}_n*y*", "a_1*b*", "E = mc^2", r"\alpha", r"\href{javascript:alert(1)}{x}"]
+    )
+    assert before == "undefined"
+    await expect(answer.locator(".math.display")).to_have_count(2)
+    await expect(answer.locator("p").first).to_contain_text("for $5 and $10.")
+    await expect(answer.locator(".formula.open")).to_have_text("$$ \\frac{1}{n} \\sum_i x_i")
+    broken = answer.locator(".formula.broken")
+    await expect(broken).to_have_text(r"$\frac{1$")
+    await expect(broken).to_have_attribute("title", re.compile("expected"))
+    await expect(answer.locator("a[href], .math script")).to_have_count(0)
+    await expect(answer.locator("pre code")).to_have_text("$$x$$")
+    await expect(answer.locator("p code").last).to_have_text("$code$")
+    assert await page.evaluate("document.fonts.check('16px KaTeX_Main')")
+
+
+async def test_formulas_are_drawn_while_the_answer_streams(
+    front: RunningGateway, page: Page
+) -> None:
+    front.worker.script = lambda _job: ["So $x^2$ and \\(", "y", "\\) and", " $z$."]
+    front.worker.stop_before = 3
+    await page.locator("#prompt").fill("stream")
+    await page.keyboard.press("Enter")
+    await expect(said(page).locator(".math")).to_have_count(2)
+    await expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
+    await page.keyboard.press("Escape")

@@ -1,0 +1,73 @@
+// The choice of a model.
+
+import { byId } from "../dom.js";
+import { fetchWithKey } from "../key.js";
+
+const LAST = "millrace.model";
+const RETRY_MS = 2_000;
+
+/**
+ * `onLoad()` is called when the gateway has told its models, `onRefused(message)` when it wants
+ * another key, `onChange()` when somebody has chosen. It asks again while `isWanted()`.
+ */
+export class Models {
+  constructor({ onLoad, onRefused, onChange, isWanted }) {
+    Object.assign(this, { onLoad, onRefused, isWanted });
+    this.select = byId("model");
+    this.cards = [];
+    this.select.addEventListener("change", () => {
+      localStorage.setItem(LAST, this.select.value);
+      onChange();
+    });
+  }
+
+  get isReady() {
+    return !this.select.disabled;
+  }
+
+  get name() {
+    return this.select.value;
+  }
+
+  get card() {
+    return this.cardOf(this.name);
+  }
+
+  /** The model's, or that of the model whose adapter it is. */
+  cardOf(name) {
+    return this.cards.find(({ id, adapters = [] }) => id === name || adapters.includes(name));
+  }
+
+  /** Choose it, if there is one. */
+  choose(name) {
+    if (this.cards.some(({ id }) => id === name)) this.select.value = name;
+  }
+
+  forget() {
+    this.select.disabled = true;
+  }
+
+  async load(lastUsed) {
+    const answer = await fetchWithKey("/v1/models").catch(() => null);
+    if (answer?.status === 401 || answer?.status === 403) {
+      const { error } = await answer.json();
+      this.onRefused(error.message);
+      return;
+    }
+    if (!answer?.ok) {
+      setTimeout(() => this.isWanted() && this.load(lastUsed), RETRY_MS);
+      return;
+    }
+    const { data } = await answer.json();
+    this.cards = data;
+    const options = data.map(({ id, description }) => {
+      const option = new Option(id, id);
+      option.title = description ?? "";
+      return option;
+    });
+    this.select.replaceChildren(...options);
+    this.choose(lastUsed || localStorage.getItem(LAST));
+    this.select.disabled = data.length === 0;
+    this.onLoad();
+  }
+}

@@ -1,0 +1,50 @@
+// The turns of a conversation are a tree: each has the id of its `parent`, the turn that it follows
+// (null: it is a first one). Turns with one parent are versions of one another.
+
+/** The turns from a first one to the one with the id `leaf`. */
+export function pathTo(turns, leaf) {
+  const byId = new Map(turns.map((turn) => [turn.id, turn]));
+  const path = [];
+  // Each counts once: what was imported may run in a circle.
+  for (let turn = byId.get(leaf); turn; turn = byId.get(turn.parent)) {
+    path.unshift(turn);
+    byId.delete(turn.id);
+  }
+  return path;
+}
+
+/** The versions of a turn, it among them, the oldest first. */
+export function versionsOf(turns, { parent }) {
+  return turns.filter((turn) => turn.parent === parent);
+}
+
+/** The id of the turn at the end of what was last said after `turn`. */
+export function newestLeaf(turns, turn) {
+  let leaf = turn;
+  const seen = new Set();
+  while (leaf && !seen.has(leaf.id)) {
+    seen.add(leaf.id);
+    const { id } = leaf;
+    const next = turns.findLast(({ parent }) => parent === id);
+    if (!next) break;
+    leaf = next;
+  }
+  return leaf?.id ?? null;
+}
+
+/** Turns of a page that knew no versions follow one another. */
+export function withParents(turns) {
+  return turns.map((turn, place) =>
+    turn.parent === undefined ? { ...turn, parent: turns[place - 1]?.id ?? null } : turn,
+  );
+}
+
+/** Both trees in one. Of a turn that is in both the one counts that was written last. */
+export function merged(ours, theirs) {
+  const byId = new Map(ours.map((turn) => [turn.id, turn]));
+  for (const turn of theirs) {
+    const own = byId.get(turn.id);
+    if (!own || (turn.savedMs ?? 0) > (own.savedMs ?? 0)) byId.set(turn.id, turn);
+  }
+  return [...byId.values()].sort((a, b) => (a.askedMs ?? 0) - (b.askedMs ?? 0));
+}

@@ -1,0 +1,55 @@
+"""Chats: conversations as a front end shows them, with every version of a turn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_TITLE_CHARACTERS = 200
+
+
+class ChatUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chats/{id}``: what takes the place of ``revision``, or is new (0).
+
+    ``document`` is a JSON object of the front end's own.
+    """
+
+    revision: int
+    title: str
+    document: msgspec.Raw
+
+
+class ChatInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat without its document. ``revision`` grows with each change, ``updated_at`` is the UTC
+    epoch of the last one, in seconds."""
+
+    id: str
+    title: str
+    revision: int
+    updated_at: int
+    object: Literal["chat"] = "chat"
+
+
+class Chat(ChatInfo, frozen=True, kw_only=True):
+    """A chat with its document."""
+
+    document: msgspec.Raw
+
+
+class ChatList(msgspec.Struct, frozen=True, kw_only=True):
+    """Chats, the last changed first."""
+
+    data: tuple[ChatInfo, ...]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+    object: Literal["list"] = "list"
+
+
+class ChatDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a deletion."""
+
+    id: str
+    object: Literal["chat.deleted"] = "chat.deleted"
+    deleted: bool = True
