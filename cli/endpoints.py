@@ -35,6 +35,13 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __repr__(self) -> str:
         return shown(self)
 
+    def shown(self) -> dict[str, str]:
+        """The addresses by their names, without passwords."""
+        return {
+            name: without_user(address) if "://" in address else address
+            for name, address in msgspec.structs.asdict(self).items()
+        }
+
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
     """Declare ``--data``."""

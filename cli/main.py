@@ -6,7 +6,10 @@ import argparse
 import importlib
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
 from schemas.errors import MillraceError
 
@@ -14,6 +17,10 @@ from schemas.errors import MillraceError
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = (
     "cli.local.up",
+    "cli.operate.status",
+    "cli.operate.logs",
+    "cli.operate.down",
+    "cli.operate.models",
     "cli.requests.publish",
     "cli.requests.result",
     "cli.offline.generate",
@@ -33,10 +40,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="millrace", description="Event-driven LLM serving on a message bus."
     )
+    parser.add_argument("--version", action="version", version=f"millrace {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name in _COMMANDS:
         importlib.import_module(name).add_parser(subparsers)
     return parser
+
+
+def version() -> str:
+    """Of the installed package; of a checkout that nobody installed, what its pyproject.toml
+    says."""
+    try:
+        return metadata.version("millrace")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        told = tomllib.loads(project.read_text(encoding="utf-8")) if project.is_file() else {}
+        return str(told.get("project", {}).get("version", "unknown"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,8 @@ import msgspec
 from bus.memory import MemoryBroker, MemoryBus
 from registry.pricing import UNPRICED
 from runtime.virtual_time import VirtualClock, run_virtual
-from scheduler.scheduler import ModelCatalogue, Scheduler
+from scheduler.intake.served_models import ModelCatalogue
+from scheduler.scheduler import Scheduler
 from schemas.jobs import Job
 from simulation.client import Clients
 from simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from bus.api import Bus
 from bus.transport import Subscription
-from registry.catalogue import load_catalogue
+from registry.catalogue import Catalogue, load_catalogue
+from registry.catalogue_watch import CatalogueWatch
 from runtime.clock import Clock
 from runtime.tasks import Tasks
 from schemas.config import Config
@@ -33,7 +34,12 @@ _FLUSH_TIMEOUT_S = 3.0
 class TelemetryService:
     """Owns the store from ``open`` to ``close``; ``run`` moves records until ``stop``."""
 
-    def __init__(self, config: Config, store: Store, clock: Clock) -> None:
+    def __init__(
+        self, config: Config, store: Store, clock: Clock, catalogue: Catalogue | None = None
+    ) -> None:
+        """``catalogue`` is the one whose prices are noted already."""
+        known = catalogue or Catalogue({})
+        self._catalogue = CatalogueWatch(config.catalogue, known, clock, self._on_catalogue)
         self._config = config
         self._clock = clock
         self._stop = asyncio.Event()
@@ -63,13 +69,13 @@ class TelemetryService:
         store = await Store.open(config.clickhouse)
         try:
             applied = await migrate(store)
-            await _note_prices(config, store, clock)
+            catalogue = await _note_prices(config, store, clock)
         except BaseException:
             await store.close()
             raise
         if applied:
             logger.info("migrated the database", extra={"migrations": applied})
-        return cls(config, store, clock)
+        return cls(config, store, clock, catalogue)
 
     def serve_http(self) -> HttpServer | None:
         """The HTTP interface over an embedded store; a server has its own. Raises ConfigError."""
@@ -99,6 +105,7 @@ class TelemetryService:
 
         try:
             self.stores.watch.start()
+            self._catalogue.start()
             serve, watch = bus.control.serve_telemetry, bus.workers.watch
             parts = [
                 start("bridge", bridge.run),
@@ -129,8 +136,12 @@ class TelemetryService:
                 # Cancelled once: a second time would break off letting go.
                 await asyncio.wait(late)
         finally:
+            await self._catalogue.close()
             await tasks.close()
             await self.stores.watch.close()
+
+    async def _on_catalogue(self, catalogue: Catalogue, _changed: frozenset[str]) -> None:
+        await record_prices(self.store, catalogue, self._clock)
 
     async def close(self) -> None:
         """Let go of the store."""
@@ -145,11 +156,13 @@ class TelemetryService:
             await subscription.close()
 
 
-async def _note_prices(config: Config, store: Store, clock: Clock) -> None:
-    """Requests are stored with what they cost, whether or not this process knows the prices."""
+async def _note_prices(config: Config, store: Store, clock: Clock) -> Catalogue | None:
+    """The catalogue whose prices were noted; None if it cannot be read. Requests are stored with
+    what they cost, whether or not this process knows the prices."""
     try:
         catalogue = load_catalogue(config.catalogue)
     except ConfigError as error:
         logger.warning("the catalogue's prices are not known here", extra={"reason": error.message})
-        return
+        return None
     await record_prices(store, catalogue, clock)
+    return catalogue

@@ -89,7 +89,7 @@ def _tells(system: System, query: str, rows: list[dict[str, Any]]) -> bool:
 
 
 async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_path: Path) -> None:
-    arguments = ("--port", "18500", "--engine", "simulated")
+    arguments = ("--port", "0", "--engine", "simulated")
     systems = [System(tmp_path / name, arguments) for name in ("one", "other")]
     try:
         await asyncio.gather(*(asyncio.to_thread(system.start) for system in systems))

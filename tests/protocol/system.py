@@ -18,7 +18,8 @@ from bus.memory import MemoryBroker
 from registry.served import ServedModel
 from runtime.clock import Clock
 from runtime.virtual_time import VirtualClock, VirtualTimeLoop
-from scheduler.scheduler import ModelCatalogue, Scheduler
+from scheduler.intake.served_models import ModelCatalogue
+from scheduler.scheduler import Scheduler
 from schemas.config import (
     EngineConfig,
     NatsConfig,

@@ -17,7 +17,8 @@ import pytest
 from bus.api import Bus
 from bus.nats import connect
 from runtime.clock import SystemClock
-from scheduler.scheduler import ModelCatalogue, Scheduler
+from scheduler.intake.served_models import ModelCatalogue
+from scheduler.scheduler import Scheduler
 from schemas.config import NatsConfig
 from schemas.frames import Failed
 from tests.scheduler.scripted_worker import ScriptedWorker

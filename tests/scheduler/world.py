@@ -15,7 +15,8 @@ from bus.running_requests import RunningRequest
 from registry.pricing import UNPRICED
 from registry.routing.router import Router
 from scheduler.intake.model_cache import Preparer
-from scheduler.scheduler import ModelCatalogue, Scheduler
+from scheduler.intake.served_models import ModelCatalogue
+from scheduler.scheduler import Scheduler
 from schemas.config import NatsConfig, SchedulerConfig
 from schemas.control import QueueStatus
 from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
