@@ -43,7 +43,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         }
 
 
-def add_data_argument(parser: argparse.ArgumentParser) -> None:
+def add_data_argument(parser: argparse._ActionsContainer) -> None:
     """Declare ``--data``."""
     parser.add_argument(
         "--data",

@@ -11,39 +11,52 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from cli.help import Parser
 from schemas.errors import MillraceError
 
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
-_COMMANDS = (
-    "cli.local.up",
-    "cli.operate.status",
-    "cli.operate.logs",
-    "cli.operate.down",
-    "cli.operate.models",
-    "cli.requests.publish",
-    "cli.requests.result",
-    "cli.offline.generate",
-    "cli.offline.embed",
-    "cli.bench.arguments",
-    "cli.simulate.arguments",
-    "cli.keys.command",
-    "cli.analytics.sql",
-    "cli.analytics.usage",
-    "cli.top.command",
-    "cli.analytics.migrate",
-)
+_COMMANDS = {
+    "run a system": {
+        "up": "cli.local.up",
+        "status": "cli.operate.status",
+        "logs": "cli.operate.logs",
+        "down": "cli.operate.down",
+        "models": "cli.operate.models",
+        "keys": "cli.keys.command",
+        "top": "cli.top.command",
+    },
+    "send it work": {
+        "publish": "cli.requests.publish",
+        "result": "cli.requests.result",
+    },
+    "ask what happened": {
+        "sql": "cli.analytics.sql",
+        "usage": "cli.analytics.usage",
+        "migrate": "cli.analytics.migrate",
+    },
+    "work without a system": {
+        "generate": "cli.offline.generate",
+        "embed": "cli.offline.embed",
+    },
+    "measure and plan": {
+        "bench": "cli.bench.arguments",
+        "simulate": "cli.simulate.arguments",
+    },
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="millrace", description="Event-driven LLM serving on a message bus."
+    groups = {name: heading for heading, commands in _COMMANDS.items() for name in commands}
+    parser = Parser(
+        prog="millrace", description="Event-driven LLM serving on a message bus.", groups=groups
     )
     parser.add_argument("--version", action="version", version=f"millrace {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name in _COMMANDS:
-        importlib.import_module(name).add_parser(subparsers)
+    for commands in _COMMANDS.values():
+        for module in commands.values():
+            importlib.import_module(module).add_parser(subparsers)
     return parser
 
 

@@ -76,23 +76,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits", "a number, none, or default: what the tier says")
     for name in _COUNTS:
-        parser.add_argument(
+        group.add_argument(
             f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
         )
-    parser.add_argument(
-        "--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount")
-    )
+    group.add_argument("--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount"))
 
 
 def _add_common(
     parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
 ) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    where = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("where")
+    where = group.add_mutually_exclusive_group()
     where.add_argument("--redis", metavar="URL", help="the server to use instead")
     where.add_argument("--config", metavar="FILE", help="the configuration that names the server")
-    add_data_argument(parser)
+    add_data_argument(group)
     parser.set_defaults(handler=action)
 
 

@@ -44,16 +44,33 @@ _OWN_ADDRESSES = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace up``."""
-    parser = subparsers.add_parser("up", help="run everything on this machine", description=__doc__)
-    parser.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
-    parser.add_argument(
+    parser = subparsers.add_parser(
+        "up",
+        help="run everything on this machine",
+        description="Run all of Millrace on this machine, from packages alone: gateways, "
+        "schedulers, workers, telemetry and the servers that they need. It stays until Ctrl-C, "
+        "SIGTERM or millrace down; what it was given is kept in DIR.",
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
+    where.add_argument(
         "--port",
         type=int,
         help="port of the gateway, which must be free; 0: any that is (default: 8000, or the next "
         "free one)",
     )
-    add_data_argument(parser)
-    parser.add_argument(
+    add_data_argument(where)
+    _add_models(parser.add_argument_group("models"))
+    _add_engine(parser.add_argument_group("engines of others"))
+    _add_size(parser.add_argument_group("size"))
+    settings = parser.add_argument_group("settings")
+    settings.add_argument("--config", help="a YAML or TOML file of settings for all parts")
+    settings.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(handler=run)
+
+
+def _add_models(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--model",
         action="extend",
         nargs="+",
@@ -61,39 +78,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a model of the catalogue, a folder in Hugging Face layout or a GGUF file "
         "(default: demo)",
     )
-    parser.add_argument(
-        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
-    )
-    parser.add_argument(
-        "--autoscale",
-        metavar="MIN:MAX",
-        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
-    )
-    parser.add_argument(
+    group.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
+    group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
         help="what runs the models: Millrace's own engine (real), nothing that computes "
         "(simulated), or a server of another engine, which is started here (default: real)",
     )
-    parser.add_argument(
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--engine-url", metavar="URL", help="a server of that engine that runs already"
     )
-    parser.add_argument(
+    group.add_argument(
         "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--engine-arguments",
         metavar="TEXT",
         help='more of its command line, such as "--tensor-parallel-size 4"',
     )
-    parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
-    parser.add_argument(
+
+
+def _add_size(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
+    )
+    group.add_argument(
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
+    )
+    group.add_argument(
+        "--gateways", type=int, default=1, help="gateways that share the port (default: 1)"
+    )
+    group.add_argument(
         "--schedulers", type=int, default=1, help="schedulers that share the work (default: 1)"
     )
-    parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
-    parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
