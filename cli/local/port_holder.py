@@ -17,13 +17,19 @@ def holder_of(port: int) -> str | None:
         return None
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for process in Path("/proc").iterdir():
-        # Processes end while we look, and those of others show nothing.
-        if process.name.isdecimal():
-            with contextlib.suppress(OSError):
-                links = {str(file.readlink()) for file in (process / "fd").iterdir()}
-                if links & wanted:
-                    return f"pid {process.name}, {_command_line(process)}"
+        if process.name.isdecimal() and _has_open(process, wanted):
+            return f"pid {process.name}, {_command_line(process)}"
     return None
+
+
+def _has_open(process: Path, wanted: set[str]) -> bool:
+    # Processes end and files close while we look, and those of others show nothing.
+    with contextlib.suppress(OSError):
+        for file in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(file.readlink()) in wanted:
+                    return True
+    return False
 
 
 def _listening(table: str, port: int) -> list[str]:
@@ -38,6 +44,8 @@ def _listening(table: str, port: int) -> list[str]:
 
 
 def _command_line(process: Path) -> str:
-    words = (process / "cmdline").read_bytes().split(b"\0")
+    words: list[bytes] = []
+    with contextlib.suppress(OSError):
+        words = (process / "cmdline").read_bytes().split(b"\0")
     shown = " ".join(word.decode(errors="replace") for word in words).strip()
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 1]}…"
