@@ -11,37 +11,37 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from cli.help import Parser
-from schemas.errors import MillraceError
+from millrace.cli.help import Parser
+from millrace.schemas.errors import MillraceError
 
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = {
     "run a system": {
-        "up": "cli.local.up",
-        "status": "cli.operate.status",
-        "logs": "cli.operate.logs",
-        "down": "cli.operate.down",
-        "models": "cli.operate.models",
-        "keys": "cli.keys.command",
-        "top": "cli.top.command",
+        "up": "millrace.cli.local.up",
+        "status": "millrace.cli.operate.status",
+        "logs": "millrace.cli.operate.logs",
+        "down": "millrace.cli.operate.down",
+        "models": "millrace.cli.operate.models",
+        "keys": "millrace.cli.keys.command",
+        "top": "millrace.cli.top.command",
     },
     "send it work": {
-        "publish": "cli.requests.publish",
-        "result": "cli.requests.result",
+        "publish": "millrace.cli.requests.publish",
+        "result": "millrace.cli.requests.result",
     },
     "ask what happened": {
-        "sql": "cli.analytics.sql",
-        "usage": "cli.analytics.usage",
-        "migrate": "cli.analytics.migrate",
+        "sql": "millrace.cli.analytics.sql",
+        "usage": "millrace.cli.analytics.usage",
+        "migrate": "millrace.cli.analytics.migrate",
     },
     "work without a system": {
-        "generate": "cli.offline.generate",
-        "embed": "cli.offline.embed",
+        "generate": "millrace.cli.offline.generate",
+        "embed": "millrace.cli.offline.embed",
     },
     "measure and plan": {
-        "bench": "cli.bench.arguments",
-        "simulate": "cli.simulate.arguments",
+        "bench": "millrace.cli.bench.arguments",
+        "simulate": "millrace.cli.simulate.arguments",
     },
 }
 

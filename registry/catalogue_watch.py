@@ -7,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from registry.catalogue import Catalogue, load_catalogue
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.errors import ConfigError
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import ConfigError
 
 # How long a change may go unseen.
 _LOOK_EVERY_S = 1.0

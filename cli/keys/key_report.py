@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from runtime.text_table import text_table
-from schemas.jobs import Tier
-from schemas.tenants import (
+from millrace.runtime.text_table import text_table
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import (
     KeyRecord,
     LimitSet,
     TenantRecord,

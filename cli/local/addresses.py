@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from schemas.config import GatewayConfig
+from millrace.schemas.config import GatewayConfig
 
 LOOPBACK = "127.0.0.1"
 

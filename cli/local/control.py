@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.tasks import Tasks
-from schemas.engines import EngineKind
-from schemas.errors import MillraceError
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import MillraceError
 
 SOCKET_FILE = "control.sock"
 _MOST_BYTES = 1 << 20

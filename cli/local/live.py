@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from bus.api import Bus
-from cli.endpoints import Endpoints
-from cli.local.control import (
+from millrace.bus.api import Bus
+from millrace.cli.endpoints import Endpoints
+from millrace.cli.local.control import (
     AddModelRequest,
     ControlError,
     Done,
@@ -22,14 +22,14 @@ from cli.local.control import (
     StatusRequest,
     SystemReport,
 )
-from cli.local.model_changes import ModelChanges, Models
-from cli.local.models import KNOWN_FILE
-from cli.local.probe import probe_pooling, serve_one
-from cli.local.report import health_at, part_reports
-from cli.local.scrape_targets import ScrapeTargets
-from cli.local.supervisor import Supervisor
-from cli.local.worker_pool import WorkerPool
-from schemas.config import Config
+from millrace.cli.local.model_changes import ModelChanges, Models
+from millrace.cli.local.models import KNOWN_FILE
+from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.report import health_at, part_reports
+from millrace.cli.local.scrape_targets import ScrapeTargets
+from millrace.cli.local.supervisor import Supervisor
+from millrace.cli.local.worker_pool import WorkerPool
+from millrace.schemas.config import Config
 
 # A catalogue is read again once a second.
 _HEARD_WITHIN_S = 15.0

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from runtime.logs import JsonFormatter
+from millrace.runtime.logs import JsonFormatter
 
 UP_LOG = "up.log"
 # Of each part there are two files of this size at most, the older one with OLDER behind its name.
@@ -45,7 +45,9 @@ class UpLog:
 
     def note(self, text: str) -> None:
         """Only in the log."""
-        record = logging.LogRecord("cli.local.up", logging.INFO, __file__, 0, text, None, None)
+        record = logging.LogRecord(
+            "millrace.cli.local.up", logging.INFO, __file__, 0, text, None, None
+        )
         self._handler.handle(record)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 _GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")

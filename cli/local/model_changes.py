@@ -11,20 +11,20 @@ from typing import Protocol
 
 import msgspec
 
-from cli.local.control import AddModelRequest, ControlError, Done, ModelReport
-from cli.local.machine_memory import check_memory
-from cli.local.models import (
+from millrace.cli.local.control import AddModelRequest, ControlError, Done, ModelReport
+from millrace.cli.local.machine_memory import check_memory
+from millrace.cli.local.models import (
     KNOWN_FILE,
     SERVED_FILE,
     AddedModel,
     SavedModels,
     write_saved,
 )
-from cli.local.supervisor import StartError
-from registry.catalogue import Catalogue, CatalogueEngine, ModelEntry, checked_name
-from registry.served import ServedModel
-from registry.source import resolve
-from schemas.engines import EngineKind
+from millrace.cli.local.supervisor import StartError
+from millrace.registry.catalogue import Catalogue, CatalogueEngine, ModelEntry, checked_name
+from millrace.registry.served import ServedModel
+from millrace.registry.source import resolve
+from millrace.schemas.engines import EngineKind
 
 Say = Callable[[str], None]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from cli.local.private_files import write_private
-from registry.catalogue import CatalogueEngine, ModelEntry, load_catalogue
-from registry.served import outline_of
-from registry.source import resolve
-from schemas.errors import ConfigError, MillraceError
+from millrace.cli.local.private_files import write_private
+from millrace.registry.catalogue import CatalogueEngine, ModelEntry, load_catalogue
+from millrace.registry.served import outline_of
+from millrace.registry.source import resolve
+from millrace.schemas.errors import ConfigError, MillraceError
 
 # What gateways offer, and what schedulers and workers know: a model that is being added or removed
 # is in the second one only.

@@ -6,8 +6,8 @@ import random
 import socket
 from dataclasses import dataclass, field
 
-from cli.local.port_holder import holder_of
-from schemas.errors import ConfigError
+from millrace.cli.local.port_holder import holder_of
+from millrace.schemas.errors import ConfigError
 
 _TRIES = 200
 _PORTS = 65_536

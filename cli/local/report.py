@@ -9,9 +9,9 @@ import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
-from cli.local.control import PartReport
-from cli.local.supervisor import PartView, how_it_ended
-from schemas.control import WorkerStatus
+from millrace.cli.local.control import PartReport
+from millrace.cli.local.supervisor import PartView, how_it_ended
+from millrace.schemas.control import WorkerStatus
 
 _ANSWERS_WITHIN_S = 2.0
 _SILENT = "does not answer"

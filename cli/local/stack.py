@@ -12,24 +12,29 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
-from bus import nats as nats_bus
-from cli.endpoints import CONFIG_FILE, Endpoints
-from cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
-from cli.local.live import LiveSystem, SystemState
-from cli.local.model_changes import Models
-from cli.local.models import KNOWN_FILE
-from cli.local.ports import PortPicker
-from cli.local.private_files import credentials_of, make_private, write_private
-from cli.local.probe import probe_pooling, serve_one
-from cli.local.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
-from cli.local.server_files import nats_config, redis_config
-from cli.local.store_recovery import StoreRecovery, with_folders
-from cli.local.supervisor import Process, StartError, Supervisor, python
-from cli.local.worker_pool import WorkerPool
-from runtime.binaries import nats_server_path, redis_server_path
-from runtime.clock import SystemClock
-from runtime.tasks import first_error
-from schemas.config import Config, RedisConfig
+from millrace.bus import nats as nats_bus
+from millrace.cli.endpoints import CONFIG_FILE, Endpoints
+from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
+from millrace.cli.local.live import LiveSystem, SystemState
+from millrace.cli.local.model_changes import Models
+from millrace.cli.local.models import KNOWN_FILE
+from millrace.cli.local.ports import PortPicker
+from millrace.cli.local.private_files import credentials_of, make_private, write_private
+from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.scrape_targets import (
+    FILE_NAME,
+    ScrapeTargets,
+    TargetedProcesses,
+    metrics_env,
+)
+from millrace.cli.local.server_files import nats_config, redis_config
+from millrace.cli.local.store_recovery import StoreRecovery, with_folders
+from millrace.cli.local.supervisor import Process, StartError, Supervisor, python
+from millrace.cli.local.worker_pool import WorkerPool
+from millrace.runtime.binaries import nats_server_path, redis_server_path
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.tasks import first_error
+from millrace.schemas.config import Config, RedisConfig
 
 # For others on this machine that may read our files: addresses with passwords in them.
 NATS_URL_FILE = "nats.url"
@@ -253,7 +258,7 @@ class Stack:
         await self.supervisor.start(
             Process(
                 name="kafka",
-                command=python("telemetry.kafka.embedded", "--write-bootstrap", str(file)),
+                command=python("millrace.telemetry.kafka.embedded", "--write-bootstrap", str(file)),
                 ready=ready,
                 before_start=lambda: file.unlink(missing_ok=True),
                 on_restart=follow,

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from cli.endpoints import add_data_argument, read_endpoints
-from cli.local.private_files import make_private
-from cli.local.worker_bounds import parse_bounds
-from cli.running import PID_FILE, lasting, own_line, supervising
-from registry.catalogue import CatalogueEngine
-from runtime.metrics_server import check_exposure
-from runtime.settings import PREFIX, load_config, names_setting
-from schemas.config import GatewayConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
+from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.cli.local.private_files import make_private
+from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.cli.running import PID_FILE, lasting, own_line, supervising
+from millrace.registry.catalogue import CatalogueEngine
+from millrace.runtime.metrics_server import check_exposure
+from millrace.runtime.settings import PREFIX, load_config, names_setting
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from cli.endpoints import Endpoints
-    from cli.local.stack import Plan
-    from schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
+    from millrace.cli.endpoints import Endpoints
+    from millrace.cli.local.stack import Plan
+    from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -147,10 +147,10 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
 
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
-    from cli.local import models as local_models
-    from cli.local.model_changes import Models
-    from cli.local.stack import Plan
-    from registry.catalogue import load_catalogue
+    from millrace.cli.local import models as local_models
+    from millrace.cli.local.model_changes import Models
+    from millrace.cli.local.stack import Plan
+    from millrace.registry.catalogue import load_catalogue
 
     config = _settings(arguments)
     saved = local_models.read_saved(data)
@@ -188,7 +188,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
         if name in os.environ:
             raise ConfigError(
                 f"{name} is set, but millrace up starts servers of its own. Unset it, or run the "
-                "parts with python -m gateway, scheduler, workers and telemetry."
+                "parts with python -m millrace.gateway, scheduler, workers and telemetry."
             )
     config = load_config(arguments.config, os.environ)
     check_exposure(config.metrics)
@@ -275,12 +275,12 @@ def _num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
 
 
 async def _run(plan: Plan) -> int:
-    from cli.local.control import ControlServer
-    from cli.local.log_files import CHECK_EVERY_S, UpLog, bound_logs
-    from cli.local.stack import Stack
-    from cli.local.supervisor import StartError, Supervisor
-    from runtime.clock import SystemClock
-    from runtime.tasks import Tasks
+    from millrace.cli.local.control import ControlServer
+    from millrace.cli.local.log_files import CHECK_EVERY_S, UpLog, bound_logs
+    from millrace.cli.local.stack import Stack
+    from millrace.cli.local.supervisor import StartError, Supervisor
+    from millrace.runtime.clock import SystemClock
+    from millrace.runtime.tasks import Tasks
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -328,9 +328,9 @@ async def _run(plan: Plan) -> int:
 
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
-    from cli.local.scrape_targets import FILE_NAME
-    from cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
-    from gateway.tenancy.identity import demands_keys
+    from millrace.cli.local.scrape_targets import FILE_NAME
+    from millrace.cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
+    from millrace.gateway.tenancy.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
     body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'

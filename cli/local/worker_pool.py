@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from bus.api import Bus
-from cli.local.autoscale import WorkerScaler
-from cli.local.scrape_targets import TargetedProcesses
-from cli.local.supervisor import Process, StartError
-from runtime.clock import SystemClock
-from schemas.control import WorkerStatus
+from millrace.bus.api import Bus
+from millrace.cli.local.autoscale import WorkerScaler
+from millrace.cli.local.scrape_targets import TargetedProcesses
+from millrace.cli.local.supervisor import Process, StartError
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.control import WorkerStatus
 
 NewWorker = Callable[[str, str], Process]
 

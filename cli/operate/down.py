@@ -6,11 +6,11 @@ import argparse
 import time
 from pathlib import Path
 
-from cli.endpoints import add_data_argument
-from cli.load_arguments import seconds
-from cli.operate.status import nothing_runs
-from cli.running import lasting, supervising
-from schemas.errors import MillraceError
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.load_arguments import seconds
+from millrace.cli.operate.status import nothing_runs
+from millrace.cli.running import lasting, supervising
+from millrace.schemas.errors import MillraceError
 
 _STOPPED, _STILL_RUNS = 0, 1
 

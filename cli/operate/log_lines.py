@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from cli.local.log_files import OLDER
+from millrace.cli.local.log_files import OLDER
 
 _BLOCK_BYTES = 1 << 16
 _NATS = re.compile(rb"\[\d+\] (\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d+) ")

@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument
-from cli.load_arguments import seconds
-from cli.running import supervising
-from schemas.errors import ConfigError, MillraceError, ParameterError
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.load_arguments import seconds
+from millrace.cli.running import supervising
+from millrace.schemas.errors import ConfigError, MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from cli.operate.log_lines import LogLine
+    from millrace.cli.operate.log_lines import LogLine
 
 _USUAL_LINES = 100
 _LOOK_EVERY_S = 0.2
@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0. Raises MillraceError if there are no logs, or none of such a part."""
-    from cli.operate.log_lines import Follower, last_lines, merged
+    from millrace.cli.operate.log_lines import Follower, last_lines, merged
 
     since_s = _since_s(arguments.since)
     count = arguments.lines
@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(lines: Iterable[LogLine], files: Iterable[Path], is_raw: bool) -> None:
-    from cli.operate.log_lines import readable
-    from runtime.text_table import one_line
+    from millrace.cli.operate.log_lines import readable
+    from millrace.runtime.text_table import one_line
 
     width = max(len(file.stem) for file in files)
     for line in lines:

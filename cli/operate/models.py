@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument
-from cli.operate.status import nothing_runs
-from cli.running import supervising
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.operate.status import nothing_runs
+from millrace.cli.running import supervising
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cli.local.control import Done, Request, SystemReport
+    from millrace.cli.local.control import Done, Request, SystemReport
 
 _ANSWERS_WITHIN_S = 10.0
 
@@ -79,8 +79,8 @@ def _add_common(
 def _list(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from cli.local.control import StatusRequest, SystemReport
-    from runtime.text_table import text_table
+    from millrace.cli.local.control import StatusRequest, SystemReport
+    from millrace.runtime.text_table import text_table
 
     report = _ask(arguments.data, StatusRequest(), _ANSWERS_WITHIN_S)
     assert isinstance(report, SystemReport)
@@ -100,7 +100,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _add(arguments: argparse.Namespace) -> int:
-    from cli.local.control import AddModelRequest
+    from millrace.cli.local.control import AddModelRequest
 
     given = (arguments.engine_url, arguments.engine_command, arguments.engine_arguments)
     if any(given) and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
@@ -125,13 +125,13 @@ def _add(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    from cli.local.control import RemoveModelRequest
+    from millrace.cli.local.control import RemoveModelRequest
 
     return _change(arguments.data, RemoveModelRequest(arguments.name))
 
 
 def _change(data: Path, request: Request) -> int:
-    from cli.local.control import Done
+    from millrace.cli.local.control import Done
 
     done = _ask(data, request, None)  # weights may take minutes to load
     assert isinstance(done, Done)
@@ -141,7 +141,7 @@ def _change(data: Path, request: Request) -> int:
 
 def _ask(data: Path, request: Request, timeout_s: float | None) -> SystemReport | Done:
     """Raises ConfigError if nothing runs there, and what ``ask`` does."""
-    from cli.local.control import ask
+    from millrace.cli.local.control import ask
 
     if supervising(data) is None:
         raise ConfigError(nothing_runs(data))

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cli.endpoints import add_data_argument
-from cli.running import lasting, supervising
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.running import lasting, supervising
 
 WELL, UNWELL, NOT_RUNNING = 0, 1, 3
 _ANSWERS_WITHIN_S = 10.0
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """WELL, UNWELL or NOT_RUNNING. Raises ControlError if the system does not answer."""
     import msgspec
 
-    from cli.local.control import StatusRequest, SystemReport, ask
+    from millrace.cli.local.control import StatusRequest, SystemReport, ask
 
     data: Path = arguments.data
     running = supervising(data)
@@ -64,7 +64,7 @@ def nothing_runs(data: Path) -> str:
 
 
 def _as_text(data: Path, report: object) -> str:
-    from cli.local.control import SystemReport
+    from millrace.cli.local.control import SystemReport
 
     assert isinstance(report, SystemReport)
     well = "" if report.is_well or report.state != "running" else ", not all of it well"
@@ -101,7 +101,7 @@ def _as_text(data: Path, report: object) -> str:
 
 
 def _count_requests(report: object) -> Callable[[str], int]:
-    from cli.local.control import SystemReport
+    from millrace.cli.local.control import SystemReport
 
     assert isinstance(report, SystemReport)
     parts = report.parts
@@ -109,6 +109,6 @@ def _count_requests(report: object) -> Callable[[str], int]:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> str:
-    from runtime.text_table import text_table
+    from millrace.runtime.text_table import text_table
 
     return text_table(names, rows, is_right)

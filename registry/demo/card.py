@@ -1,7 +1,7 @@
 """The model card of the demo model, written with the accuracy that was measured."""
 
-from registry.demo.evaluate import Report
-from registry.demo.faq import Pair
+from millrace.registry.demo.evaluate import Report
+from millrace.registry.demo.faq import Pair
 
 
 def model_card(pairs: list[Pair], report: Report, num_parameters: int, runs: list[str]) -> str:
@@ -56,11 +56,11 @@ Held-out phrasings were written together with the training ones and are close to
 their accuracy was looked at between runs, which makes it slightly optimistic: people will find
 wordings that the model gets wrong more often than the table says.
 
-    python -m registry.demo.evaluate --model registry/demo/model
+    python -m millrace.registry.demo.evaluate --model registry/demo/model
 
 ## Training
 
-    python -m registry.demo.train --out registry/demo/model
+    python -m millrace.registry.demo.train --out registry/demo/model
 
 trains tokenizer and weights from nothing, with fixed seeds, in under 45 minutes on two CPU cores,
 and writes this card; `--weights` goes on from an earlier run. These weights were made by:

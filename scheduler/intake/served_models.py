@@ -8,19 +8,19 @@ from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from registry.routing.router import ModelState, Router
-from runtime.tasks import Tasks
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.dispatch.queue_estimate import QueueEstimate
-from scheduler.intake.model_cache import ModelCache, Preparer
-from scheduler.intake.model_choice import ModelChooser
-from scheduler.intake.orphan_reaper import OrphanReaper
-from scheduler.intake.preparation import Preparation
-from scheduler.intake.puller import Puller
-from scheduler.intake.routing_puller import RoutingPuller
-from schemas.errors import ModelNotFoundError
-from schemas.jobs import Tier
+from millrace.registry.routing.router import ModelState, Router
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
+from millrace.scheduler.intake.model_cache import ModelCache, Preparer
+from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.orphan_reaper import OrphanReaper
+from millrace.scheduler.intake.preparation import Preparation
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.schemas.errors import ModelNotFoundError
+from millrace.schemas.jobs import Tier
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from importlib import metadata
 
 import pytest
 
-from cli.help import EXAMPLES
-from cli.main import _COMMANDS, build_parser, main, version
+from millrace.cli.help import EXAMPLES
+from millrace.cli.main import _COMMANDS, build_parser, main, version
 from tests.support.repository import ROOT
 
 
@@ -32,7 +32,7 @@ PARSERS = {parser.prog: parser for parser in _commands(build_parser())}
 
 def _help_of(command: str, **environment: str) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "cli", *command.split()[1:], "--help"],
+        [sys.executable, "-m", "millrace.cli", *command.split()[1:], "--help"],
         capture_output=True,
         text=True,
         check=True,

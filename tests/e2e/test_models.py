@@ -37,7 +37,7 @@ class Millrace:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "cli", *arguments, "--data", str(self.system.data)],
+            [sys.executable, "-m", "millrace.cli", *arguments, "--data", str(self.system.data)],
             capture_output=True,
             text=True,
             timeout=60.0,
@@ -220,7 +220,7 @@ def test_models_are_remembered_and_down_ends_all(millrace: Millrace, tiny: Path)
     millrace("models", "remove", "demo")
     following = subprocess.Popen(
         [
-            *(sys.executable, "-m", "cli", "logs", "--follow", "up"),
+            *(sys.executable, "-m", "millrace.cli", "logs", "--follow", "up"),
             *("--data", str(millrace.system.data)),
         ],
         stdout=subprocess.PIPE,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from registry.catalogue import Catalogue, load_catalogue
-from registry.catalogue_watch import CatalogueWatch
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.catalogue_watch import CatalogueWatch
 from tests.support.manual_clock import ManualClock
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main
-from cli.running import own_line
-from telemetry.http.answers import load_queries
-from telemetry.store.migrate import load_migrations
+from millrace.cli.main import main
+from millrace.cli.running import own_line
+from millrace.telemetry.http.answers import load_queries
+from millrace.telemetry.store.migrate import load_migrations
 from tests.cli.analytics.left_store import run_on_store
 from tests.cli.analytics.test_sql import write_endpoints
 

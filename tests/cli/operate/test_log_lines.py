@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.local.log_files import bound_logs
-from cli.local.supervisor import Supervisor
-from cli.main import main
-from cli.operate.log_lines import Follower, last_lines, readable, time_of
-from cli.running import Supervising, lasting, own_line, started_ticks, supervising
+from millrace.cli.local.log_files import bound_logs
+from millrace.cli.local.supervisor import Supervisor
+from millrace.cli.main import main
+from millrace.cli.operate.log_lines import Follower, last_lines, readable, time_of
+from millrace.cli.running import Supervising, lasting, own_line, started_ticks, supervising
 
 
 def _line(second: int, message: str, **extra: object) -> str:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from registry.routing.router import Route, Router
-from scheduler.intake.served_models import ModelCatalogue
-from schemas.frames import Failed
+from millrace.registry.routing.router import Route, Router
+from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.schemas.frames import Failed
 from tests.scheduler.world import CONFIG, World, job, load_fake
 
 _ROUTED = Router({"auto": Route(small="m", large="small")})
