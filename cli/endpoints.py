@@ -35,8 +35,15 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __repr__(self) -> str:
         return shown(self)
 
+    def shown(self) -> dict[str, str]:
+        """The addresses by their names, without passwords."""
+        return {
+            name: without_user(address) if "://" in address else address
+            for name, address in msgspec.structs.asdict(self).items()
+        }
 
-def add_data_argument(parser: argparse.ArgumentParser) -> None:
+
+def add_data_argument(parser: argparse._ActionsContainer) -> None:
     """Declare ``--data``."""
     parser.add_argument(
         "--data",

@@ -6,37 +6,69 @@ import argparse
 import importlib
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
+from millrace.cli.help import Parser
 from millrace.schemas.errors import MillraceError
 
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
-_COMMANDS = (
-    "millrace.cli.local.up",
-    "millrace.cli.requests.publish",
-    "millrace.cli.requests.result",
-    "millrace.cli.offline.generate",
-    "millrace.cli.offline.embed",
-    "millrace.cli.bench.arguments",
-    "millrace.cli.simulate.arguments",
-    "millrace.cli.keys.command",
-    "millrace.cli.analytics.sql",
-    "millrace.cli.analytics.usage",
-    "millrace.cli.top.command",
-    "millrace.cli.analytics.migrate",
-)
+_COMMANDS = {
+    "run a system": {
+        "up": "millrace.cli.local.up",
+        "status": "millrace.cli.operate.status",
+        "logs": "millrace.cli.operate.logs",
+        "down": "millrace.cli.operate.down",
+        "models": "millrace.cli.operate.models",
+        "keys": "millrace.cli.keys.command",
+        "top": "millrace.cli.top.command",
+    },
+    "send it work": {
+        "publish": "millrace.cli.requests.publish",
+        "result": "millrace.cli.requests.result",
+    },
+    "ask what happened": {
+        "sql": "millrace.cli.analytics.sql",
+        "usage": "millrace.cli.analytics.usage",
+        "migrate": "millrace.cli.analytics.migrate",
+    },
+    "work without a system": {
+        "generate": "millrace.cli.offline.generate",
+        "embed": "millrace.cli.offline.embed",
+    },
+    "measure and plan": {
+        "bench": "millrace.cli.bench.arguments",
+        "simulate": "millrace.cli.simulate.arguments",
+    },
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="millrace", description="Event-driven LLM serving on a message bus."
+    groups = {name: heading for heading, commands in _COMMANDS.items() for name in commands}
+    parser = Parser(
+        prog="millrace", description="Event-driven LLM serving on a message bus.", groups=groups
     )
+    parser.add_argument("--version", action="version", version=f"millrace {version()}")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name in _COMMANDS:
-        importlib.import_module(name).add_parser(subparsers)
+    for commands in _COMMANDS.values():
+        for module in commands.values():
+            importlib.import_module(module).add_parser(subparsers)
     return parser
+
+
+def version() -> str:
+    """Of the installed package; of a checkout that nobody installed, what its pyproject.toml
+    says."""
+    try:
+        return metadata.version("millrace")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        told = tomllib.loads(project.read_text(encoding="utf-8")) if project.is_file() else {}
+        return str(told.get("project", {}).get("version", "unknown"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import uvloop
@@ -23,6 +24,8 @@ from millrace.gateway.server import Server, listen
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.gateway.transport.certificate import certificate_of, front_url
 from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
+from millrace.registry.catalogue_watch import CatalogueWatch
+from millrace.registry.routing.router import Router
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.logs import configure_logging
@@ -80,6 +83,8 @@ async def _run(config: Config) -> None:
     backends = Backends(bus, redis, generations)
     gateway = Gateway(backends, config, models, SystemClock(), tools=tools, tracing=tracing)
     server = Server(gateway, listener)
+    follow = partial(_follow, models, config.scheduler.tiers)
+    watch = CatalogueWatch(config.catalogue, catalogue, SystemClock(), follow)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = stop_event()
     if server.certificate is not None:
@@ -87,9 +92,12 @@ async def _run(config: Config) -> None:
     try:
         async with shown as monitor:
             monitor.trouble = lambda: _trouble(gateway)
-            await _warm_up(models, catalogue)
+            monitor.models = models.names
+            await _warm_up(models, catalogue, catalogue.names())
+            watch.start()
             await _serve(server, stopped, config.gateway)
     finally:
+        await watch.close()
         await generations.close()
         await redis.close()
         await bus.close()
@@ -121,9 +129,17 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
     await serving
 
 
-async def _warm_up(models: Models, catalogue: Catalogue) -> None:
+async def _follow(
+    models: Models, policies: TierPolicies, catalogue: Catalogue, changed: frozenset[str]
+) -> None:
+    """Offer what the catalogue says now."""
+    models.change(*_offer(catalogue, policies), changed)
+    await _warm_up(models, catalogue, changed.intersection(catalogue.names()))
+
+
+async def _warm_up(models: Models, catalogue: Catalogue, names: Iterable[str]) -> None:
     """Load the tokenizers that are on this machine, so that the first request need not."""
-    for name in catalogue.names():
+    for name in names:
         if not catalogue.get(name).is_local:
             continue
         try:
@@ -134,8 +150,14 @@ async def _warm_up(models: Models, catalogue: Catalogue) -> None:
 
 def models_of(catalogue: Catalogue, policies: TierPolicies | None = None) -> Models:
     """The catalogue's models and routes, as the gateway offers them."""
+    return Models(*_offer(catalogue, policies))
+
+
+def _offer(
+    catalogue: Catalogue, policies: TierPolicies | None
+) -> tuple[dict[str, ModelCard], Callable[[str], ServedModel], Router]:
     cards = {name: _card(catalogue.get(name)) for name in catalogue.names()}
-    return Models(cards, partial(ServedModel.load, catalogue), catalogue.router(policies))
+    return cards, partial(ServedModel.load, catalogue), catalogue.router(policies)
 
 
 def _card(entry: ModelEntry) -> ModelCard:

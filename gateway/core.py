@@ -282,6 +282,7 @@ class Gateway:
         self.prompts.close()
         await asyncio.gather(
             self.deliveries.close(_LAST_RECORDS_S),
+            self.identity.close(),
             self.refusals.close(_LAST_RECORDS_S),
             self.limiter.close(_LAST_SETTLEMENTS_S),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -111,6 +111,26 @@ class Models:
         self._loaded: dict[str, ServedModelLike] = {}
         self._locks = {name: asyncio.Lock() for name in cards}
 
+    def names(self) -> Sequence[str]:
+        """Those of the models, without the names that choose one."""
+        return list(self._cards)
+
+    def change(
+        self,
+        cards: Mapping[str, ModelCard],
+        load: Callable[[str], ServedModelLike],
+        router: Router,
+        changed: Collection[str],
+    ) -> None:
+        """These from now on; ``changed`` are the names that are new, gone, or not as they were.
+        Whoever has a model in hand goes on with it."""
+        self.router = router
+        self._cards = dict(cards)
+        self._load = load
+        for name in changed:
+            self._loaded.pop(name, None)
+            self._locks[name] = asyncio.Lock()
+
     def cards(self) -> list[ModelCard]:
         """All models, as clients see them, then the names that choose one."""
         return [self.card(name) for name in (*self._cards, *self.router.routes)]
@@ -150,9 +170,13 @@ class Models:
             )
         self.card(name)
         async with self._locks[name]:
-            if name not in self._loaded:
-                self._loaded[name] = await asyncio.to_thread(self._load, name)
-            return self._loaded[name]
+            model = self._loaded.get(name)
+            if model is None:
+                load = self._load
+                model = await asyncio.to_thread(load, name)
+                if load is self._load:  # else it may be another one meanwhile
+                    self._loaded[name] = model
+            return model
 
     def _card_of(self, name: str, route: Route) -> ModelCard:
         """A route has the longer window of its two models, and is as old as the newer one."""

@@ -155,7 +155,7 @@ class Catalogue:
         if path.is_dir() or (path.suffix == GGUF_ENDING and path.is_file()):
             source = absolute_source(path)
             name = source.name if path.is_dir() else model_name_of(path.name)
-            return ModelEntry(name=_checked_name(name), source=str(source))
+            return ModelEntry(name=checked_name(name), source=str(source))
         self._check_is_no_path(path_or_name, path)
         if not _HUB_ID.fullmatch(path_or_name):
             return self.get(path_or_name)
@@ -183,14 +183,6 @@ class Catalogue:
         entry = self.entry_for(path_or_name)
         return Catalogue(self._entries | {entry.name: entry}, self.routes)
 
-    def with_engine(self, engine: CatalogueEngine) -> Catalogue:
-        """This catalogue, all of whose models are run by ``engine``."""
-        entries = {
-            name: msgspec.structs.replace(entry, engine=engine)
-            for name, entry in self._entries.items()
-        }
-        return Catalogue(entries, self.routes)
-
     def router(self, policies: TierPolicies | None = None) -> Router:
         """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or
         what they are by default."""
@@ -202,13 +194,16 @@ class Catalogue:
         return Catalogue(entries, self.routes)
 
     def write(self, file: Path) -> None:
-        """Write it in the form that ``load_catalogue`` reads, for other processes."""
+        """Write it in the form that ``load_catalogue`` reads, for other processes: whole or not at
+        all, since they may read it at any moment."""
         models = {
             name: {key: value for key, value in msgspec.to_builtins(entry).items() if key != "name"}
             for name, entry in self._entries.items()
         }
         data = {"models": models, "routes": msgspec.to_builtins(self.routes)}
-        file.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        fresh = file.with_suffix(".new")
+        fresh.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        fresh.replace(file)
 
 
 def load_catalogue(path: str) -> Catalogue:
@@ -243,7 +238,7 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
         entry = msgspec.convert(raw, _Entry)
         fields = {field: getattr(entry, field) for field in entry.__struct_fields__}
         fields["source"] = _source(file.resolve().parent, entry.source)
-        return ModelEntry(name=_checked_name(name), **fields)
+        return ModelEntry(name=checked_name(name), **fields)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
 
@@ -279,7 +274,8 @@ def _source(folder: Path, source: str) -> str:
     )
 
 
-def _checked_name(name: object) -> str:
+def checked_name(name: object) -> str:
+    """A name that a model can have. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"A model's name must be text without spaces, got {name!r:.200}.")
     if name == PUBLIC_MODEL_AUTO:

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -70,7 +70,8 @@ def render(registry: CollectorRegistry) -> bytes:
 
 class Monitor:
     """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
-    nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``."""
+    nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``. ``models``,
+    if it is set, are those of the catalogue that the process knows."""
 
     def __init__(
         self, part: str, registry: CollectorRegistry | None = None, token: str = ""
@@ -79,6 +80,7 @@ class Monitor:
         self.registry = registry or new_registry()
         self._token = token
         self.trouble: Callable[[], str] = lambda: "starting"
+        self.models: Callable[[], Iterable[str]] | None = None
         self.url = ""
         self._part = part
         self._exchanges = Tasks()
@@ -109,7 +111,10 @@ class Monitor:
 
     def _health(self) -> bytes:
         trouble = self.trouble()
-        body = msgspec.json.encode({"status": trouble or "ok", "part": self._part})
+        told: dict[str, object] = {"status": trouble or "ok", "part": self._part}
+        if self.models is not None:
+            told["models"] = list(self.models())
+        body = msgspec.json.encode(told)
         return _response(503 if trouble else 200, _JSON, body)
 
     def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

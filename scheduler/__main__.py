@@ -17,7 +17,8 @@ import uvloop
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.bus.tenancy.keeper import LimitKeeper
-from millrace.registry.catalogue import load_catalogue
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.logs import configure_logging
@@ -26,10 +27,12 @@ from millrace.runtime.process import exit_code_of, stop_event
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.settings import load_config
 from millrace.runtime.tracing_setup import open_tracing
+from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.metrics import SchedulerMetrics
-from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import Config
+from millrace.schemas.errors import MillraceError
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
@@ -46,9 +49,8 @@ async def serve(config: Config) -> None:
 
 
 async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:
-    catalogue = load_catalogue(config.catalogue)
-    for model in config.scheduler.models:
-        catalogue = catalogue.with_model(model)
+    read = load_catalogue(config.catalogue)
+    catalogue = _with_models(read, config)
     models = tuple(catalogue.entry_for(model).name for model in config.scheduler.models)
     scheduler_id = config.scheduler.scheduler_id or f"scheduler-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "scheduler", scheduler_id)
@@ -61,16 +63,13 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             bus,
             msgspec.structs.replace(config.scheduler, models=models),
             clock,
-            ModelCatalogue(
-                catalogue.names(),
-                partial(ServedModel.load, catalogue),
-                catalogue.router(config.scheduler.tiers),
-            ),
+            _offer(catalogue, config),
             index,
             None if tracing is None else JobTraces(tracing, clock),
             limits,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
+        monitor.models = lambda: scheduler.dispatchers
         monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
         gc.collect()
         gc.freeze()
@@ -78,7 +77,12 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         logger.info(
             "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.dispatchers)}
         )
-        await scheduler.run(stopping)
+        watch = CatalogueWatch(config.catalogue, read, clock, partial(_follow, scheduler, config))
+        watch.start()
+        try:
+            await scheduler.run(stopping)
+        finally:
+            await watch.close()
     finally:
         await limits.close(_LAST_SETTLEMENTS_S)
         await redis.close()
@@ -86,6 +90,33 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         await bus.close()
         if tracing is not None:
             await tracing.close()
+
+
+def _with_models(catalogue: Catalogue, config: Config) -> Catalogue:
+    """The catalogue, and what the configuration names by a path."""
+    for model in config.scheduler.models:
+        catalogue = catalogue.with_model(model)
+    return catalogue
+
+
+def _offer(catalogue: Catalogue, config: Config) -> ModelCatalogue:
+    return ModelCatalogue(
+        catalogue.names(),
+        partial(ServedModel.load, catalogue),
+        catalogue.router(config.scheduler.tiers),
+    )
+
+
+async def _follow(
+    scheduler: Scheduler, config: Config, catalogue: Catalogue, changed: frozenset[str]
+) -> None:
+    """Serve what the catalogue says now."""
+    try:
+        catalogue = _with_models(catalogue, config)
+    except MillraceError as error:
+        logger.warning("the models stay as they were", extra={"reason": error.message})
+        return
+    await scheduler.follow(_offer(catalogue, config), changed)
 
 
 def main() -> int:

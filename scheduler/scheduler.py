@@ -5,29 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
-from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_unless_done
 from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
-from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.fleet import Departed, Departure
-from millrace.scheduler.intake.model_cache import ModelCache, Preparer
-from millrace.scheduler.intake.model_choice import ModelChooser
-from millrace.scheduler.intake.orphan_reaper import OrphanReaper
-from millrace.scheduler.intake.preparation import Preparation
-from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
-from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.running_requests import RunningRequests
@@ -36,24 +28,13 @@ from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import Cancel, CancelReason, Ended, WorkerStatus
-from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
-from millrace.schemas.jobs import Tier
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
 _SUBSCRIBE_RETRY_S = 0.25
 _STOP_TIMEOUT_S = 0.8
 _GOODBYE_TIMEOUT_S = 0.4
-
-
-@dataclass(frozen=True)
-class ModelCatalogue:
-    """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
-    names that stand for several models."""
-
-    names: Collection[str]
-    load: Callable[[str], Preparer]
-    router: Router | None = None
 
 
 class Scheduler:
@@ -77,12 +58,6 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
     ) -> None:
-        unknown = set(config.models) - set(catalogue.names)
-        if unknown:
-            raise ModelNotFoundError(
-                f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
-                f"not have. The models are: {', '.join(sorted(catalogue.names))}."
-            )
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
@@ -94,33 +69,22 @@ class Scheduler:
             traces,
             admission,
         )
-        models = config.models or tuple(sorted(catalogue.names))
-        self.dispatchers = {model: Dispatcher(self.context, model) for model in models}
-        self.queue_estimates = {
-            model: QueueEstimate(self.context, dispatcher)
-            for model, dispatcher in self.dispatchers.items()
-        }
-        preparation = Preparation(self.context, model_cache)
-        self.pullers = {
-            model: Puller(self.context, model, self.dispatchers, [model], preparation)
-            for model in models
-        }
-        if catalogue.router is not None:
-            chooser = ModelChooser(catalogue.router, self._model_state, running_requests)
-            self._pull_unrouted(chooser, preparation)
+        self.models = ServedModels(self.context, model_cache, catalogue)
+        # The same while models come and go.
+        self.dispatchers = self.models.dispatchers
+        self.queue_estimates = self.models.queue_estimates
+        self.pullers = self.models.pullers
         self.departures: Counter[Departure] = Counter()
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
-        self._pulls = Tasks()
-        names = () if catalogue.router is None else catalogue.router.routes
         self._queue_watch = QueueWatch(
             self.context,
             self.pullers,
             self.dispatchers,
             self.queue_estimates,
             self._answers,
-            OrphanReaper(self.context, (*catalogue.names, *names)),
+            self.models.orphan_reaper,
         )
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
@@ -130,17 +94,14 @@ class Scheduler:
         )
         self._warmed: set[str] = set()
 
-    def _pull_unrouted(self, chooser: ModelChooser, preparation: Preparation) -> None:
-        """Pull what leaves the model open, if any model that it may get is served here."""
-        for name in chooser.names:
-            if any(model in self.dispatchers for model in chooser.models_of(name)):
-                self.pullers[name] = RoutingPuller(
-                    self.context, name, self.dispatchers, preparation, chooser
-                )
-
-    def _model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
-        queue_estimate = self.queue_estimates.get(model)
-        return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
+    async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
+        """Serve what the catalogue says now; ``changed`` as for ``ServedModels``."""
+        self._warmed -= set(changed)
+        await self.models.follow(catalogue, changed)
+        self._queue_watch.wake()
+        for model in changed:
+            if model in self.dispatchers and self.context.fleet.num_workers(model):
+                self._warm(model)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then give back what was not dispatched."""
@@ -148,23 +109,19 @@ class Scheduler:
         self.context.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
-            loops = [self._pulls.spawn(one.run(), "pull") for one in self.pullers.values()]
-            loops += [
-                self._services.spawn(one.run(), "publish positions")
-                for one in self.queue_estimates.values()
-            ]
+            loops = [self._services.spawn(self.models.run(), "serve models")]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._lease_recovery.run(), "recover leases")
             self.ready.set()
             await wait_unless_done(stopping, loops)
-            for dispatcher in self.dispatchers.values():
+            for dispatcher in self.models.all_dispatchers():
                 dispatcher.stop()
-            await self._pulls.close()
+            await self.models.close()
             await self.context.tasks.close(_STOP_TIMEOUT_S)
             await self._release_undispatched()
         finally:
-            await self._pulls.close()
+            await self.models.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
             self.model_cache.close()
@@ -263,7 +220,7 @@ class Scheduler:
                 continue
             for scheduled in scheduled_jobs:
                 scheduled.attempts.close(self.context.clock.now_ns())
-            dispatcher = self.dispatchers[scheduled_jobs[0].job.model]
+            dispatcher = self.models.dispatcher_of(scheduled_jobs[0].job.model)
             if gone.why is Departure.RETIRED:
                 for scheduled in scheduled_jobs:
                     dispatcher.runner.attempt_returned(scheduled)
@@ -306,9 +263,11 @@ class Scheduler:
                 num_answered += request_id not in released
             elif request_id in released:
                 if scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                    self.dispatchers[scheduled.job.model].runner.attempt_returned(scheduled)
+                    self.models.dispatcher_of(scheduled.job.model).runner.attempt_returned(
+                        scheduled
+                    )
             elif scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                self.dispatchers[scheduled.job.model].runner.complete(scheduled)
+                self.models.dispatcher_of(scheduled.job.model).runner.complete(scheduled)
                 num_answered += 1
             else:
                 # A run that we thought lost may have answered it, or was superseded: ask.
@@ -318,7 +277,7 @@ class Scheduler:
             dispatcher.dispatch_ready()
 
     def _on_found_finished(self, scheduled: ScheduledJob) -> None:
-        dispatcher = self.dispatchers[scheduled.job.model]
+        dispatcher = self.models.dispatcher_of(scheduled.job.model)
         dispatcher.runner.complete(scheduled)
         dispatcher.dispatch_ready()
 
@@ -327,18 +286,18 @@ class Scheduler:
         if cancel.below_epoch is not None:
             # Another scheduler runs it anew, unless it is what we said ourselves.
             if scheduled is not None and scheduled.attempts.highest_epoch < cancel.below_epoch:
-                self.dispatchers[scheduled.job.model].runner.superseded(scheduled)
+                self.models.dispatcher_of(scheduled.job.model).runner.superseded(scheduled)
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
         if scheduled is not None and scheduled.phase is Phase.WAITING:
-            dispatcher = self.dispatchers[scheduled.job.model]
+            dispatcher = self.models.dispatcher_of(scheduled.job.model)
             dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
             dispatcher.dispatch_ready()
 
     def _finish_unwanted(self) -> None:
-        for dispatcher in self.dispatchers.values():
+        for dispatcher in self.models.all_dispatchers():
             dispatcher.finish_unwanted()
 
     def _dispatch_ready(self) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.registry.pricing import UNPRICED
 from millrace.runtime.virtual_time import VirtualClock, run_virtual
-from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.jobs import Job
 from millrace.simulation.client import Clients
 from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
-from millrace.registry.catalogue import load_catalogue
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.runtime.alerts.watch import AlertWatch
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
@@ -38,7 +39,12 @@ _LOOK_EVERY_S = 15.0
 class TelemetryService:
     """Owns the store from ``open`` to ``close``; ``run`` moves records until ``stop``."""
 
-    def __init__(self, config: Config, store: Store, clock: Clock) -> None:
+    def __init__(
+        self, config: Config, store: Store, clock: Clock, catalogue: Catalogue | None = None
+    ) -> None:
+        """``catalogue`` is the one whose prices are noted already."""
+        known = catalogue or Catalogue({})
+        self._catalogue = CatalogueWatch(config.catalogue, known, clock, self._on_catalogue)
         self._config = config
         self._clock = clock
         self._stop = asyncio.Event()
@@ -69,13 +75,13 @@ class TelemetryService:
         store = await Store.open(config.clickhouse)
         try:
             applied = await migrate(store)
-            await _note_prices(config, store, clock)
+            catalogue = await _note_prices(config, store, clock)
         except BaseException:
             await store.close()
             raise
         if applied:
             logger.info("migrated the database", extra={"migrations": applied})
-        return cls(config, store, clock)
+        return cls(config, store, clock, catalogue)
 
     def serve_http(self) -> HttpServer | None:
         """The HTTP interface over an embedded store; a server has its own. Raises ConfigError."""
@@ -106,6 +112,7 @@ class TelemetryService:
         try:
             self.stores.watch.start()
             tasks.repeat(self._look, _LOOK_EVERY_S, self._clock, "alerts")
+            self._catalogue.start()
             serve, watch = bus.control.serve_telemetry, bus.workers.watch
             parts = [
                 start("bridge", bridge.run),
@@ -136,6 +143,7 @@ class TelemetryService:
                 # Cancelled once: a second time would break off letting go.
                 await asyncio.wait(late)
         finally:
+            await self._catalogue.close()
             await tasks.close()
             await self.stores.watch.close()
 
@@ -152,6 +160,9 @@ class TelemetryService:
         )
         self.alerts.look(conditions_of(flow))
 
+    async def _on_catalogue(self, catalogue: Catalogue, _changed: frozenset[str]) -> None:
+        await record_prices(self.store, catalogue, self._clock)
+
     async def close(self) -> None:
         """Let go of the store."""
         await self.store.close()
@@ -165,11 +176,13 @@ class TelemetryService:
             await subscription.close()
 
 
-async def _note_prices(config: Config, store: Store, clock: Clock) -> None:
-    """Requests are stored with what they cost, whether or not this process knows the prices."""
+async def _note_prices(config: Config, store: Store, clock: Clock) -> Catalogue | None:
+    """The catalogue whose prices were noted; None if it cannot be read. Requests are stored with
+    what they cost, whether or not this process knows the prices."""
     try:
         catalogue = load_catalogue(config.catalogue)
     except ConfigError as error:
         logger.warning("the catalogue's prices are not known here", extra={"reason": error.message})
-        return
+        return None
     await record_prices(store, catalogue, clock)
+    return catalogue

@@ -31,7 +31,8 @@ _SECRET_BYTES = 32
 _VERSION_BYTES = 8
 ABSENT = b""
 
-# A record is a hash of its JSON and a version, which is another after each change. KEYS: the
+# A record is a hash of its JSON and a version, which is another after each change; that of an API
+# key also has when it was used last. KEYS: the
 # record's, then sets. ARGV: the version that it must have (empty: there is none), JSON, the new
 # version, then what goes into each set.
 _WRITE = Script(
@@ -193,6 +194,22 @@ class TenantStore:
         )
         keys = [decode_key(record) for record in records if record is not None]
         return sorted(keys, key=lambda key: (key.created_ns, key.key_id))
+
+    async def note_use(self, key_id: str, now_ns: int) -> None:
+        """Somebody came with the key."""
+        await self._link.call("HSET", redis_keys.api_key_key(key_id), "used_ns", str(now_ns))
+
+    async def uses_of(self, key_ids: Iterable[str]) -> dict[str, int]:
+        """When each of the keys was used last (ns since 1970); those that never were are left
+        out."""
+        asked = list(key_ids)
+        found: list[bytes | None] = await asyncio.gather(
+            *(
+                self._link.call("HGET", redis_keys.api_key_key(key_id), "used_ns")
+                for key_id in asked
+            )
+        )
+        return {key_id: int(used) for key_id, used in zip(asked, found, strict=True) if used}
 
     async def _write_key(self, record: KeyRecord, version: bytes) -> bool:
         keys = [

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millrace.cli.analytics.store import ask_embedded, ask_server
-from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.cli.analytics.store import NoStoreError, ask_embedded, ask_server
+from millrace.cli.endpoints import add_data_argument, locate, read_endpoints
+from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="bring the tables of an analytics store up to date",
         description="Run the migrations that a store lacks, and say which: on the server that "
         "--config or MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the "
-        "same whenever it starts; a store in a folder belongs to the system that runs on it.",
+        "same whenever it starts; a store in a folder belongs to the system that runs on it, which "
+        "--dry-run asks.",
     )
     parser.add_argument("--config", metavar="FILE", help="the configuration that names the store")
     parser.add_argument(
@@ -70,10 +72,12 @@ def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
             f"{arguments.config} names no store: set clickhouse.url or clickhouse.path in it."
         )
     data: Path = arguments.data
-    if read_endpoints(data) is not None and _is_locked(data):
+    if supervising(data) is not None:
+        if arguments.dry_run:
+            return _served_store(data)
         raise MillraceError(
             f"Millrace runs on {data}, and its telemetry has brought the store up to date when it "
-            "started; stop it first to migrate by hand"
+            "started; see it with --dry-run, or stop it first (millrace down) to migrate by hand"
         )
     if not data.is_dir():
         raise ConfigError(
@@ -83,18 +87,12 @@ def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
     return msgspec.structs.replace(config, path=str(data / "clickhouse"))
 
 
-def _is_locked(data: Path) -> bool:
-    """Whether ``millrace up`` holds the folder; the addresses of one that was killed stay there."""
-    import fcntl
-
-    try:
-        with (data / "run" / "up.pid").open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+def _served_store(data: Path) -> ClickHouseConfig:
+    """The store of the system that runs, by the address at which its telemetry answers: no other
+    process can open the folder meanwhile. Raises NoStoreError while it is starting."""
+    if read_endpoints(data) is None:
+        raise NoStoreError(f"Millrace is starting on {data}; its store answers when it is ready")
+    return locate(data).clickhouse
 
 
 async def _migrate(config: ClickHouseConfig) -> list[str]:

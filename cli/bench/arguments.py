@@ -35,15 +35,6 @@ With --rate requests arrive at random (open loop) and every latency counts from 
 due, so a server that stalls cannot hide it by holding its clients up. With --concurrency a fixed
 number of clients each send their next request when the one before is answered (closed loop).
 """
-_EPILOG = """\
-examples:
-  millrace bench --concurrency 32 --duration 30s
-  millrace bench --url http://127.0.0.1:8080 --model m --rate 20 --duration 60s --warm-up 10s \\
-      --input-tokens lognormal:400:0.6 --output-tokens 128 \\
-      --slo ttft=300ms,tpot=50ms --html run.html
-  millrace bench --api websocket --rate 100 --requests 5000 --processes 2 --json run.json
-  millrace bench --compare before.json after.json
-"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,8 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "bench",
         help="load a server and measure what its clients see",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_server(parser.add_argument_group("the server"))
     _add_load(parser.add_argument_group("the load"))

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -77,23 +76,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("limits", "a number, none, or default: what the tier says")
     for name in _COUNTS:
-        parser.add_argument(
+        group.add_argument(
             f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
         )
-    parser.add_argument(
-        "--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount")
-    )
+    group.add_argument("--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount"))
 
 
 def _add_common(
     parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
 ) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    where = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("where")
+    where = group.add_mutually_exclusive_group()
     where.add_argument("--redis", metavar="URL", help="the server to use instead")
     where.add_argument("--config", metavar="FILE", help="the configuration that names the server")
-    add_data_argument(parser)
+    add_data_argument(group)
     parser.set_defaults(handler=action)
 
 
@@ -144,7 +143,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
     record, token, owner = _with_redis(arguments, create)
     if arguments.json:
-        _print_json({**_shown_key(record, owner), "key": token})
+        _print_json({**_shown_key(arguments, record, owner), "key": token})
         return 0
     print(token)
     print(
@@ -156,28 +155,25 @@ def _create(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from millrace.bus.tenancy.tenants import TenantStore
+    from millrace.cli.keys.key_report import KeyReport, as_table, key_report
 
-    async def read(link: RedisLink) -> list[dict[str, object]]:
+    tiers, _ = _tiers(arguments)
+
+    async def read(link: RedisLink) -> list[KeyReport]:
         store = TenantStore(link)
         shown = []
         for tenant in [arguments.tenant] if arguments.tenant else await store.tenants():
             owner = (await store.tenant(tenant)).record
-            shown += [_shown_key(key, owner) for key in await store.keys_of(tenant)]
+            keys = await store.keys_of(tenant)
+            used_ns = await store.uses_of(key.key_id for key in keys)
+            shown += [key_report(key, owner, tiers, used_ns.get(key.key_id)) for key in keys]
         return shown
 
     shown = _with_redis(arguments, read)
     if arguments.json:
         _print_json(shown)
-        return 0
-    columns = (
-        *("key_id", "tenant", "name", "tier", "admin"),
-        *("keep_transcripts", "created", "revoked", "limits"),
-    )
-    rows = [columns, *(tuple(_cell(key[column]) for column in columns) for key in shown)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    else:
+        print(as_table(shown), end="")
     return 0
 
 
@@ -196,7 +192,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
         )
     record, owner = found
     if arguments.json:
-        _print_json(_shown_key(record, owner))
+        _print_json(_shown_key(arguments, record, owner))
     else:
         print(f"Key {record.key_id} of tenant {record.tenant} opens nothing any more.")
     return 0
@@ -347,30 +343,16 @@ def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awa
     return asyncio.run(work())
 
 
-def _shown_key(key: KeyRecord, owner: TenantRecord) -> dict[str, object]:
-    return {
-        "key_id": key.key_id,
-        "tenant": key.tenant,
-        "name": key.name,
-        "tier": None if key.tier is None else key.tier.value,
-        "admin": key.is_admin,
-        "keep_transcripts": owner.keep_transcripts,
-        "created": _day(key.created_ns),
-        "revoked": None if key.revoked_ns is None else _day(key.revoked_ns),
-        "limits": key.limits.given(),
-    }
+def _shown_key(
+    arguments: argparse.Namespace, key: KeyRecord, owner: TenantRecord
+) -> dict[str, Any]:
+    import msgspec
 
+    from millrace.cli.keys.key_report import key_report
 
-def _day(time_ns: int) -> str:
-    return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={_NONE if it is None else it}" for name, it in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    return "" if value is None else str(value)
+    tiers, _ = _tiers(arguments)
+    shown: dict[str, Any] = msgspec.to_builtins(key_report(key, owner, tiers))
+    return shown
 
 
 def _print_json(value: object) -> None:

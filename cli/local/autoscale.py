@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -74,16 +74,36 @@ class WorkerScaler:
         self._desired = DesiredReplicas()
         self._places: dict[str, _Place] = {}  # in the order of their starts
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and how long it is
+        self._released: set[str] = set()  # models
         self._tasks = Tasks()
         self._closed = False
 
     def adopt(self, name: str, model: str) -> None:
-        """Take over a worker that is up."""
+        """Take over a worker that is up, or being started."""
+        self._released.discard(model)
         self._places[name] = _Place(name, model, _State.UP)
+
+    def names(self) -> Collection[str]:
+        """Of all that are here, come or go."""
+        return self._places.keys()
+
+    async def release_model(self, model: str) -> set[str]:
+        """Start and stop nothing of a model from now on, until a worker of it is taken over; the
+        names of those that are here, which are for others to stop."""
+        self._released.add(model)
+        places = [place for place in self._places.values() if place.model == model]
+        starting = [place.starting for place in places if place.starting is not None]
+        for task in starting:
+            task.cancel()
+        if starting:
+            await asyncio.wait(starting)
+        for place in places:
+            self._places.pop(place.name, None)
+        return {place.name for place in places}
 
     def on_queue(self, status: QueueStatus) -> None:
         """Follow what the schedulers want. Returns at once."""
-        if self._closed:
+        if self._closed or status.model in self._released:
             return
         now_s = self._clock.monotonic()
         self._desired.note(status, now_s)
@@ -135,7 +155,7 @@ class WorkerScaler:
             # From here on it counts no more, and nobody but this task stops it.
             place.state = _State.STOPPING
             await self._processes.remove(place.name)
-            del self._places[place.name]
+            self._places.pop(place.name, None)
         else:
             place.state = _State.UP
             self._pauses.pop(place.model, None)
@@ -145,7 +165,7 @@ class WorkerScaler:
             place.starting.cancel()
             await asyncio.wait((place.starting,))
         await self._processes.remove(place.name)
-        del self._places[place.name]
+        self._places.pop(place.name, None)
 
     def _pause(self, model: str) -> None:
         now_s = self._clock.monotonic()

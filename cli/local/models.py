@@ -1,20 +1,93 @@
-"""Which models ``millrace up`` runs, and the catalogue that its parts read."""
+"""Which models ``millrace up`` runs, the catalogues that its parts read, and what is remembered of
+models that were added and removed while it ran."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from millrace.registry.catalogue import CatalogueEngine, load_catalogue
+import msgspec
+
+from millrace.cli.local.private_files import write_private
+from millrace.registry.catalogue import CatalogueEngine, ModelEntry, load_catalogue
 from millrace.registry.served import outline_of
 from millrace.registry.source import resolve
+from millrace.schemas.errors import ConfigError, MillraceError
+
+# What gateways offer, and what schedulers and workers know: a model that is being added or removed
+# is in the second one only.
+SERVED_FILE = "models.yaml"
+KNOWN_FILE = "known-models.yaml"
+_SAVED_FILE = "models.json"
+
+
+class AddedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that was added to a running system. ``own_engine``: it is run by what ``entry`` says,
+    whatever runs the others."""
+
+    entry: ModelEntry
+    workers: int = 1
+    own_engine: bool = False
+
+
+class SavedModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the models of a data folder differ from what the command line says; ``removed`` are
+    names."""
+
+    added: dict[str, AddedModel] = {}
+    removed: tuple[str, ...] = ()
+
+
+def read_saved(data: Path) -> SavedModels:
+    """Raises ConfigError for a file that is not ours."""
+    file = data / _SAVED_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=SavedModels)
+    except FileNotFoundError:
+        return SavedModels()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{file} is malformed: {error}. Remove it, and add the models again."
+        ) from error
+
+
+def write_saved(data: Path, saved: SavedModels) -> None:
+    """Remember it for the next start."""
+    encoded = msgspec.json.format(msgspec.json.encode(saved), indent=2)
+    write_private(data / _SAVED_FILE, encoded.decode() + "\n")
+
+
+def models_to_run(
+    named: Sequence[str] | None, default: str, saved: SavedModels
+) -> tuple[list[str], dict[str, AddedModel], list[str]]:
+    """What to look up in the catalogue, the added models that still can be served, and what to say
+    of those that cannot. ``named`` are those of the command line; a default that was removed stays
+    away as long as there is another model."""
+    added, said = {}, []
+    for name, model in saved.added.items():
+        try:
+            outline_of(model.entry, resolve(model.entry))
+        except MillraceError as error:
+            said.append(f"the model {name}, added earlier, is left out: {error.message}")
+        else:
+            added[name] = model
+    if named:
+        return list(named), added, said
+    return ([] if added and default in saved.removed else [default]), added, said
 
 
 def catalogue_for(
-    catalogue: str, models: Sequence[str], file: Path, engine: CatalogueEngine | None = None
+    catalogue: str,
+    models: Sequence[str],
+    file: Path,
+    engine: CatalogueEngine | None = None,
+    added: Mapping[str, AddedModel] | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """The catalogue file for all parts and the names of ``models``, each a name, a folder, a GGUF
-    file or a hub id. With ``engine`` it is that which runs them.
+    file or a hub id, and of those that were ``added`` earlier, unless they are named here. With
+    ``engine`` it is that which runs them.
 
     The catalogue that is written to ``file`` holds these models and no other, and the routes among
     them, so that none is offered which no worker serves. Fetches what is not on this machine, so
@@ -23,9 +96,24 @@ def catalogue_for(
     """
     known = load_catalogue(catalogue)
     chosen = {entry.name: entry for entry in map(known.entry_for, models)}
-    only = known.only(chosen) if engine is None else known.only(chosen).with_engine(engine)
-    for name in only.names():
-        entry = only.get(name)
+    for entry in chosen.values():
         outline_of(entry, resolve(entry))
+    chosen = {name: run_by(entry, engine) for name, entry in chosen.items()}
+    for name, model in (added or {}).items():
+        chosen.setdefault(name, model.entry)
+    only = known.only(chosen)
     only.write(file)
     return str(file), tuple(chosen)
+
+
+def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
+    """The entry, with the engine that runs all models, if there is one."""
+    return entry if engine is None else msgspec.structs.replace(entry, engine=engine)
+
+
+def without(saved: SavedModels, named: Collection[str]) -> SavedModels:
+    """What the command line names is as that says, whatever was done to it earlier."""
+    return SavedModels(
+        added={name: model for name, model in saved.added.items() if name not in named},
+        removed=tuple(name for name in saved.removed if name not in named),
+    )

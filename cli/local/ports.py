@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from dataclasses import dataclass, field
 
+from millrace.cli.local.port_holder import holder_of
 from millrace.schemas.errors import ConfigError
 
 _TRIES = 200
 _PORTS = 65_536
+# Where a port is looked for when any will do: below those that connections go out from.
+_ANY = range(20_000, 30_000)
+
+
+class PortTakenError(ConfigError):
+    """A port that was asked for by its number is somebody else's."""
 
 
 @dataclass
@@ -26,12 +34,30 @@ class PortPicker:
     moved: list[str] = field(default_factory=list)
     _claims: list[socket.socket] = field(default_factory=list)
 
+    def pick_any(self, what: str) -> int:
+        """A free port, whichever it is. Raises ConfigError as ``pick`` does."""
+        self._check(what, _ANY[0])
+        for port in random.sample(_ANY, _TRIES):
+            if self._claim(port):
+                return port
+        raise ConfigError(f"{what}: no port between {_ANY[0]} and {_ANY[-1]} is free.")
+
+    def pick_exactly(self, what: str, wanted: int) -> int:
+        """``wanted``. Raises PortTakenError, which says who has it, if that can be known, and
+        ConfigError as ``pick`` does."""
+        self._check(what, wanted)
+        if self._claim(wanted):
+            return wanted
+        holder = holder_of(wanted)
+        raise PortTakenError(
+            f"{what}: port {wanted} is taken{f' ({holder})' if holder else ''}. Stop what listens "
+            "there, name another port with --port, or let --port 0 find a free one."
+        )
+
     def pick(self, what: str, wanted: int) -> int:
         """``wanted`` or the next free port above it. Raises ConfigError for what is no port, for a
         host that is not this machine's, and when all are taken."""
-        if not 1 <= wanted < _PORTS:
-            raise ConfigError(f"{what}: a port is between 1 and {_PORTS - 1}, got {wanted}.")
-        self._check_host(what)
+        self._check(what, wanted)
         for port in range(wanted, min(wanted + _TRIES, _PORTS)):
             if self._claim(port):
                 if port != wanted:
@@ -59,7 +85,9 @@ class PortPicker:
         self._claims.append(claim)
         return True
 
-    def _check_host(self, what: str) -> None:
+    def _check(self, what: str, wanted: int) -> None:
+        if not 1 <= wanted < _PORTS:
+            raise ConfigError(f"{what}: a port is between 1 and {_PORTS - 1}, got {wanted}.")
         with socket.socket(_family(self.host), socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((self.host, 0))

@@ -56,6 +56,10 @@ class ScrapeTargets:
         self._write()
         return port
 
+    def addresses(self) -> dict[str, str]:
+        """Where each part of the file shows its metrics: host:port, by its name."""
+        return {name: target.targets[0] for name, target in self._targets.items()}
+
     def remove(self, name: str) -> None:
         """It is stopped for good. Its port is kept for the next one of its name."""
         if self._targets.pop(name, None) is not None:

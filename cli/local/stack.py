@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import json
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 import yaml
 
 from millrace.bus import nats as nats_bus
-from millrace.bus.api import Bus
 from millrace.cli.endpoints import CONFIG_FILE, Endpoints
-from millrace.cli.local.autoscale import WorkerScaler
+from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
+from millrace.cli.local.live import LiveSystem, SystemState
+from millrace.cli.local.model_changes import Models
+from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker
 from millrace.cli.local.private_files import credentials_of, make_private, write_private
 from millrace.cli.local.probe import probe_pooling, serve_one
@@ -33,17 +30,16 @@ from millrace.cli.local.scrape_targets import (
 from millrace.cli.local.server_files import nats_config, redis_config
 from millrace.cli.local.store_recovery import StoreRecovery, with_folders
 from millrace.cli.local.supervisor import Process, StartError, Supervisor
+from millrace.cli.local.worker_pool import WorkerPool
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.process import python_command
 from millrace.runtime.tasks import first_error
-from millrace.schemas.config import Config, GatewayConfig, RedisConfig
-from millrace.schemas.control import WorkerStatus
+from millrace.schemas.config import Config, RedisConfig
 
 # For others on this machine that may read our files: addresses with passwords in them.
 NATS_URL_FILE = "nats.url"
 CLICKHOUSE_URL_FILE = "clickhouse.url"
-_LOOPBACK = "127.0.0.1"
 _NATS_USER = "millrace"
 _NATS_ACCESS = (
     *("user", "password", "token", "nkey_seed", "creds_file"),
@@ -55,6 +51,14 @@ _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
 _ANALYTICS_NICENESS = 10
 # What a worker may take to end when it has drained.
 _GOODBYE_S = 4.0
+# Puts nothing in the place of what the catalogue says of a model's engine.
+_OWN_ENGINE = {
+    "MILLRACE_WORKER__ENGINE__KIND": "real",
+    "MILLRACE_WORKER__ENGINE__URL": "",
+    "MILLRACE_WORKER__ENGINE__COMMAND": "",
+    "MILLRACE_WORKER__ENGINE__ARGUMENTS": "",
+    "MILLRACE_WORKER__ENGINE__SERVED_NAME": "",
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,15 @@ class Plan:
     then as many as the schedulers want if ``config`` has ``scheduler.autoscale.max_workers``.
 
     ``config`` is what the user set; the addresses in it are chosen when the stack starts.
+    ``port_is_fixed``: the gateway's port was asked for, and no other will do. ``serving`` is what
+    the models are, and what others are added from.
     """
 
     data: Path
     config: Config
     models: tuple[str, ...]
+    serving: Models
+    port_is_fixed: bool = False
     num_workers: int = 1
     num_gateways: int = 1
     num_schedulers: int = 1
@@ -81,10 +89,7 @@ class Stack:
     plan: Plan
     supervisor: Supervisor
     say: Callable[[str], None] = print
-    _bus: Bus | None = None
-    _endpoints: Endpoints | None = None
-    _statuses: dict[str, WorkerStatus] = field(default_factory=dict)
-    _scaler: WorkerScaler | None = None
+    system_state: SystemState = field(default_factory=SystemState)
     _store_recovery: StoreRecovery | None = None
     _pickers: list[PortPicker] = field(default_factory=list)
 
@@ -93,14 +98,27 @@ class Stack:
         self._targets = ScrapeTargets(
             self.plan.data / "run" / FILE_NAME, config.metrics, config.gateway.port
         )
+        self.live = LiveSystem(
+            self.plan.data,
+            config,
+            self.plan.serving,
+            self.supervisor,
+            self._targets,
+            self.system_state,
+            self.say,
+        )
+        processes = TargetedProcesses(self.supervisor, self._targets)
+        self._pool = WorkerPool(processes, self._worker, self.plan.data / "run", self.say)
+        self.live.pool = self._pool
 
     async def start(self) -> Endpoints:
         """Bring everything up and return once a request was really served. Raises StartError."""
         config = self._choose_addresses()
         self._write_config(config)
+        self.live.changes.write()
         await self._start_servers(config)
-        self._bus = bus = await nats_bus.connect(config.nats, "millrace-up")
-        await bus.workers.watch(self._note_worker)
+        self.system_state.bus = bus = await nats_bus.connect(config.nats, "millrace-up")
+        await bus.workers.watch(self._pool.note)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
@@ -115,36 +133,40 @@ class Stack:
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
         if config.scheduler.autoscale.max_workers:
-            await self._start_scaling(bus, config.scheduler.autoscale.max_workers)
-        store = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
+            await self._pool.start_scaling(bus, config.scheduler.autoscale.max_workers)
+        store = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         user = f"{quote(config.clickhouse.username)}:{quote(config.clickhouse.password, safe='')}"
-        self._endpoints = Endpoints(
-            http=_front_url(config.gateway),
+        self.system_state.endpoints = Endpoints(
+            http=front_url(config.gateway),
             nats=config.nats.url,
             redis=config.redis.url,
             kafka=kafka,
             clickhouse=store.replace("://", f"://{user}@"),
         )
-        self._write_endpoints(self._endpoints)
-        return self._endpoints
+        self._write_endpoints(self.system_state.endpoints)
+        self.system_state.phase = "running"
+        return self.system_state.endpoints
 
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
+        self.system_state.phase = "stopping"
         for name in ("endpoints.json", NATS_URL_FILE, CLICKHOUSE_URL_FILE):
             (self.plan.data / "run" / name).unlink(missing_ok=True)
         self._targets.close()
-        for helper in (self._store_recovery, self._scaler):
-            if helper is not None:
-                await helper.close()
-        if self._bus is not None:
-            await self._bus.close()
+        if self._store_recovery is not None:
+            await self._store_recovery.close()
+        await self._pool.close()
+        if self.system_state.bus is not None:
+            await self.system_state.bus.close()
         for picker in self._pickers:
             picker.close()
 
     def _choose_addresses(self) -> Config:
         wanted = self.plan.config
         front = PortPicker(host=wanted.gateway.host)
-        gateway_port = front.pick("gateway", wanted.gateway.port)
+        gateway_port = _front_port(front, wanted.gateway.port, is_fixed=self.plan.port_is_fixed)
+        if wanted.gateway.port == 0:
+            self._targets.gateway_port = gateway_port
         # What was asked for goes before what merely has a usual place.
         ports = PortPicker()
         replace = msgspec.structs.replace
@@ -156,14 +178,14 @@ class Stack:
             nats=replace(
                 wanted.nats,
                 **dict.fromkeys(_NATS_ACCESS, ""),
-                url=f"nats://{_NATS_USER}:{secret.nats}@{_LOOPBACK}:{nats}",
+                url=f"nats://{_NATS_USER}:{secret.nats}@{LOOPBACK}:{nats}",
             ),
-            redis=RedisConfig(url=f"redis://:{secret.redis}@{_LOOPBACK}:{redis}/0"),
+            redis=RedisConfig(url=f"redis://:{secret.redis}@{LOOPBACK}:{redis}/0"),
             clickhouse=replace(
                 wanted.clickhouse,
                 path=str(self.plan.data / "clickhouse"),
                 password=wanted.clickhouse.password or secret.clickhouse,
-                serve_host=_LOOPBACK,
+                serve_host=LOOPBACK,
                 serve_port=ports.pick("clickhouse", wanted.clickhouse.serve_port),
             ),
             # Open streams may end before all stops; what then still runs at the workers is given
@@ -173,10 +195,19 @@ class Stack:
                 port=gateway_port,
                 drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
-            scheduler=replace(wanted.scheduler, models=self.plan.models),
+            # Those of the catalogue, whichever these are just now.
+            scheduler=replace(wanted.scheduler, models=()),
             storage=with_folders(wanted.storage, self.plan.data),
         )
         self._pickers += (front, ports)
+        store = f"{LOOPBACK}:{config.clickhouse.serve_port}"
+        self.system_state.addresses |= {
+            "nats": f"{LOOPBACK}:{nats}",
+            "redis": f"{LOOPBACK}:{redis}",
+            "telemetry-1": store,
+        }
+        for i in range(1, self.plan.num_gateways + 1):
+            self.system_state.addresses[f"gateway-{i}"] = f"{wanted.gateway.host}:{gateway_port}"
         for moved in ports.moved + front.moved:
             self.say(moved)
         return config
@@ -185,23 +216,23 @@ class Stack:
         data = self.plan.data
         for name in ("nats", "redis", "clickhouse"):
             make_private(data / name)
-        nats_port = _port_of(config.nats.url)
+        nats_port = port_of(config.nats.url)
         self._write_run_file("nats.conf", nats_config(config.nats.url, data / "nats"))
         await self.supervisor.start(
             Process(
                 name="nats",
                 command=[str(nats_server_path()), "-c", str(data / "run" / "nats.conf")],
-                ready=lambda: _listens(nats_port),
+                ready=lambda: listens(nats_port),
                 start_timeout_s=30.0,
             )
         )
-        redis_port = _port_of(config.redis.url)
+        redis_port = port_of(config.redis.url)
         self._write_run_file("redis.conf", redis_config(config.redis.url, data / "redis"))
         await self.supervisor.start(
             Process(
                 name="redis",
                 command=[str(redis_server_path()), str(data / "run" / "redis.conf")],
-                ready=lambda: _listens(redis_port),
+                ready=lambda: listens(redis_port),
                 start_timeout_s=30.0,
             )
         )
@@ -215,11 +246,14 @@ class Stack:
 
         async def follow() -> None:
             config, address = self._read_config(), file.read_text().strip()
+            self.system_state.addresses["kafka"] = address
             kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address)
             self._write_config(msgspec.structs.replace(config, kafka=kafka))
-            if self._endpoints is not None:
-                self._endpoints = msgspec.structs.replace(self._endpoints, kafka=address)
-                self._write_endpoints(self._endpoints)
+            if self.system_state.endpoints is not None:
+                self.system_state.endpoints = msgspec.structs.replace(
+                    self.system_state.endpoints, kafka=address
+                )
+                self._write_endpoints(self.system_state.endpoints)
             await self.supervisor.restart("telemetry-1")
 
         await self.supervisor.start(
@@ -234,18 +268,19 @@ class Stack:
                 niceness=_ANALYTICS_NICENESS,
             )
         )
-        return file.read_text().strip()
+        self.system_state.addresses["kafka"] = file.read_text().strip()
+        return self.system_state.addresses["kafka"]
 
     async def _start_records(self, config: Config) -> str:
         """What keeps records; the address of Kafka, of which the other parts know nothing."""
         address = await self._start_kafka()
         kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address, partitions=1)
         self._write_config(msgspec.structs.replace(config, kafka=kafka))
-        clickhouse = _url(config.clickhouse.serve_host, config.clickhouse.serve_port)
+        clickhouse = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         telemetry = self._part(
             "telemetry-1",
             "telemetry",
-            ready=lambda: _answers(f"{clickhouse}/ping"),
+            ready=lambda: answers(f"{clickhouse}/ping"),
             stage=_TELEMETRY,
             niceness=_ANALYTICS_NICENESS,
         )
@@ -255,11 +290,11 @@ class Stack:
     async def _start_parts(self, config: Config) -> None:
         """All at once, since each loads for a while."""
         parts = [
-            self._part(f"scheduler-{i}", "scheduler", stage=_SCHEDULERS)
+            self._part(f"scheduler-{i}", "scheduler", env=self._known_catalogue, stage=_SCHEDULERS)
             for i in range(1, self.plan.num_schedulers + 1)
         ]
-        parts += [self._worker(name, model) for name, model in self._first_workers()]
-        health = _front_url(config.gateway) + "/healthz"
+        parts += self._first_workers()
+        health = front_url(config.gateway) + "/healthz"
         for i in range(1, self.plan.num_gateways + 1):
             name = f"gateway-{i}"
             parts.append(
@@ -267,46 +302,39 @@ class Stack:
                     name,
                     "gateway",
                     env={"MILLRACE_GATEWAY__GATEWAY_ID": name},
-                    ready=lambda name=name: _answers(health, gateway=name),
+                    ready=lambda name=name: answers(health, gateway=name),
                     stop_timeout_s=5.0,
                     stage=_GATEWAYS + i,
                 )
             )
         await asyncio.gather(*(self.supervisor.start(part) for part in parts))
 
-    def _first_workers(self) -> list[tuple[str, str]]:
-        """Names, each with a model."""
-        models = (model for model in self.plan.models for _ in range(self.plan.num_workers))
-        return [(f"worker-{i}", model) for i, model in enumerate(models, start=1)]
+    def _first_workers(self) -> list[Process]:
+        return [
+            process
+            for model in self.plan.models
+            for process in self._pool.new_workers(model, self.live.changes.num_workers(model))
+        ]
 
     def _worker(self, name: str, model: str) -> Process:
+        env = {"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model}
+        if self.live.changes.runs_by_itself(model):
+            env |= _OWN_ENGINE
         return self._part(
             name,
             "workers",
-            env={"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model},
-            ready=lambda: self._worker_is_there(name),
+            env=env | self._known_catalogue,
+            ready=lambda: self._pool.is_there(name),
             start_timeout_s=600.0,
             stop_timeout_s=self.plan.config.worker.drain_timeout_s + _GOODBYE_S,
             force_after_s=1.0,
             stage=_WORKERS,
         )
 
-    async def _start_scaling(self, bus: Bus, max_workers: int) -> None:
-        self._scaler = WorkerScaler(
-            TargetedProcesses(self.supervisor, self._targets),
-            self._worker,
-            self._num_held,
-            max_workers,
-            SystemClock(),
-            self.say,
-        )
-        for name, model in self._first_workers():
-            self._scaler.adopt(name, model)
-        await bus.control.subscribe_queue_status(self._scaler.on_queue)
-
-    def _num_held(self, name: str) -> int:
-        status = self._statuses.get(name)
-        return 0 if status is None else status.num_running + status.num_waiting
+    @property
+    def _known_catalogue(self) -> dict[str, str]:
+        """Tells a part of the models, too, that come and go just now."""
+        return {"MILLRACE_CATALOGUE": str(self.plan.data / "run" / KNOWN_FILE)}
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
         config_file = str(self.plan.data / "run" / CONFIG_FILE)
@@ -314,18 +342,6 @@ class Stack:
         env = {"OMP_WAIT_POLICY": "PASSIVE", **metrics_env(port), **options.pop("env", {})}
         command = python_command(f"millrace.{package}", "--config", config_file)
         return Process(name=name, command=command, env=env, **options)
-
-    def _note_worker(self, status: WorkerStatus) -> None:
-        self._statuses[status.name] = status
-
-    async def _worker_is_there(self, name: str) -> bool:
-        status = self._statuses.get(name)
-        pid_file = self.plan.data / "run" / f"{name}.pid"
-        return (
-            status is not None
-            and not status.retired
-            and status.started_ns >= pid_file.stat().st_mtime_ns
-        )
 
     def _write_endpoints(self, endpoints: Endpoints) -> None:
         encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
@@ -345,59 +361,10 @@ class Stack:
         write_private(self.plan.data / "run" / name, text)
 
 
-async def _listens(port: int) -> bool:
-    try:
-        _reader, writer = await asyncio.open_connection(_LOOPBACK, port)
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
-def _any_certificate() -> ssl.SSLContext:
-    """Nothing is told to our own parts: whether the certificate suits the name by which others know
-    this machine is not asked here."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
-
-
-async def _answers(url: str, gateway: str | None = None) -> bool:
-    """Whether a GET says 200, and the gateway of that name said it."""
-
-    def get() -> bool:
-        try:
-            with urllib.request.urlopen(  # noqa: S310 (our own address)
-                url, timeout=2.0, context=_any_certificate() if url.startswith("https:") else None
-            ) as answer:
-                return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
-        except (OSError, urllib.error.URLError, ValueError):
-            return False
-
-    return await asyncio.to_thread(get)
-
-
-def _port_of(url: str) -> int:
-    port = urlsplit(url).port
-    assert port is not None
-    return port
-
-
-def _front_url(gateway: GatewayConfig) -> str:
-    url = _url(gateway.host, gateway.port)
-    return url.replace("http://", "https://", 1) if gateway.certificate_file else url
-
-
-def _url(host: str, port: int) -> str:
-    """An address that a local client can open, also for a server that listens on all."""
-    everywhere = ipaddress.ip_address(host).is_unspecified if _is_ip(host) else False
-    shown = _LOOPBACK if everywhere else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+def _front_port(picker: PortPicker, wanted: int, *, is_fixed: bool) -> int:
+    """The gateway's port; 0 asks for any that is free."""
+    if wanted == 0:
+        return picker.pick_any("gateway")
+    if is_fixed:
+        return picker.pick_exactly("gateway", wanted)
+    return picker.pick("gateway", wanted)

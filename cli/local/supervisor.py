@@ -54,6 +54,19 @@ class Process:
     on_restart: Callable[[], Awaitable[None]] | None = None
 
 
+@dataclass(frozen=True)
+class PartView:
+    """How a supervised process stands. ``code`` is how it ended if it does not run just now;
+    ``is_ready``: it has come up in this life."""
+
+    process: Process
+    pid: int
+    up_s: float
+    num_restarts: int
+    code: int | None
+    is_ready: bool
+
+
 class Supervisor:
     """Owns the processes that it starts: none outlives it, even if it is killed."""
 
@@ -81,6 +94,22 @@ class Supervisor:
         await self._wait_ready(running)
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {process.name}")
 
+    def parts(self) -> list[PartView]:
+        """All that are to run, in the order of their starts."""
+        now_s = time.monotonic()
+        return [
+            PartView(
+                one.process,
+                one.handle.pid,
+                now_s - one.started_at,
+                one.num_restarts,
+                one.handle.returncode,
+                one.is_ready,
+            )
+            for one in self._running.values()
+            if one.handle is not None
+        ]
+
     async def restart(self, name: str) -> None:
         """End a process, in an orderly way if it can; its watcher starts it again. One that has not
         been started yet needs nothing."""
@@ -94,7 +123,7 @@ class Supervisor:
         running = self._running.get(name)
         if running is not None:
             await self._halt(running, running.process.stop_timeout_s)
-            del self._running[name]
+            self._running.pop(name, None)
 
     async def stop(self, within_s: float) -> None:
         """Stop all, stage by stage; whatever is left at the end is killed."""
@@ -138,7 +167,7 @@ class Supervisor:
             raise StartError(f"{process.name} cannot be started: {error}") from error
         finally:
             log.close()
-        running.started_at = time.monotonic()
+        running.started_at, running.is_ready = time.monotonic(), False
         self._pid_file(running).write_text(f"{running.handle.pid}\n")
 
     async def _wait_ready(self, running: _Running) -> None:
@@ -157,6 +186,7 @@ class Supervisor:
                     f"{self._last_words(running)}"
                 )
             await asyncio.sleep(0.02)
+        running.is_ready = True
 
     async def _watch(self, running: _Running) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -169,9 +199,10 @@ class Supervisor:
                 return
             if time.monotonic() - running.started_at > _STABLE_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            self._say(f"{running.process.name} ended ({_how(code)}); starting it again")
+            self._say(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
+            running.num_restarts += 1
             try:
                 await self._spawn(running)
                 await self._wait_ready(running)
@@ -201,6 +232,8 @@ class _Running:
     handle: asyncio.subprocess.Process | None = None
     watcher: asyncio.Task[None] | None = None
     started_at: float = 0.0
+    num_restarts: int = 0
+    is_ready: bool = False
 
 
 def _stage(running: _Running) -> int:
@@ -240,5 +273,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """A return code in words."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

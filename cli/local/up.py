@@ -15,12 +15,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from millrace.cli.endpoints import add_data_argument
+from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.registry.catalogue import CatalogueEngine
 from millrace.runtime.metrics_server import check_exposure
-from millrace.runtime.settings import PREFIX, load_config
+from millrace.runtime.settings import PREFIX, load_config, names_setting
+from millrace.schemas.config import GatewayConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 
@@ -43,11 +45,33 @@ _OWN_ADDRESSES = (
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace up``."""
-    parser = subparsers.add_parser("up", help="run everything on this machine", description=__doc__)
-    parser.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port of the gateway (default: 8000)")
-    add_data_argument(parser)
-    parser.add_argument(
+    parser = subparsers.add_parser(
+        "up",
+        help="run everything on this machine",
+        description="Run all of Millrace on this machine, from packages alone: gateways, "
+        "schedulers, workers, telemetry and the servers that they need. It stays until Ctrl-C, "
+        "SIGTERM or millrace down; what it was given is kept in DIR.",
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
+    where.add_argument(
+        "--port",
+        type=int,
+        help="port of the gateway, which must be free; 0: any that is (default: 8000, or the next "
+        "free one)",
+    )
+    add_data_argument(where)
+    _add_models(parser.add_argument_group("models"))
+    _add_engine(parser.add_argument_group("engines of others"))
+    _add_size(parser.add_argument_group("size"))
+    settings = parser.add_argument_group("settings")
+    settings.add_argument("--config", help="a YAML or TOML file of settings for all parts")
+    settings.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(handler=run)
+
+
+def _add_models(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--model",
         action="extend",
         nargs="+",
@@ -55,39 +79,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a model of the catalogue, a folder in Hugging Face layout or a GGUF file "
         "(default: demo)",
     )
-    parser.add_argument(
-        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
-    )
-    parser.add_argument(
-        "--autoscale",
-        metavar="MIN:MAX",
-        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
-    )
-    parser.add_argument(
+    group.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
+    group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
         help="what runs the models: Millrace's own engine (real), nothing that computes "
         "(simulated), or a server of another engine, which is started here (default: real)",
     )
-    parser.add_argument(
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--engine-url", metavar="URL", help="a server of that engine that runs already"
     )
-    parser.add_argument(
+    group.add_argument(
         "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--engine-arguments",
         metavar="TEXT",
         help='more of its command line, such as "--tensor-parallel-size 4"',
     )
-    parser.add_argument("--gateways", type=int, default=1, help="gateways that share the port")
-    parser.add_argument(
+
+
+def _add_size(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
+    )
+    group.add_argument(
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
+    )
+    group.add_argument(
+        "--gateways", type=int, default=1, help="gateways that share the port (default: 1)"
+    )
+    group.add_argument(
         "--schedulers", type=int, default=1, help="schedulers that share the work (default: 1)"
     )
-    parser.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
-    parser.add_argument("--config", help="a YAML or TOML file of settings for all parts")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
-    parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,7 +139,7 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
         make_private(data / "run")
     except OSError as error:
         raise ConfigError(f"--data {_shown(data)} cannot be used: {error.strerror}.") from error
-    with (data / "run" / "up.pid").open("a+") as lock:
+    with (data / "run" / PID_FILE).open("a+") as lock:
         _take_lock(lock, data)
         try:
             return asyncio.run(_run(_plan(arguments, data)))
@@ -119,21 +148,35 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
 
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
-    from millrace.cli.local.models import catalogue_for
+    from millrace.cli.local import models as local_models
+    from millrace.cli.local.model_changes import Models
     from millrace.cli.local.stack import Plan
+    from millrace.registry.catalogue import load_catalogue
 
     config = _settings(arguments)
-    catalogue, models = catalogue_for(
-        config.catalogue,
-        arguments.model or ["demo"],
-        data / "run" / "models.yaml",
-        _engine(config.worker.engine),
-    )
+    saved = local_models.read_saved(data)
+    wanted, added, said = local_models.models_to_run(arguments.model, "demo", saved)
+    for line in said:
+        _say(line)
+    engine = _engine(config.worker.engine)
+    file = data / "run" / local_models.SERVED_FILE
+    catalogue, models = local_models.catalogue_for(config.catalogue, wanted, file, engine, added)
+    known, entries = load_catalogue(config.catalogue), load_catalogue(catalogue)
+    named = {known.entry_for(model).name for model in wanted}
+    num_workers = _num_first(config.scheduler.autoscale, arguments.workers)
     return Plan(
         data=data,
         config=msgspec.structs.replace(config, catalogue=catalogue),
         models=models,
-        num_workers=_num_first(config.scheduler.autoscale, arguments.workers),
+        serving=Models(
+            known=known,
+            entries={name: entries.get(name) for name in models},
+            saved=local_models.without(saved, named),
+            engine=engine,
+            workers=num_workers,
+        ),
+        port_is_fixed=_is_port_fixed(arguments, config),
+        num_workers=num_workers,
         num_gateways=arguments.gateways,
         num_schedulers=arguments.schedulers,
     )
@@ -162,6 +205,15 @@ def _settings(arguments: argparse.Namespace) -> Config:
         gateway=msgspec.structs.replace(config.gateway, **front),
         scheduler=_scheduler(config.scheduler, arguments.autoscale),
         worker=msgspec.structs.replace(config.worker, engine=engine),
+    )
+
+
+def _is_port_fixed(arguments: argparse.Namespace, config: Config) -> bool:
+    """Whether somebody asked for the gateway's port: the usual one may give way to the next."""
+    return (
+        arguments.port is not None
+        or names_setting("gateway.port", os.environ)
+        or config.gateway.port != GatewayConfig().port
     )
 
 
@@ -224,8 +276,12 @@ def _num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
 
 
 async def _run(plan: Plan) -> int:
+    from millrace.cli.local.control import ControlServer
+    from millrace.cli.local.log_files import CHECK_EVERY_S, UpLog, bound_logs
     from millrace.cli.local.stack import Stack
     from millrace.cli.local.supervisor import StartError, Supervisor
+    from millrace.runtime.clock import SystemClock
+    from millrace.runtime.tasks import Tasks
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -233,26 +289,41 @@ async def _run(plan: Plan) -> int:
         loop.add_signal_handler(number, stop.set)
     # What the user set is in the configuration file of the parts; a variable would override it.
     env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    supervisor = Supervisor(plan.data / "run", plan.data / "logs", _say, env)
-    stack = Stack(plan, supervisor, _say)
+    logs = plan.data / "logs"
+    make_private(logs)
+    log = UpLog(logs)
+    supervisor = Supervisor(plan.data / "run", logs, log.say, env)
+    stack = Stack(plan, supervisor, log.say)
+    control = ControlServer(plan.data / "run", stack.live.handle)
+    await control.start()
+    chores = Tasks()
+    chores.repeat(
+        lambda: asyncio.to_thread(bound_logs, logs), CHECK_EVERY_S, SystemClock(), "bound the logs"
+    )
     starting = asyncio.create_task(stack.start())
     stopping = asyncio.create_task(stop.wait())
-    _say(f"Millrace is starting; logs are in {_shown(plan.data / 'logs')}")
+    log.say(f"Millrace is starting; logs are in {_shown(logs)}")
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            _say(greeting(starting.result(), plan))
+            log.say(greeting(starting.result(), plan))
+            log.note(f"ready at {starting.result().http}")
             await stopping
     except (StartError, OSError, TimeoutError) as error:
-        print(f"millrace up: {error or 'a test request was not answered'}", file=sys.stderr)
+        why = str(error) or "a test request was not answered"
+        log.note(why)
+        print(f"millrace up: {why}", file=sys.stderr)
         return 1
     finally:
         starting.cancel()
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
-        _say("stopping")
+        log.say("stopping")
+        await control.close()
+        await chores.close()
         await stack.close()
         await supervisor.stop(_STOP_WITHIN_S)
+        log.close()
     return 0
 
 
@@ -295,14 +366,23 @@ def _take_lock(lock: TextIO, data: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        lock.seek(0)
         raise MillraceError(
-            f"Millrace already runs on {_shown(data)} (pid {lock.read().strip()}). "
-            "Stop it, or give another folder with --data."
+            f"Millrace already runs on {_shown(data)}{_who(data)}. See millrace status, stop it "
+            "with millrace down, or give another folder with --data."
         ) from error
     lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
+    lock.write(own_line())
     lock.flush()
+
+
+def _who(data: Path) -> str:
+    """Who has the folder, and where it is reached."""
+    running = supervising(data)
+    if running is None:
+        return ""
+    endpoints = read_endpoints(data)
+    where = "starting" if endpoints is None else endpoints.http
+    return f" (pid {running.pid}, for {lasting(running.up_s)}, {where})"
 
 
 def _shown(path: Path) -> str:

@@ -109,50 +109,51 @@ def open_output(path: Path) -> TextIO:
 
 def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
     """Declare how much runs at a time, and on what; ``what`` runs: requests, texts."""
-    parser.add_argument(
+    group = parser.add_argument_group("the engine")
+    group.add_argument(
         "--max-batch",
         type=int,
         help=f"{what} that run at a time (default: 64 on a CPU, 256 on a GPU)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-batch-tokens",
         type=int,
         help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
-    parser.add_argument(
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    group.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    group.add_argument(
         "--kernels",
         default=DEFAULTS.kernels,
         help="auto, native (compiled, on a CPU), triton (on a GPU), torch, or reference (plain "
         "torch in place of triton)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--load-format",
         default=DEFAULTS.load_format,
         help="auto, or dummy: random weights for the checkpoint's config.json",
     )
-    parser.add_argument(
+    group.add_argument(
         "--gpu-memory-fraction",
         type=float,
         default=DEFAULTS.gpu_memory_fraction,
         help="of a GPU's memory, for weights, work and KV cache together (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-cache-dtype",
         default=DEFAULTS.kv_cache_dtype,
         help="auto (as the weights), or fp8: half the bytes, a little less exact",
     )
-    parser.add_argument(
+    group.add_argument(
         "--deterministic",
         action="store_true",
         help="on a GPU, have a request's tokens not depend on what else is in the batch; slower",
     )
-    parser.add_argument(
+    group.add_argument(
         "--no-cuda-graphs", action="store_true", help="launch each kernel of each step"
     )
-    parser.add_argument(
+    group.add_argument(
         "--no-overlap", action="store_true", help="read each step before the next is launched"
     )
 

@@ -48,24 +48,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_file_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
     add_engine_options(parser, "requests")
-    parser.add_argument(
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
         "--kv-cache-bytes",
         type=int,
         help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--num-blocks",
         type=int,
         default=DEFAULTS.num_blocks,
         help="blocks of keys and values, instead of --kv-cache-bytes",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--host-cache-bytes",
         type=int,
         default=DEFAULTS.host_cache_bytes,
         help="memory for blocks of preempted and idle requests (default: %(default)s)",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--no-prefix-cache",
         action="store_true",
         help="compute every prompt, also what earlier ones have in common with it",

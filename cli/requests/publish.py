@@ -27,34 +27,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "request id to stderr; with --no-wait the id goes to stdout and the result is kept for "
         "millrace result.",
     )
-    parser.add_argument("--model", default="demo", help="default: %(default)s")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
+    what = parser.add_argument_group("the job")
+    what.add_argument("--model", default="demo", help="default: %(default)s")
+    prompt = what.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
     prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
-    parser.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
-    waiting = parser.add_mutually_exclusive_group()
+    what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
+    what.add_argument("--max-tokens", type=int, help="default: what the model's window leaves")
+    what.add_argument("--temperature", type=float, help="default: the model's")
+    what.add_argument("--seed", type=int, help="default: drawn from the request id")
+    what.add_argument("--tier", choices=TIERS, default="free", help="default: %(default)s")
+    answer = parser.add_argument_group("the answer")
+    waiting = answer.add_mutually_exclusive_group()
     waiting.add_argument("--stream", action="store_true", help="print the text as it comes")
     waiting.add_argument("--no-wait", action="store_true", help="print the id and leave")
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float, help="default: the model's")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--tier", choices=TIERS, default="free", help="default: %(default)s")
     add_bus_arguments(parser)
     parser.set_defaults(handler=run)
 
 
 def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what every command needs that waits for a job of a tenant."""
-    parser.add_argument("--tenant", default="local", help="default: %(default)s")
-    parser.add_argument(
+    group = parser.add_argument_group("whose it is, and where")
+    group.add_argument("--tenant", default="local", help="default: %(default)s")
+    group.add_argument(
         "--timeout",
         type=float,
         default=120.0,
         metavar="S",
         help="seconds to wait for the result (default: %(default)s)",
     )
-    parser.add_argument("--nats", metavar="URL", help="the server to use instead")
-    add_data_argument(parser)
+    group.add_argument("--nats", metavar="URL", help="the server to use instead")
+    add_data_argument(group)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,15 +21,6 @@ say what came of it: latencies, goodput under an SLO, fairness among tenants, pr
 utilisation, GPU-hours and what a million tokens cost. Several policies are compared on the same
 trace. The same arguments give the same report.
 """
-_EPILOG = """\
-examples:
-  millrace simulate synthesise --kind bursty --rate 50 --duration 10m > trace.jsonl
-  millrace simulate --trace trace.jsonl --workers 8 --policy fair,fifo --slo ttft=1s,tpot=50ms
-  millrace simulate --trace trace.jsonl --workers 8 --policy affine,least_loaded --html page.html
-  millrace simulate --trace trace.jsonl --workers 2 --autoscale 1:16 --start-time 30s
-  millrace simulate --trace trace.jsonl --workers 8 --fail worker=3@120s --json report.json
-  millrace simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01 --workers 4
-"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,8 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="try policies and fleets on a trace, in virtual time",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(handler=run)
     add_data_argument(parser)

@@ -23,7 +23,6 @@ class ModelChoice:
 
     def __init__(self, models: Models, fleet: FleetView, sessions: Sessions) -> None:
         self._models = models
-        self._router = models.router
         self._fleet = fleet
         self._sessions = sessions
 
@@ -32,21 +31,22 @@ class ModelChoice:
     ) -> GenerationRequest:
         """The ask with a model, for a request of ``tier``. ``former`` answered the conversation so
         far; that of a session is looked up, which raises what reading a session raises."""
-        if request.model not in self._router.routes:
+        if request.model not in self._models.router.routes:
             return request
         question = _question(request, tier)
         if request.session_id and request.session_keep != 0:
             former = await self._sessions.last_model(tenant, request.session_id)
         state_of = partial(self._state_of, tenant)
-        return _with(request, self._router.choose(request.model, question, state_of, former))
+        return _with(request, self._models.router.choose(request.model, question, state_of, former))
 
     def resolve_alone(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
         """The ask with the model that suits it, however the models stand just now: the same on
         every gateway, at any time."""
-        if request.model not in self._router.routes:
+        if request.model not in self._models.router.routes:
             return request
         return _with(
-            request, self._router.choose(request.model, _question(request, tier), self._at_rest)
+            request,
+            self._models.router.choose(request.model, _question(request, tier), self._at_rest),
         )
 
     def _state_of(self, tenant: str, model: str, tier: Tier) -> ModelState:

@@ -7,6 +7,7 @@ import hmac
 from collections import OrderedDict
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from millrace.bus.tenancy.tenants import TenantStore, digest_of, parse_token
 from millrace.gateway.tenancy.caller import LOCAL, Caller
@@ -15,6 +16,7 @@ from millrace.gateway.transport.proxies import is_forwarded
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.tenants import (
@@ -31,6 +33,8 @@ _KEY_FRESH_S = 2.0
 _CONSENT_FRESH_S = 5.0
 _KNOWN_WHILE_AWAY_S = 3600.0
 _MAX_KNOWN = 10_000
+_NOTE_USE_S = 60.0
+_LAST_NOTES_S = 0.5
 _RETRY_AFTER_S = 2.0
 
 
@@ -76,6 +80,8 @@ class Identity:
         self._is_local = is_loopback(config.host)
         self._demands_keys_from_afar = config.auth != "none"
         self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._noted_s: OrderedDict[str, float] = OrderedDict()  # when uses of keys were noted
+        self._notes = Tasks()
         self._consents: OrderedDict[str, tuple[bool, float]] = OrderedDict()
 
     async def keeps_transcripts(self, tenant: str) -> bool:
@@ -137,9 +143,31 @@ class Identity:
             or not hmac.compare_digest(known.key.digest, digest_of(parts[1]))
         ):
             raise unknown_key()
+        key_id = known.key.key_id
         if known.key.revoked_ns is not None:
-            raise revoked_key(known.key.key_id, self._caller(known))
+            raise revoked_key(key_id, self._caller(known))
+        self._note_use(key_id)
         return self._caller(known)
+
+    async def close(self) -> None:
+        """Note what is being noted, and let go of the rest."""
+        await self._notes.close(_LAST_NOTES_S)
+
+    def _note_use(self, key_id: str) -> None:
+        """Once a minute at most, beside what the caller waits for."""
+        now_s = self._clock.monotonic()
+        if self._store is None or now_s - self._noted_s.get(key_id, -_NOTE_USE_S) < _NOTE_USE_S:
+            return
+        self._noted_s[key_id] = now_s
+        self._noted_s.move_to_end(key_id)
+        if len(self._noted_s) > _MAX_KNOWN:
+            self._noted_s.popitem(last=False)
+        self._notes.spawn(self._write_use(self._store, key_id), f"note a use of {key_id}")
+
+    async def _write_use(self, store: TenantStore, key_id: str) -> None:
+        # Nobody is refused for want of a note: Redis may be full, or away.
+        with contextlib.suppress(RedisUnreachableError, ResponseError):
+            await store.note_use(key_id, self._clock.now_ns())
 
     async def check_key(self, caller: Caller) -> None:
         """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.

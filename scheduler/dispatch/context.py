@@ -11,10 +11,11 @@ from millrace.scheduler.jobs.cancel_memory import CancelMemory
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
-from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled
+from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
 from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.errors import ModelNotFoundError
 
 
 class SchedulerContext:
@@ -42,6 +43,7 @@ class SchedulerContext:
         self.prefixes = PrefixIndex(config.max_prefix_keys)
         self.cancels = CancelMemory(config.cancel_memory_s)
         self.job_table = JobTable()
+        self.withdrawn_models: set[str] = set()  # not served any more
         self.tasks = Tasks()
 
     def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
@@ -52,4 +54,8 @@ class SchedulerContext:
         deadline_ns = scheduled.job.deadline_ns
         if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
             return EXPIRED
+        if scheduled.job.model in self.withdrawn_models:
+            return refused(
+                ModelNotFoundError(f"The model {scheduled.job.model!r} is served no more.")
+            )
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -41,6 +41,13 @@ class ModelCache:
         seed_source = random.Random(job.request_id)
         prepare = partial(model.prepare, job, seed_source)
         return await self._prompts.run(job.tenant, num_characters(job), prepare)
+
+    def change(self, load: Callable[[str], Preparer], names: Iterable[str]) -> None:
+        """Load those anew, and all others from now on, by ``load``; whoever has a job in hand goes
+        on with the former."""
+        self._load = load
+        for name in names:
+            self._models.pop(name, None)
 
     def prices(self, model: str) -> PriceBook:
         """A model's prices; none if it is not loaded."""

@@ -15,23 +15,23 @@ _MAX_AT_ONCE = 64
 
 
 class OrphanReaper:
-    """``known_models`` is the whole catalogue."""
+    """``known_models`` is the whole catalogue, which may change."""
 
     def __init__(self, context: SchedulerContext, known_models: Collection[str]) -> None:
         self._context = context
-        self._known_models = frozenset(known_models)
+        self.known_models = frozenset(known_models)
 
     async def look(self, tenant_queues: Iterable[TenantQueue]) -> None:
         """Refuse what waits in those of unknown models. Raises BusUnavailableError."""
         jobs = self._context.bus.jobs
         for tenant_queue in tenant_queues:
-            if tenant_queue.model not in self._known_models:
+            if tenant_queue.model not in self.known_models:
                 for leased in await jobs.pull(tenant_queue, _MAX_AT_ONCE, 0.0):
                     await self._refuse(leased)
                 await jobs.forget_tenant_queue(tenant_queue)
 
     async def _refuse(self, leased: LeasedJob) -> None:
-        known = ", ".join(sorted(self._known_models))
+        known = ", ".join(sorted(self.known_models))
         error = ModelNotFoundError(
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )

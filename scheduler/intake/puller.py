@@ -77,6 +77,11 @@ class Puller:
         is."""
         return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
 
+    def detach(self) -> None:
+        """Nothing wakes it any more."""
+        for dispatcher in self._dispatchers:
+            dispatcher.wakes.remove(self._wake)
+
     def published(self, tenant_queue: TenantQueue) -> None:
         """A job has come."""
         if self.backlog.published(tenant_queue):

@@ -66,7 +66,7 @@ class QueueWatch:
         self._weights = weights_of(context.config.tiers)
         self._wake = asyncio.Event()
         self._is_empty = False
-        self._autoscalers = {model: Autoscaler(context.config.autoscale) for model in dispatchers}
+        self._autoscalers: dict[str, Autoscaler] = {}
 
     def wake(self) -> None:
         """There may be jobs again."""
@@ -107,8 +107,10 @@ class QueueWatch:
         for model, puller in self._pullers.items():
             puller.counted(totals[model])
         is_too_much = False
-        for model, dispatcher in self._dispatchers.items():
-            is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
+        # Models come and go while we wait.
+        for model, dispatcher in list(self._dispatchers.items()):
+            if self._dispatchers.get(model) is dispatcher:
+                is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
         await self._forget_idle()
         await self._orphan_reaper.look(chain.from_iterable(totals.values()))
         return is_too_much
@@ -135,6 +137,7 @@ class QueueWatch:
             num_queued -= num_shed
         queue_estimate.num_queued = num_queued
         queue_estimate.look()
+        autoscaler = self._autoscalers.setdefault(model, Autoscaler(context.config.autoscale))
         ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
         waits_s = queue_estimate.oldest_waits_s()
         oldest_wait_s = max(waits_s.values())
@@ -162,9 +165,7 @@ class QueueWatch:
                 interactive_wait_s=max(
                     wait_s for tier, wait_s in waits_s.items() if tier is not Tier.BATCH
                 ),
-                desired_workers=self._autoscalers[model].desired(
-                    signals, context.clock.monotonic()
-                ),
+                desired_workers=autoscaler.desired(signals, context.clock.monotonic()),
                 sent_ns=context.clock.now_ns(),
             )
         )
@@ -200,7 +201,7 @@ class QueueWatch:
 
     async def _forget_idle(self) -> None:
         now_s = self._context.clock.monotonic()
-        for puller in self._pullers.values():
+        for puller in list(self._pullers.values()):
             idle = puller.backlog.idle(now_s, _FORGET_AFTER_S)
             for tenant_queue in idle[:_MAX_FORGOTTEN_AT_ONCE]:
                 if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):

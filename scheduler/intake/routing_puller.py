@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from millrace.bus.job_queue import LeasedJob
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -32,8 +32,9 @@ class RoutingPuller(Puller):
         dispatchers: Mapping[str, Dispatcher],
         preparation: Preparation,
         chooser: ModelChooser,
+        models: Sequence[str],
     ) -> None:
-        models = [model for model in chooser.models_of(name) if model in dispatchers]
+        """``models`` are those of the name that are served here."""
         super().__init__(context, name, dispatchers, models, preparation)
         self._models = models
         self._chooser = chooser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.jobs import Tier
+from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
 
@@ -131,20 +133,39 @@ def test_limits_of_a_tenant(keys: Keys) -> None:
 
 
 def test_the_table(keys: Keys) -> None:
-    assert keys("list").split() == [
-        "key_id",
-        "tenant",
-        "name",
-        "tier",
-        "admin",
-        "keep_transcripts",
-        "created",
-        "revoked",
-        "limits",
+    head, _ = keys("list").splitlines()
+    assert re.split(" {2,}", head) == [
+        *("key_id", "tenant", "name", "tier", "admin", "transcripts"),
+        *("created", "last used", "revoked", "limits"),
     ]
     keys("create", "--tenant", "acme", "--requests-per-minute", "5", "--monthly-budget", "none")
-    _, row = keys("list").splitlines()
-    assert row.endswith("requests_per_minute=5 monthly_budget=none")
+    _, _, row = keys("list").splitlines()
+    assert " free " in row
+    assert row.endswith("5 requests/min, 200000 tokens/min, 8 at once, 32768 context")
+    [told] = keys.json("list")
+    assert told["limits"] == {"requests_per_minute": 5, "monthly_budget": None}
+    assert (told["tier"], told["effective_tier"]) == (None, "free")
+    assert told["effective_limits"]["concurrent_requests"] == 8
+
+
+async def test_the_last_use_of_a_key(redis_server: RedisServer, keys: Keys) -> None:
+    made = await asyncio.to_thread(keys.json, "create", "--tenant", "acme", "--tier", "pro")
+    assert (await asyncio.to_thread(keys.json, "list"))[0]["last_used"] is None
+    clock = ManualClock()
+    link = RedisLink(RedisConfig(url=redis_server.url))
+    identity = Identity(link, GatewayConfig(host="0.0.0.0"), clock)
+
+    async def told_after(seconds: float) -> str:
+        await clock.advance(seconds)
+        await identity.caller_of_token(made["key"])
+        await identity.close()
+        listed = await asyncio.to_thread(keys.json, "list")
+        return str(listed[0]["last_used"])
+
+    first = await told_after(0.0)
+    assert await told_after(30.0) == first  # not for each request
+    assert await told_after(31.0) > first
+    await link.close()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, examples: str) -> Iterator[
     tools, settings = folder / "tools.yaml", folder / "settings.yaml"
     gateway = {"tools": str(tools), "allowed_origins": [examples]}
     settings.write_text(json.dumps({"gateway": gateway}))
-    arguments = ("--port", "18000", "--config", str(settings))
+    arguments = ("--port", "0", "--config", str(settings))
     with weather_tools() as catalogue:
         tools.write_text(catalogue)
         running = System(folder, arguments=arguments).start()

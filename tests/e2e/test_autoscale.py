@@ -44,7 +44,7 @@ def scaled(tmp_path: Path) -> Iterator[System]:
     settings = tmp_path / "settings.yaml"
     settings.write_text(json.dumps(SETTINGS))
     arguments = (
-        *("--port", "18400", "--engine", "simulated", "--autoscale", "0:3"),
+        *("--port", "0", "--engine", "simulated", "--autoscale", "0:3"),
         *("--config", str(settings)),
     )
     running = System(tmp_path / "data", arguments=arguments).start()

@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("background")
     settings = folder / "settings.yaml"
     settings.write_text(json.dumps({"gateway": {"drain_timeout_s": 0.2}}))
-    arguments = ("--port", "18300", "--gateways", "2", "--config", str(settings))
+    arguments = ("--port", "0", "--gateways", "2", "--config", str(settings))
     running = System(folder / "data", arguments=arguments).start()
     yield running
     assert running.stop() == 0

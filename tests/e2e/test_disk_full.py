@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def small_system(disk: SmallDisk) -> Iterator[System]:
-    system = System(disk.path, arguments=("--port", "18300", "--engine", "simulated")).start()
+    system = System(disk.path, arguments=("--port", "0", "--engine", "simulated")).start()
     yield system
     system.stop()
 

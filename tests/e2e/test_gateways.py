@@ -46,7 +46,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     gateway = {"drain_timeout_s": 0.2, "tools": str(tools)}
     settings.write_text(json.dumps({"gateway": gateway}))
     replicas = ("--gateways", "2", "--schedulers", "2")
-    arguments = ("--port", "18200", *replicas, "--config", str(settings))
+    arguments = ("--port", "0", *replicas, "--config", str(settings))
 
     async def ask_all() -> list[Answer]:
         return await asyncio.gather(*(client.ask() for client in _clients(running)))

@@ -29,7 +29,7 @@ _PRIORITIES = {"late": 9, "usual": 0, "urgent": -5, "early": -1}
 def saturated(tmp_path: Path) -> Iterator[System]:
     settings = tmp_path / "settings.yaml"
     settings.write_text(json.dumps(_SETTINGS))
-    arguments = ("--port", "18600", "--engine", "simulated", "--config", str(settings))
+    arguments = ("--port", "0", "--engine", "simulated", "--config", str(settings))
     running = System(tmp_path / "data", arguments=arguments).start()
     yield running
     assert running.stop() == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -47,7 +50,7 @@ def test_the_files_that_others_read_are_there(system: System) -> None:
 def test_a_second_one_on_the_same_folder_is_refused(system: System) -> None:
     second = _cli("up", "--data", str(system.data))
     assert second.returncode == 2
-    assert "already runs" in second.stderr
+    assert re.search(rf"already runs on .* \(pid \d+, for .*, {system.http}\)", second.stderr)
 
 
 def test_an_unknown_model_is_refused_by_name(tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def _tells(system: System, query: str, rows: list[dict[str, Any]]) -> bool:
 
 
 async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_path: Path) -> None:
-    arguments = ("--port", "18500", "--engine", "simulated")
+    arguments = ("--engine", "simulated")
     systems = [System(tmp_path / name, arguments) for name in ("one", "other")]
     try:
         await asyncio.gather(*(asyncio.to_thread(system.start) for system in systems))
@@ -108,14 +111,29 @@ async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_
             system.stop()
 
 
-async def test_a_taken_port_moves_and_a_second_life_keeps_the_records(tmp_path: Path) -> None:
+def test_a_taken_port_that_was_asked_for_is_refused_with_who_has_it(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        running = System(tmp_path / "data", ("--port", str(port))).start()
+        refused = _cli("up", "--data", str(tmp_path), "--port", str(port))
+    assert refused.returncode == 2
+    assert f"gateway: port {port} is taken (pid {os.getpid()}, " in refused.stderr
+    assert "--port 0" in refused.stderr
+
+
+async def test_a_usual_port_that_is_taken_moves_and_a_second_life_keeps_the_records(
+    tmp_path: Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody else may have it
+            taken.bind(("127.0.0.1", 8000))
+            taken.listen()
+        running = System(tmp_path / "data").start()
         try:
-            assert f"port {port} is taken" in running.output()
+            assert "gateway: port 8000 is taken, using " in running.output()
             async with httpx.AsyncClient(base_url=running.http, timeout=30.0) as http:
                 answer = await ask_sse(http, "What is TTFT?")
             # Stop at once: the record may still be on its way, and must not be lost.

@@ -18,7 +18,8 @@ from millrace.bus.memory import MemoryBroker
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock
 from millrace.runtime.virtual_time import VirtualClock, VirtualTimeLoop
-from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import (
     EngineConfig,
     NatsConfig,

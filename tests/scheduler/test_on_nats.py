@@ -17,7 +17,8 @@ import pytest
 from millrace.bus.api import Bus
 from millrace.bus.nats import connect
 from millrace.runtime.clock import SystemClock
-from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.frames import Failed
 from tests.scheduler.scripted_worker import ScriptedWorker

@@ -15,7 +15,8 @@ from millrace.bus.running_requests import RunningRequest
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router
 from millrace.scheduler.intake.model_cache import Preparer
-from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import NatsConfig, SchedulerConfig
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError

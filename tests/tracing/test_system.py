@@ -38,7 +38,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
     folder = tmp_path_factory.mktemp("traced")
     settings = folder / "settings.yaml"
     settings.write_text(json.dumps({"tracing": {"endpoint": collector.endpoint}}))
-    arguments = ("--port", "18320", "--workers", "2", "--engine", "simulated")
+    arguments = ("--port", "0", "--workers", "2", "--engine", "simulated")
     running = System(folder, arguments=(*arguments, "--config", str(settings))).start()
     yield running
     assert running.stop() == 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.main import main
+from millrace.cli.running import own_line
 from millrace.telemetry.http.answers import load_queries
 from millrace.telemetry.store.migrate import load_migrations
 from tests.cli.analytics.left_store import run_on_store
@@ -58,10 +58,15 @@ def test_the_store_of_a_system_that_runs_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_endpoints(tmp_path, clickhouse="http://127.0.0.1:9")
-    with (tmp_path / "run" / "up.pid").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["migrate", "--data", str(tmp_path)]) == 2
+    (tmp_path / "run" / "up.pid").write_text(own_line())
+    assert main(["migrate", "--data", str(tmp_path)]) == 2
     assert "its telemetry has brought the store up to date" in capsys.readouterr().err
+    # It would be asked, if it answered.
+    assert main(["migrate", "--dry-run", "--data", str(tmp_path)]) == 2
+    assert "no ClickHouse answers at http://127.0.0.1:9" in capsys.readouterr().err
+    (tmp_path / "run" / "endpoints.json").unlink()
+    assert main(["migrate", "--dry-run", "--data", str(tmp_path)]) == 2
+    assert "Millrace is starting on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

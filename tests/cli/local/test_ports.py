@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 
 import pytest
 
-from millrace.cli.local.ports import PortPicker
+from millrace.cli.local.port_holder import holder_of
+from millrace.cli.local.ports import PortPicker, PortTakenError
 from millrace.schemas.errors import ConfigError
 
 
@@ -66,3 +68,24 @@ def test_what_is_no_port_is_refused(wanted: int) -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not an address of this machine"):
         PortPicker(host="203.0.113.7").pick("gateway", 20_000)
+
+
+def test_a_port_that_was_asked_for_is_that_one_or_an_error_with_who_has_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        used = server.getsockname()[1]
+        with pytest.raises(PortTakenError, match=rf"port {used} is taken \(pid {os.getpid()}, "):
+            PortPicker().pick_exactly("gateway", used)
+    assert holder_of(used) is None
+    first = PortPicker()
+    assert first.pick_exactly("gateway", used) == used
+    with pytest.raises(PortTakenError, match=rf"port {used} is taken\. Stop"):
+        PortPicker().pick_exactly("gateway", used)  # another system that is starting
+
+
+def test_any_port_is_a_free_one() -> None:
+    picker = PortPicker()
+    first, second = picker.pick_any("one"), picker.pick_any("two")
+    assert first != second
+    assert picker.moved == []

@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.endpoints import Endpoints
-from millrace.cli.local.models import catalogue_for
+from millrace.cli.local.model_changes import Models
+from millrace.cli.local.models import SavedModels, catalogue_for
 from millrace.cli.local.stack import Plan
 from millrace.cli.local.up import _plan, greeting
 from millrace.cli.main import build_parser, main
 from millrace.registry.catalogue import load_catalogue
 from millrace.schemas.config import Config, GatewayConfig
 from tests.support.engine.checkpoints_made import write_checkpoint
+
+
+def _plan_of(data: Path, config: Config) -> Plan:
+    models = Models(known=load_catalogue(""), entries={}, saved=SavedModels())
+    return Plan(data=data, config=config, models=("demo",), serving=models)
 
 
 def test_only_the_chosen_models_are_offered(tmp_path: Path) -> None:
@@ -161,7 +167,7 @@ def test_who_needs_a_key_is_told_how_to_make_one(host: str, demanded: bool, tmp_
         clickhouse="http://127.0.0.1:8123",
     )
     config = Config(gateway=GatewayConfig(host=host))
-    said = greeting(endpoints, Plan(data=tmp_path / "a folder", config=config, models=("demo",)))
+    said = greeting(endpoints, _plan_of(tmp_path / "a folder", config))
     assert "http://127.0.0.1:8000/ops" in said
     assert ("Authorization" in said) is demanded
     commands = re.findall(r"^ *millrace (keys .+)$", said, re.MULTILINE)

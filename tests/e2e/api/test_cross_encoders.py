@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def small(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     models = [part for path in folders.values() for part in ("--model", str(path))]
-    running = System(tmp_path_factory.mktemp("small"), ("--port", "18650", *models)).start()
+    running = System(tmp_path_factory.mktemp("small"), ("--port", "0", *models)).start()
     yield running
     assert running.stop() == 0
 

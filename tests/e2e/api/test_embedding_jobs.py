@@ -33,7 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("models")
     embedder = write_checkpoint(folder / "embedder", architectures=["LlamaModel"])
     writer = write_checkpoint(folder / "writer")
-    arguments = ("--port", "18100", "--model", str(embedder), "--model", str(writer))
+    arguments = ("--port", "0", "--model", str(embedder), "--model", str(writer))
     running = System(tmp_path_factory.mktemp("small"), arguments).start()
     yield running
     assert running.stop() == 0

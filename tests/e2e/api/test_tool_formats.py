@@ -43,7 +43,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             max_position_embeddings=4_096,
         )
         models += ("--model", str(checkpoint))
-    running = System(tmp_path_factory.mktemp("families"), ("--port", "18600", *models)).start()
+    running = System(tmp_path_factory.mktemp("families"), ("--port", "0", *models)).start()
     yield running
     assert running.stop() == 0
 

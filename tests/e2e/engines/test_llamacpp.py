@@ -33,7 +33,7 @@ def on_llamacpp(folder: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("llamacpp")
-    running = System(folder / "data", ("--port", "18400", *on_llamacpp(folder))).start()
+    running = System(folder / "data", ("--port", "0", *on_llamacpp(folder))).start()
     yield running
     assert running.stop() == 0
 
@@ -61,7 +61,7 @@ async def test_its_workers_come_with_a_load_and_go_with_it(tmp_path: Path) -> No
     settings = tmp_path / "settings.yaml"
     settings.write_text(json.dumps(_SCALED))
     arguments = (
-        *("--port", "18400", "--autoscale", "0:2", "--config", str(settings)),
+        *("--port", "0", "--autoscale", "0:2", "--config", str(settings)),
         *on_llamacpp(tmp_path),
     )
     scaled = System(tmp_path / "data", arguments).start()

@@ -25,7 +25,7 @@ _NUM_TOKENS = 600
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    arguments = ("--port", "18440", "--engine", "vllm", "--model", "demo")
+    arguments = ("--port", "0", "--engine", "vllm", "--model", "demo")
     running = System(tmp_path_factory.mktemp("mixed"), arguments, starts_within_s=400.0).start()
     yield running
     assert running.stop() == 0

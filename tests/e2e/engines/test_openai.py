@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
 @pytest.fixture(scope="module")
 def system(server: _Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     arguments = (
-        *("--port", "18480", "--engine", "openai", "--model", "demo"),
+        *("--port", "0", "--engine", "openai", "--model", "demo"),
         *("--engine-url", f"http://127.0.0.1:{server.port}/v1"),
     )
     running = System(tmp_path_factory.mktemp("openai") / "data", arguments).start()

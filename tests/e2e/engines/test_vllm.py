@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.t
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    arguments = ("--port", "18420", "--engine", "vllm", "--model", "demo")
+    arguments = ("--port", "0", "--engine", "vllm", "--model", "demo")
     running = System(tmp_path_factory.mktemp("vllm"), arguments, starts_within_s=400.0).start()
     yield running
     assert running.stop() == 0

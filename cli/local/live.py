@@ -1,0 +1,152 @@
+"""What commands ask of a system that runs: how it stands, and models that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from millrace.bus.api import Bus
+from millrace.cli.endpoints import Endpoints
+from millrace.cli.local.control import (
+    AddModelRequest,
+    ControlError,
+    Done,
+    RemoveModelRequest,
+    Request,
+    StatusRequest,
+    SystemReport,
+)
+from millrace.cli.local.model_changes import ModelChanges, Models
+from millrace.cli.local.models import KNOWN_FILE
+from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.report import health_at, part_reports
+from millrace.cli.local.scrape_targets import ScrapeTargets
+from millrace.cli.local.supervisor import Supervisor
+from millrace.cli.local.worker_pool import WorkerPool
+from millrace.schemas.config import Config
+
+# A catalogue is read again once a second.
+_HEARD_WITHIN_S = 15.0
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass
+class SystemState:
+    """How far a system has come: ``starting``, ``running`` or ``stopping``; where it is reached,
+    and where each of its parts listens (host:port, by name)."""
+
+    phase: str = "starting"
+    endpoints: Endpoints | None = None
+    addresses: dict[str, str] = field(default_factory=dict)
+    bus: Bus | None = None
+
+
+class LiveSystem:
+    """Answers commands. The processes are the supervisor's, the workers the pool's."""
+
+    def __init__(
+        self,
+        data: Path,
+        config: Config,
+        models: Models,
+        supervisor: Supervisor,
+        targets: ScrapeTargets,
+        system_state: SystemState,
+        say: Callable[[str], None],
+    ) -> None:
+        self._data = data
+        self._config = config
+        self._supervisor = supervisor
+        self._targets = targets
+        self.system_state = system_state
+        self._say = say
+        self._began_s = time.monotonic()
+        self.pool: WorkerPool | None = None
+        self.changes = ModelChanges(data, models, self)
+
+    async def handle(self, request: Request, say: Callable[[str], None]) -> SystemReport | Done:
+        """Answer a command. Raises MillraceError to refuse it."""
+        if isinstance(request, StatusRequest):
+            return await self._report()
+        if self.system_state.phase != "running":
+            raise ControlError(f"the system is {self.system_state.phase}; try again when it runs")
+        self._say(f"asked to {_wish(request)}")
+
+        def tell(text: str) -> None:
+            self._say(text)
+            say(text)
+
+        if isinstance(request, AddModelRequest):
+            done = await self.changes.add(request, tell)
+        else:
+            done = await self.changes.remove(request.name, tell)
+        self._say(done.text)
+        return done
+
+    async def start_workers(self, model: str, count: int) -> None:
+        """Raises StartError, with none of them left."""
+        await self._workers.start(model, count)
+
+    async def stop_workers(self, model: str) -> int:
+        """Let them drain; how many there were."""
+        return await self._workers.stop(model)
+
+    async def serve_one(self, model: str) -> None:
+        """Raises TimeoutError if a first request is not answered."""
+        assert self.system_state.bus is not None
+        known = msgspec.structs.replace(
+            self._config, catalogue=str(self._data / "run" / KNOWN_FILE)
+        )
+        await serve_one(self.system_state.bus, model, probe_pooling(known, model))
+
+    async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
+        """Until all processes of ``part`` that are up know whether there is the model; those that
+        are not read it when they start."""
+        deadline = time.monotonic() + _HEARD_WITHIN_S
+        waiting = {
+            name: address
+            for name, address in self._targets.addresses().items()
+            if name.startswith(f"{part}-")
+        }
+        while waiting and time.monotonic() < deadline:
+            for name, address in list(waiting.items()):
+                health = await health_at(address)
+                if not health.answers or (model in health.models) is is_there:
+                    del waiting[name]
+            await asyncio.sleep(_LOOK_EVERY_S if waiting else 0.0)
+        if waiting:
+            raise TimeoutError(f"{', '.join(waiting)} did not hear of the change")
+
+    async def _report(self) -> SystemReport:
+        parts = self._supervisor.parts()
+        reports = await part_reports(
+            parts, self._targets.addresses(), self.system_state.addresses, self._workers.status
+        )
+        workers = [one.model for one in reports if one.model and one.health == "ok"]
+        return SystemReport(
+            state=self.system_state.phase,
+            pid=os.getpid(),
+            up_s=time.monotonic() - self._began_s,
+            addresses={}
+            if self.system_state.endpoints is None
+            else self.system_state.endpoints.shown(),
+            parts=reports,
+            models=self.changes.report(workers.count),
+        )
+
+    @property
+    def _workers(self) -> WorkerPool:
+        assert self.pool is not None
+        return self.pool
+
+
+def _wish(request: AddModelRequest | RemoveModelRequest) -> str:
+    if isinstance(request, AddModelRequest):
+        return f"add the model {request.name} ({request.model})"
+    return f"remove the model {request.name}"

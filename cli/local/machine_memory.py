@@ -1,0 +1,48 @@
+"""Whether the weights of a model fit into the memory of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from millrace.schemas.errors import MillraceError
+
+_GIB = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class MemoryTooSmallError(MillraceError, code="memory_too_small"):
+    """The weights alone are more than what is free."""
+
+
+def check_memory(checkpoint: Path, num_workers: int, free_bytes: int | None = None) -> None:
+    """Raises MemoryTooSmallError if the weights of so many workers do not fit into ``free_bytes``
+    of main memory (None: what is free now). On a machine with a GPU, which holds them, the engine
+    itself says what fits."""
+    if has_gpu():
+        return
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    free = available_bytes() if free_bytes is None else free_bytes
+    if weights * num_workers > free:
+        raise MemoryTooSmallError(
+            f"the weights in {checkpoint} take {weights / _GIB:.1f} GiB for each of {num_workers} "
+            f"worker{'s' * (num_workers > 1)}, and {free / _GIB:.1f} GiB of memory are free. Use "
+            "fewer workers, a smaller model, or remove another one first."
+        )
+
+
+def has_gpu() -> bool:
+    """Whether the driver of an NVIDIA device is there."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def available_bytes() -> int:
+    """What can be had without swapping, in this container if it has a bound of its own."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    free = int(sizes["MemAvailable"].split()[0]) * 1024
+    try:
+        bound = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if bound == "max" else min(free, max(0, int(bound) - used))

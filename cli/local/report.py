@@ -1,0 +1,88 @@
+"""How a local system stands: what ``millrace status`` shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+from millrace.cli.local.control import PartReport
+from millrace.cli.local.supervisor import PartView, how_it_ended
+from millrace.schemas.control import WorkerStatus
+
+_ANSWERS_WITHIN_S = 2.0
+_SILENT = "does not answer"
+
+
+class Health(NamedTuple):
+    """What a part says of itself: ``ok`` or what is wrong, and the models that it knows."""
+
+    status: str
+    models: frozenset[str] = frozenset()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it says anything."""
+        return self.status != _SILENT
+
+
+async def health_at(address: str) -> Health:
+    """What the process says that shows its metrics at host:port."""
+
+    def get() -> Health:
+        try:
+            with urllib.request.urlopen(
+                f"http://{address}/healthz", timeout=_ANSWERS_WITHIN_S
+            ) as answer:
+                body = answer.read()
+        except urllib.error.HTTPError as error:
+            body = error.read()
+        except OSError:
+            return Health(_SILENT)
+        try:
+            told = json.loads(body)
+            return Health(str(told["status"]), frozenset(told.get("models", ())))
+        except (ValueError, KeyError, TypeError):
+            return Health(_SILENT)
+
+    return await asyncio.to_thread(get)
+
+
+async def part_reports(
+    parts: list[PartView],
+    metrics: Mapping[str, str],
+    addresses: Mapping[str, str],
+    worker_status: Callable[[str], WorkerStatus | None],
+) -> tuple[PartReport, ...]:
+    """Ask all of them, side by side. ``metrics`` and ``addresses`` have host:port by name."""
+
+    async def report(part: PartView) -> PartReport:
+        name = part.process.name
+        status = worker_status(name)
+        return PartReport(
+            name=name,
+            pid=part.pid,
+            up_s=part.up_s,
+            restarts=part.num_restarts,
+            health=await _health_of(part, metrics.get(name)),
+            address=addresses.get(name),
+            metrics=metrics.get(name),
+            model=None if status is None else status.model,
+            num_requests=None if status is None else status.num_running + status.num_waiting,
+        )
+
+    return tuple(await asyncio.gather(*map(report, parts)))
+
+
+async def _health_of(part: PartView, metrics: str | None) -> str:
+    if part.code is not None:
+        return f"ended ({how_it_ended(part.code)})"
+    if not part.is_ready:
+        return "starting"
+    if metrics is not None:
+        return (await health_at(metrics)).status
+    ready: Callable[[], Awaitable[bool]] | None = part.process.ready
+    return "ok" if ready is None or await ready() else _SILENT

@@ -1,0 +1,155 @@
+"""``millrace models``: which models a running system serves, one more, or one less."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.operate.status import nothing_runs
+from millrace.cli.running import supervising
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millrace.cli.local.control import Done, Request, SystemReport
+
+_ANSWERS_WITHIN_S = 10.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace models`` and its own commands."""
+    parser = subparsers.add_parser(
+        "models",
+        help="list, add and remove models while the system runs",
+        description="List the models of the system that runs on DIR, add one or remove one, "
+        "while it serves the others. What is added and removed stays so when millrace up is "
+        "started again on the folder; what its --model names is served whatever was removed.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", dest="models_command", required=True)
+
+    listing = commands.add_parser("list", help="the models, their workers and sources")
+    listing.add_argument("--json", action="store_true", help="answer in JSON")
+    _add_common(listing, _list)
+
+    add = commands.add_parser(
+        "add",
+        help="serve one more",
+        description="Start workers for a model and offer it once one of them has answered. Nothing "
+        "changes if that fails.",
+    )
+    add.add_argument("name", metavar="NAME", help="what clients will call it")
+    add.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="a model of the catalogue, a folder in Hugging Face layout, a GGUF file or a hub id "
+        "(default: the model NAME of the catalogue)",
+    )
+    add.add_argument("--workers", type=int, default=1, help="how many (default: %(default)s)")
+    add.add_argument(
+        "--engine",
+        choices=[kind.value for kind in EngineKind],
+        help="what runs it (default: what runs the others)",
+    )
+    add.add_argument("--engine-url", metavar="URL", default="", help="a server that runs already")
+    add.add_argument("--engine-command", metavar="PROGRAM", default="", help="what starts one")
+    add.add_argument("--engine-arguments", metavar="TEXT", default="", help="its command line")
+    _add_common(add, _add)
+
+    remove = commands.add_parser(
+        "remove",
+        help="serve one less",
+        description="Stop offering a model, let its workers finish what they run, within their "
+        "drain time, and stop them. What still waits then ends with the error model_not_found.",
+    )
+    remove.add_argument("name", metavar="NAME")
+    _add_common(remove, _remove)
+
+
+def _add_common(
+    parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
+) -> None:
+    add_data_argument(parser)
+    parser.set_defaults(handler=action)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from millrace.cli.local.control import StatusRequest, SystemReport
+    from millrace.runtime.text_table import text_table
+
+    report = _ask(arguments.data, StatusRequest(), _ANSWERS_WITHIN_S)
+    assert isinstance(report, SystemReport)
+    if arguments.json:
+        print(msgspec.json.encode(report.models).decode())
+        return 0
+    rows = [
+        (
+            *(model.name, model.state, str(model.workers), model.engine),
+            *("added" if model.added else "", model.source),
+        )
+        for model in report.models
+    ]
+    names = ("model", "state", "workers", "engine", "", "source")
+    print(text_table(names, rows, (False, False, True, False, False, False)), end="")
+    return 0
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from millrace.cli.local.control import AddModelRequest
+
+    given = (arguments.engine_url, arguments.engine_command, arguments.engine_arguments)
+    if any(given) and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
+        raise ConfigError(
+            "--engine-url, --engine-command and --engine-arguments go with --engine and the name "
+            "of another engine."
+        )
+    if arguments.engine == EngineKind.OPENAI and not arguments.engine_url:
+        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+    return _change(
+        arguments.data,
+        AddModelRequest(
+            name=arguments.name,
+            model=_from_anywhere(arguments.model or arguments.name),
+            workers=arguments.workers,
+            engine=arguments.engine and EngineKind(arguments.engine),
+            engine_url=arguments.engine_url,
+            engine_command=_from_anywhere(arguments.engine_command),
+            engine_arguments=tuple(shlex.split(arguments.engine_arguments)),
+        ),
+    )
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from millrace.cli.local.control import RemoveModelRequest
+
+    return _change(arguments.data, RemoveModelRequest(arguments.name))
+
+
+def _change(data: Path, request: Request) -> int:
+    from millrace.cli.local.control import Done
+
+    done = _ask(data, request, None)  # weights may take minutes to load
+    assert isinstance(done, Done)
+    print(done.text)
+    return 0
+
+
+def _ask(data: Path, request: Request, timeout_s: float | None) -> SystemReport | Done:
+    """Raises ConfigError if nothing runs there, and what ``ask`` does."""
+    from millrace.cli.local.control import ask
+
+    if supervising(data) is None:
+        raise ConfigError(nothing_runs(data))
+    return ask(data, request, lambda text: print(f"{text} …", flush=True), timeout_s)
+
+
+def _from_anywhere(path_or_name: str) -> str:
+    """A path as the system, which runs in another folder, finds it; what is none as it is."""
+    path = Path(path_or_name).expanduser()
+    is_path = "/" in path_or_name and (path.exists() or path_or_name[0] in "./~")
+    return str(path.resolve()) if is_path or path.is_file() or path.is_dir() else path_or_name

@@ -1,0 +1,114 @@
+"""``millrace status``: how the system on a data folder stands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.running import lasting, supervising
+
+WELL, UNWELL, NOT_RUNNING = 0, 1, 3
+_ANSWERS_WITHIN_S = 10.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace status``."""
+    parser = subparsers.add_parser(
+        "status",
+        help="what runs, where, and whether it is well",
+        description="Show the parts, addresses and models of the system that runs on DIR. The exit "
+        "code is 0 if all is well, 1 if a part is down, starting or not able to do its work, and 3 "
+        "if nothing runs there.",
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    add_data_argument(parser)
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """WELL, UNWELL or NOT_RUNNING. Raises ControlError if the system does not answer."""
+    import msgspec
+
+    from millrace.cli.local.control import StatusRequest, SystemReport, ask
+
+    data: Path = arguments.data
+    running = supervising(data)
+    if running is None:
+        if arguments.json:
+            print('{"state":"not running"}')
+        else:
+            print(nothing_runs(data))
+        return NOT_RUNNING
+    if not (data / "run" / "control.sock").exists():
+        print(f"Millrace on {data} (pid {running.pid}) is just starting or stopping.")
+        return UNWELL
+    report = ask(data, StatusRequest(), print, _ANSWERS_WITHIN_S)
+    assert isinstance(report, SystemReport)
+    if arguments.json:
+        print(msgspec.json.encode({**msgspec.to_builtins(report), "well": report.is_well}).decode())
+    else:
+        print(_as_text(data, report), end="")
+    return WELL if report.is_well else UNWELL
+
+
+def nothing_runs(data: Path) -> str:
+    """That it does not, and how to start it; what is said of one that was killed differs."""
+    if (data / "run" / "endpoints.json").exists():
+        return (
+            f"Nothing runs on {data}: what ran there was killed. millrace up --data {data} starts "
+            "it again, with all that was accepted."
+        )
+    return f"Nothing runs on {data}. Start it with millrace up --data {data}."
+
+
+def _as_text(data: Path, report: object) -> str:
+    from millrace.cli.local.control import SystemReport
+
+    assert isinstance(report, SystemReport)
+    well = "" if report.is_well or report.state != "running" else ", not all of it well"
+    lines = [
+        f"Millrace on {data} is {report.state}{well}: pid {report.pid}, for {lasting(report.up_s)}"
+    ]
+    if report.addresses:
+        lines.append("")
+        lines += [f"  {name:<11} {address}" for name, address in report.addresses.items()]
+    parts = _table(
+        ("part", "pid", "up", "restarts", "address", "metrics", "health"),
+        [
+            (
+                *(part.name, str(part.pid), lasting(part.up_s), str(part.restarts)),
+                *(part.address or "", part.metrics or "", part.health),
+            )
+            for part in report.parts
+        ],
+        (False, True, True, True, False, False, False),
+    )
+    requests = _count_requests(report)
+    models = _table(
+        ("model", "state", "workers", "requests", "engine", "source"),
+        [
+            (
+                *(model.name, model.state, str(model.workers), str(requests(model.name))),
+                *(model.engine, model.source),
+            )
+            for model in report.models
+        ],
+        (False, False, True, True, False, False),
+    )
+    return "\n".join([*lines, "", parts, models])
+
+
+def _count_requests(report: object) -> Callable[[str], int]:
+    from millrace.cli.local.control import SystemReport
+
+    assert isinstance(report, SystemReport)
+    parts = report.parts
+    return lambda model: sum(part.num_requests or 0 for part in parts if part.model == model)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> str:
+    from millrace.runtime.text_table import text_table
+
+    return text_table(names, rows, is_right)

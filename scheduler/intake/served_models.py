@@ -1,0 +1,170 @@
+"""The models that one scheduler serves: for each a dispatcher, a queue estimate and a puller. They
+come and go as the catalogue says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import ChainMap
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from millrace.registry.routing.router import ModelState, Router
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
+from millrace.scheduler.intake.model_cache import ModelCache, Preparer
+from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.orphan_reaper import OrphanReaper
+from millrace.scheduler.intake.preparation import Preparation
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.schemas.errors import ModelNotFoundError
+from millrace.schemas.jobs import Tier
+
+
+@dataclass(frozen=True)
+class ModelCatalogue:
+    """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
+    names that stand for several models."""
+
+    names: Collection[str]
+    load: Callable[[str], Preparer]
+    router: Router | None = None
+
+
+class ServedModels:
+    """Of the catalogue the models that the configuration names, or all of them if it names none.
+
+    ``dispatchers``, ``queue_estimates`` and ``pullers`` have those that are served now; pullers are
+    also by the names that leave the model open. The jobs of a model that has gone are ended as soon
+    as they are seen; ``dispatcher_of`` knows where they are until then. Owns the tasks that pull
+    and estimate. Raises ModelNotFoundError if a model of the configuration is not there.
+    """
+
+    def __init__(
+        self, context: SchedulerContext, model_cache: ModelCache, catalogue: ModelCatalogue
+    ) -> None:
+        unknown = set(context.config.models) - set(catalogue.names)
+        if unknown:
+            raise ModelNotFoundError(
+                f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
+                f"not have. The models are: {', '.join(sorted(catalogue.names))}."
+            )
+        self._context = context
+        self._model_cache = model_cache
+        self._preparation = Preparation(context, model_cache)
+        self.dispatchers: dict[str, Dispatcher] = {}
+        self.queue_estimates: dict[str, QueueEstimate] = {}
+        self.pullers: dict[str, Puller] = {}
+        self.orphan_reaper = OrphanReaper(context, _all_names(catalogue))
+        self._gone: dict[str, Dispatcher] = {}
+        self._known = ChainMap(self.dispatchers, self._gone)
+        self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
+        self._is_running = False
+        self._failure: asyncio.Future[None] | None = None
+        for model in context.config.models or sorted(catalogue.names):
+            self._add(model)
+        self._route(catalogue.router)
+
+    def dispatcher_of(self, model: str) -> Dispatcher:
+        """That of a model whose jobs are here."""
+        return self._known[model]
+
+    def all_dispatchers(self) -> list[Dispatcher]:
+        """Also of models that have gone."""
+        return list(self._known.values())
+
+    def model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
+        """How a model stands for a tenant; one that is not served here as if it were idle."""
+        queue_estimate = self.queue_estimates.get(model)
+        return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
+
+    async def run(self) -> None:
+        """Pull until it is cancelled. Raises what ends one of the loops."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._is_running = True
+        for name in self.pullers:
+            self._start(name)
+        await self._failure
+
+    async def close(self) -> None:
+        """Pull nothing any more."""
+        self._is_running = False
+        for tasks in self._tasks.values():
+            await tasks.close()
+
+    async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
+        """Serve what the catalogue says from now on; ``changed`` are the names of models that are
+        new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
+        self._model_cache.change(catalogue.load, changed)
+        self.orphan_reaper.known_models = _all_names(catalogue)
+        for name in [name for name in self.pullers if name not in self.dispatchers]:
+            await self._stop(name)
+        wanted = self._context.config.models or catalogue.names
+        for model in [model for model in self.dispatchers if model not in catalogue.names]:
+            await self._remove(model)
+        for model in sorted(set(wanted) & set(catalogue.names) - self.dispatchers.keys()):
+            self._add(model)
+        self._route(catalogue.router)
+
+    def _add(self, model: str) -> None:
+        self._gone.pop(model, None)
+        self._context.withdrawn_models.discard(model)
+        dispatcher = self.dispatchers[model] = Dispatcher(self._context, model)
+        self.queue_estimates[model] = QueueEstimate(self._context, dispatcher)
+        self._add_puller(Puller(self._context, model, self._known, [model], self._preparation))
+
+    async def _remove(self, model: str) -> None:
+        await self._stop(model)
+        del self.queue_estimates[model]
+        dispatcher = self._gone[model] = self.dispatchers.pop(model)
+        self._context.withdrawn_models.add(model)
+        dispatcher.finish_unwanted()
+
+    def _route(self, router: Router | None) -> None:
+        """Pull what leaves the model open, if any model that it may get is served here."""
+        if router is None:
+            return
+        chooser = ModelChooser(router, self.model_state, self._context.running_requests)
+        for name in chooser.names:
+            models = [one for one in chooser.models_of(name) if one in self.dispatchers]
+            if models:
+                self._add_puller(
+                    RoutingPuller(
+                        self._context, name, self._known, self._preparation, chooser, models
+                    )
+                )
+
+    def _add_puller(self, puller: Puller) -> None:
+        self.pullers[puller.model] = puller
+        if self._is_running:
+            self._start(puller.model)
+
+    def _start(self, name: str) -> None:
+        tasks = self._tasks[name] = Tasks()
+        loops = [tasks.spawn(self.pullers[name].run(), "pull")]
+        if name in self.queue_estimates:
+            loops.append(tasks.spawn(self.queue_estimates[name].run(), "publish positions"))
+        for loop in loops:
+            loop.add_done_callback(self._note_failure)
+
+    async def _stop(self, name: str) -> None:
+        self.pullers.pop(name).detach()
+        tasks = self._tasks.pop(name, None)
+        if tasks is not None:
+            await tasks.close()
+
+    def _note_failure(self, loop: asyncio.Task[None]) -> None:
+        assert self._failure is not None
+        if not loop.cancelled() and not self._failure.done():
+            error = loop.exception()
+            if error is None:
+                self._failure.set_result(None)
+            else:
+                self._failure.set_exception(error)
+
+
+def _all_names(catalogue: ModelCatalogue) -> frozenset[str]:
+    routes = () if catalogue.router is None else catalogue.router.routes
+    return frozenset((*catalogue.names, *routes))

@@ -1,0 +1,242 @@
+"""``millrace status``, ``down``, ``logs`` and ``models`` on a system that runs: by the commands,
+and by what its clients see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.clients import ask_sse
+from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+_PARTS = (
+    *("nats", "redis", "kafka", "telemetry-1", "scheduler-1", "scheduler-2"),
+    *("gateway-1", "gateway-2", "worker-1"),
+)
+
+
+class Millrace:
+    """The command, as a person runs it beside a system."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "millrace.cli", *arguments, "--data", str(self.system.data)],
+            capture_output=True,
+            text=True,
+            timeout=60.0,
+            check=False,
+        )
+
+    def __call__(self, *arguments: str) -> str:
+        """What it prints; it must succeed."""
+        ran = self.run(*arguments)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    def refusal(self, *arguments: str) -> str:
+        """Why it does not; it must say so in one sentence."""
+        ran = self.run(*arguments)
+        assert ran.returncode == 2, ran.stdout
+        assert ran.stderr.startswith("millrace ")
+        assert ran.stderr.count("\n") == 1
+        return ran.stderr
+
+    def status(self) -> Any:
+        return json.loads(self.run("status", "--json").stdout)
+
+    async def background(self, *arguments: str) -> str:
+        return await asyncio.to_thread(self, *arguments)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def millrace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Millrace]:
+    """Two gateways, two schedulers, and tokens that take a while."""
+    folder = tmp_path_factory.mktemp("operated")
+    settings = folder / "settings.yaml"
+    simulation = {"step_ms": 100.0}
+    worker = {"drain_timeout_s": 0.5, "engine": {"simulation": simulation}}
+    settings.write_text(json.dumps({"worker": worker}))
+    arguments = ("--port", "0", "--engine", "simulated", "--gateways", "2", "--schedulers", "2")
+    running = System(folder / "data", (*arguments, "--config", str(settings))).start()
+    yield Millrace(running)
+    running.stop()
+
+
+def test_status_tells_all_parts_and_models(millrace: Millrace) -> None:
+    report = millrace.status()
+    assert report["well"]
+    assert report["state"] == "running"
+    assert report["addresses"]["http"] == millrace.system.http
+    assert "@" not in json.dumps(report["addresses"])
+    parts = {part["name"]: part for part in report["parts"]}
+    assert set(parts) == set(_PARTS)
+    for name, part in parts.items():
+        assert (part["pid"], part["health"]) == (millrace.system.pid(name), "ok")
+    assert [model["name"] for model in report["models"]] == ["demo"]
+    shown = millrace("status")
+    assert all(name in shown for name in _PARTS)
+
+
+async def test_status_tells_of_a_part_that_was_killed(millrace: Millrace) -> None:
+    former = millrace.system.kill("worker-1")
+
+    def is_back() -> bool:
+        report = millrace.status()
+        part = next(part for part in report["parts"] if part["name"] == "worker-1")
+        return bool(report["well"] and part["restarts"] == 1 and part["pid"] != former)
+
+    await eventually(is_back, timeout_s=30.0)
+    assert "worker-1 ended (signal SIGKILL); starting it again" in millrace("logs", "up")
+
+
+def test_status_of_a_part_that_stands_still(millrace: Millrace) -> None:
+    pid = millrace.system.pid("telemetry-1")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ran = millrace.run("status")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ran.returncode == 1
+    assert "does not answer" in ran.stdout
+
+
+def test_a_dry_run_asks_the_store_that_runs(millrace: Millrace) -> None:
+    assert "are up to date" in millrace("migrate", "--dry-run")
+
+
+def test_logs_are_told_in_the_order_of_time(millrace: Millrace) -> None:
+    lines = millrace("logs", "gateway", "scheduler-1", "-n", "1000").splitlines()
+    parts = [line[13:24].strip() for line in lines if line[:2].isdigit()]
+    assert set(parts) == {"gateway-1", "gateway-2", "scheduler-1"}
+    times = [line[:12] for line in lines if line[:2].isdigit()]
+    assert times == sorted(times)
+    raw = millrace("logs", "gateway-1", "--raw", "-n", "1").splitlines()
+    assert json.loads(raw[0])["component"] == "gateway"
+    assert millrace("logs", "--since", "2100-01-01T00:00:00+00:00") == ""
+    assert "no part 'gatevay'; there are logs of: " in millrace.refusal("logs", "gatevay")
+    assert "neither a time such as 10m" in millrace.refusal("logs", "--since", "yesterday")
+
+
+async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
+    async with httpx.AsyncClient(base_url=millrace.system.http, timeout=60.0) as http:
+        streaming = asyncio.create_task(ask_sse(http, "Go on.", max_tokens=40))
+        said = await millrace.background("models", "add", "small", "--model", str(tiny))
+        assert "small is served, by 1 worker" in said
+        assert not streaming.done()
+        for _ in range(20):  # whichever gateway it is
+            async with httpx.AsyncClient(base_url=millrace.system.http) as other:
+                listed = (await other.get("/v1/models")).json()["data"]
+                assert {card["id"] for card in listed} == {"demo", "small"}
+                answer = await other.post(
+                    "/v1/completions", json={"model": "small", "prompt": "a", "max_tokens": 1}
+                )
+                assert answer.status_code == 200, answer.text
+        assert "small" in await millrace.background("models", "list")
+        assert "is taken" in millrace.refusal("models", "add", "small", "--model", str(tiny))
+        # The demo model was not disturbed.
+        assert (await streaming).completion_tokens == 40
+
+        body = {"model": "small", "prompt": "a", "max_tokens": 100, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            lines = response.aiter_lines()
+            await anext(lines)
+            removing = asyncio.create_task(millrace.background("models", "remove", "small"))
+            rest = [line async for line in lines if line.startswith("data: ")]
+        assert "model_not_found" in rest[-1] or "model_not_found" in rest[-2]
+        assert "small is removed; 1 worker drained" in await removing
+        gone = await http.post("/v1/completions", json={"model": "small", "prompt": "a"})
+        assert gone.status_code == 404
+        assert (await ask_sse(http, "Still there?", max_tokens=2)).completion_tokens == 2
+    assert {part["name"] for part in millrace.status()["parts"]} == set(_PARTS)
+
+
+def test_what_cannot_be_disturbs_nothing(millrace: Millrace) -> None:
+    for arguments, says in (
+        (("add", "x", "--model", "/nowhere/at/all"), "does not exist"),
+        (("add", "x", "--model", "/tmp"), "config.json"),
+        (("add", "x y", "--model", "demo"), "text without spaces"),
+        (("add", "auto", "--model", "demo"), "is reserved"),
+        (("add", "nope"), "There is no model 'nope'"),
+        (("add", "x", "--model", "demo", "--workers", "0"), "--workers must be at least 1"),
+        (("add", "x", "--model", "demo", "--engine-url", "http://a"), "go with --engine"),
+        (("remove", "nope"), "there is no model 'nope'"),
+        (("remove", "demo"), "demo is the only model"),
+    ):
+        assert says in millrace.refusal("models", *arguments)
+    assert [model["name"] for model in millrace.status()["models"]] == ["demo"]
+    assert millrace.status()["well"]
+
+
+def test_a_model_whose_worker_does_not_come_up_is_not_added(
+    millrace: Millrace, tiny: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    engine = ("--engine", "real")
+    refusal = millrace.refusal("models", "add", "broken", "--model", str(broken), *engine)
+    assert "broken was not added" in refusal
+    assert {part["name"] for part in millrace.status()["parts"]} == set(_PARTS)
+    assert millrace.status()["well"]
+
+
+def test_models_are_remembered_and_down_ends_all(millrace: Millrace, tiny: Path) -> None:
+    """Last, since it stops the system."""
+    # One whose engine computes, beside those that do not.
+    millrace("models", "add", "kept", "--model", str(tiny), "--engine", "real", "--workers", "2")
+    assert next(one for one in millrace.status()["models"] if one["name"] == "kept") == {
+        "name": "kept",
+        "source": str(tiny),
+        "engine": "real",
+        "state": "serving",
+        "workers": 2,
+        "added": True,
+    }
+    millrace("models", "remove", "demo")
+    following = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "millrace.cli", "logs", "--follow", "up"),
+            *("--data", str(millrace.system.data)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    running = millrace.system.processes()
+    assert "Stopped in" in millrace("down")
+    assert millrace.system.stop() == 0  # it was told before
+    assert not [process for process in running if process.is_running()]
+    followed, _ = following.communicate(timeout=10.0)
+    assert followed.rstrip().endswith("stopping")
+    assert millrace.run("status").returncode == 3
+    assert "Nothing runs on" in millrace("down")
+    assert "Nothing runs on" in millrace.refusal("models", "list")
+
+    millrace.system.start()
+    assert [model["name"] for model in millrace.status()["models"]] == ["kept"]
+    listed = httpx.get(f"{millrace.system.http}/v1/models").json()["data"]
+    assert [(card["id"], card["engine"]["kind"]) for card in listed] == [("kept", "real")]
