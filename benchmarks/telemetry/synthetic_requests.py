@@ -357,7 +357,12 @@ async def _make(path: Path, num_rows: int, days: float, sample_s: int, seed: int
         await fill(store, num_rows, days=days, sample_s=sample_s, seed=seed)
         for table in ("requests", "deliveries", "worker_samples", "usage_by_minute"):
             ((count,),) = await store.rows(f"SELECT count() FROM {table} FINAL")
-            print(f"{table:<16}{count:>12,} rows")
+            ((size,),) = await store.rows(
+                "SELECT sum(bytes_on_disk) FROM system.parts "
+                f"WHERE active AND database = currentDatabase() AND table = '{table}'"
+            )
+            each = f"{size / count:>6.1f} bytes each"
+            print(f"{table:<16}{count:>12,} rows {size / 1e6:>8.1f} MB {each}")
     finally:
         await store.close()
     print(f"in {path}, made in {time.perf_counter() - started_s:.1f} s")

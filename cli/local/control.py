@@ -49,13 +49,14 @@ Request = StatusRequest | AddModelRequest | RemoveModelRequest
 
 
 class PartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One process. ``health`` is ``ok``, or says in words what is wrong; ``address`` and
-    ``metrics`` are host:port."""
+    """One process; ``memory_bytes`` are its own and those of all that it started. ``health`` is
+    ``ok``, or says in words what is wrong; ``address`` and ``metrics`` are host:port."""
 
     name: str
     pid: int
     up_s: float
     restarts: int
+    memory_bytes: int
     health: str
     address: str | None = None
     metrics: str | None = None

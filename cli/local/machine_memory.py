@@ -1,12 +1,15 @@
-"""Whether the weights of a model fit into the memory of this machine."""
+"""What the processes take of this machine's memory, and whether a model's weights fit."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from millrace.schemas.errors import MillraceError
 
 _GIB = 1 << 30
+# Of /proc/PID/stat, counted from the state.
+_SESSION_FIELD = 3
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -28,6 +31,29 @@ def check_memory(checkpoint: Path, num_workers: int, free_bytes: int | None = No
             f"worker{'s' * (num_workers > 1)}, and {free / _GIB:.1f} GiB of memory are free. Use "
             "fewer workers, a smaller model, or remove another one first."
         )
+
+
+def memory_of_session(session: int) -> int:
+    """Bytes that a process and all that it started take, if it leads a session of its own; what
+    several share is divided among them."""
+    total = 0
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        # Processes end while we look.
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[_SESSION_FIELD]) == session:
+                total += _proportional_bytes(process)
+    return total
+
+
+def _proportional_bytes(process: Path) -> int:
+    for line in (process / "smaps_rollup").read_text().splitlines():
+        name, _, size = line.partition(":")
+        if name == "Pss":
+            return int(size.split()[0]) * 1024
+    return 0
 
 
 def has_gpu() -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from millrace.cli.local.control import PartReport
+from millrace.cli.local.machine_memory import memory_of_session
 from millrace.cli.local.supervisor import PartView, how_it_ended
 from millrace.schemas.control import WorkerStatus
 
@@ -67,6 +68,7 @@ async def part_reports(
             pid=part.pid,
             up_s=part.up_s,
             restarts=part.num_restarts,
+            memory_bytes=await asyncio.to_thread(memory_of_session, part.pid),
             health=await _health_of(part, metrics.get(name)),
             address=addresses.get(name),
             metrics=metrics.get(name),

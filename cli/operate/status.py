@@ -11,6 +11,7 @@ from millrace.cli.running import lasting, supervising
 
 WELL, UNWELL, NOT_RUNNING = 0, 1, 3
 _ANSWERS_WITHIN_S = 10.0
+_MIB = 1 << 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,15 +76,16 @@ def _as_text(data: Path, report: object) -> str:
         lines.append("")
         lines += [f"  {name:<11} {address}" for name, address in report.addresses.items()]
     parts = _table(
-        ("part", "pid", "up", "restarts", "address", "metrics", "health"),
+        ("part", "pid", "up", "restarts", "memory", "address", "metrics", "health"),
         [
             (
                 *(part.name, str(part.pid), lasting(part.up_s), str(part.restarts)),
+                f"{part.memory_bytes / _MIB:,.0f} MiB",
                 *(part.address or "", part.metrics or "", part.health),
             )
             for part in report.parts
         ],
-        (False, True, True, True, False, False, False),
+        (False, True, True, True, True, False, False, False),
     )
     requests = _count_requests(report)
     models = _table(

@@ -12,6 +12,7 @@ import pytest
 
 from millrace.cli.main import build_parser
 from millrace.schemas.config import EngineConfig
+from tests.docs.screenshots import MAX_BYTES
 from tests.support.repository import ROOT
 
 DOCUMENTS = [
@@ -91,3 +92,10 @@ def test_the_settings_of_an_engine_on_a_gpu_are_there() -> None:
     assert len(names) >= 6
     assert set(names) <= set(EngineConfig.__struct_fields__)
     assert str(EngineConfig().gpu_memory_fraction) in section
+
+
+def test_pictures_are_small_and_shown() -> None:
+    shown = set(re.findall(r"!\[.+?\]\((docs/images/[\w.-]+)\)", (ROOT / "README.md").read_text()))
+    pictures = list((ROOT / "docs" / "images").glob("*.png"))
+    assert {str(picture.relative_to(ROOT)) for picture in pictures} == shown
+    assert all(picture.stat().st_size <= MAX_BYTES for picture in pictures)
