@@ -66,7 +66,7 @@ def version() -> str:
     try:
         return metadata.version("millrace")
     except metadata.PackageNotFoundError:
-        project = Path(__file__).parents[1] / "pyproject.toml"
+        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
         told = tomllib.loads(project.read_text(encoding="utf-8")) if project.is_file() else {}
         return str(told.get("project", {}).get("version", "unknown"))
 

@@ -39,6 +39,8 @@ _DAY_S = 86_400
 _NUM_TENANTS = 50
 _NUM_USERS = 2_000
 _SAMPLED_DAYS = 14.0
+# What an H200 takes at rest, and more while it computes.
+_IDLE_WATTS, _BUSY_WATTS = 120.0, 480.0
 _WORKERS_EACH = 2
 _STEP = Decimal(10) ** -12
 
@@ -162,8 +164,10 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
     return {
         "request_id": ids,
         "tenant": [f"tenant-{n:02d}" for n in tenant.tolist()],
+        "key_id": [f"key-{n:02d}" for n in tenant.tolist()],
         "user": [f"user-{n:04d}" for n in user.tolist()],
         "session": [f"session-{n}" for n in draw.integers(0, 50_000, size).tolist()],
+        "metadata": [{} for _ in range(size)],
         "source": [_SOURCES[n] for n in source.tolist()],
         "tier": [_TIERS[n] for n in tier.tolist()],
         "model_requested": names.tolist(),
@@ -184,6 +188,7 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
         "cost": [cost for cost, _ in costs],
         "device_us": device_us.tolist(),
         "device_cost": [device_cost for _, device_cost in costs],
+        "energy_j": (device_us / 1e6 * _BUSY_WATTS).tolist(),
         "currency": ["USD"] * size,
         "price_version": ["2026-11"] * size,
         "received_at": received_us.tolist(),
@@ -290,6 +295,8 @@ def _samples(
         "busy_share": busy.tolist(),
         "busy_us": busy_us.tolist(),
         "charged_us": busy_us.tolist(),
+        "energy_j": (_IDLE_WATTS * period_us / 1e6 + _BUSY_WATTS * busy_us / 1e6).tolist(),
+        "charged_j": (_BUSY_WATTS * busy_us / 1e6).tolist(),
         "prefill_tokens": prefill.tolist(),
         "decode_tokens": (steps * running).tolist(),
         "num_preemptions": (draw.random(size) < 0.001).astype(int).tolist(),

@@ -5,7 +5,7 @@
 -- param id: only those whose id begins so (default '')
 -- param after_us: done_us of the last row that is known (default 0)
 -- param after_hash: request_hash of the last row that is known (default 0)
--- param rows: how many, at most 5000 (default 1000)
+-- param rows: how many, at most 5000 (default 500)
 WITH
     {{range}}
 SELECT
