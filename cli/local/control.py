@@ -65,8 +65,9 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. ``state`` is ``serving``, ``starting``, ``stopping`` or ``no worker``; ``added``:
-    by ``millrace models add``, and kept for the next start."""
+    """One model. ``state`` is ``serving``, ``at rest`` (no worker, until a request comes),
+    ``starting``, ``stopping`` or ``no worker``; ``added``: by ``millrace models add``, and kept for
+    the next start."""
 
     name: str
     source: str
@@ -90,7 +91,7 @@ class SystemReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     @property
     def is_well(self) -> bool:
         """Everything is up, and does its work."""
-        is_served = all(model.state == "serving" for model in self.models)
+        is_served = all(model.state in ("serving", "at rest") for model in self.models)
         return (
             self.state == "running" and is_served and all(one.health == "ok" for one in self.parts)
         )

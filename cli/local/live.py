@@ -129,6 +129,8 @@ class LiveSystem:
             parts, self._targets.addresses(), self.system_state.addresses, self._workers.status
         )
         workers = [one.model for one in reports if one.model and one.health == "ok"]
+        autoscale = self._config.scheduler.autoscale
+        may_rest = autoscale.max_workers > 0 and autoscale.min_workers == 0
         return SystemReport(
             state=self.system_state.phase,
             pid=os.getpid(),
@@ -137,7 +139,7 @@ class LiveSystem:
             if self.system_state.endpoints is None
             else self.system_state.endpoints.shown(),
             parts=reports,
-            models=self.changes.report(workers.count),
+            models=self.changes.report(workers.count, may_rest=may_rest),
         )
 
     @property

@@ -18,6 +18,8 @@ from millrace.cli.local.models import (
     SERVED_FILE,
     AddedModel,
     SavedModels,
+    run_by,
+    with_removed,
     write_saved,
 )
 from millrace.cli.local.supervisor import StartError
@@ -80,10 +82,6 @@ class ModelChanges:
         self._changing: tuple[str, ModelEntry] | None = None
         self._passing: ModelEntry | None = None  # known to schedulers and workers, not offered
 
-    @property
-    def added(self) -> Mapping[str, AddedModel]:
-        return self._saved.added
-
     def num_workers(self, model: str) -> int:
         """How many a model starts with."""
         return self._workers[model]
@@ -108,7 +106,8 @@ class ModelChanges:
                 f"the name {name} is taken; choose another, or first run: millrace models remove "
                 f"{name}"
             )
-        entry, own_engine = self._entry(request)
+        raw, own_engine = self._entry(request)
+        entry = raw if own_engine else run_by(raw, self._engine)
         with self._change("adding", entry):
             say(f"reading {entry.source}")
             await asyncio.to_thread(ServedModel.load, Catalogue({name: entry}), name)
@@ -116,7 +115,7 @@ class ModelChanges:
                 path = await asyncio.to_thread(resolve, entry)
                 check_memory(path, request.workers)
             self._passing = entry
-            added = AddedModel(entry=entry, workers=request.workers, own_engine=own_engine)
+            added = AddedModel(entry=raw, workers=request.workers, own_engine=own_engine)
             before = self._saved
             self._saved = _with_added(before, name, added)
             try:
@@ -133,7 +132,7 @@ class ModelChanges:
             self._served[name] = entry
             self._workers[name] = request.workers
             self._write_served()
-            await self._host.wait_until_heard("gateway", name, is_there=True)
+            await self._have_heard("gateway", name, say, is_there=True)
             write_saved(self._data, self._saved)
         return Done(f"{name} is served, by {_count(request.workers, 'worker')}")
 
@@ -151,20 +150,24 @@ class ModelChanges:
             self._passing = entry
             del self._served[name]
             self._write_served()
-            self._saved = _with_removed(self._saved, name)
+            self._saved = with_removed(self._saved, name)
             write_saved(self._data, self._saved)
-            await self._host.wait_until_heard("gateway", name, is_there=False)
+            await self._have_heard("gateway", name, say, is_there=False)
             say(f"no gateway takes requests for {name} any more; its workers drain")
             count = await self._host.stop_workers(name)
             del self._workers[name]
             self._passing = None
             self._write_known()
-            await self._host.wait_until_heard("scheduler", name, is_there=False)
+            await self._have_heard("scheduler", name, say, is_there=False)
         return Done(f"{name} is removed; {_count(count, 'worker')} drained")
 
-    def report(self, num_workers: Callable[[str], int]) -> tuple[ModelReport, ...]:
-        """All models, and the one that comes or goes."""
+    def report(
+        self, num_workers: Callable[[str], int], *, may_rest: bool
+    ) -> tuple[ModelReport, ...]:
+        """All models, and the one that comes or goes. ``may_rest``: a model without requests has
+        no worker."""
         entries = dict(self._served)
+        unserved = "at rest" if may_rest else "no worker"
         changing = {}
         if self._changing is not None:
             what, entry = self._changing
@@ -175,7 +178,7 @@ class ModelChanges:
                 name=name,
                 source=entry.source,
                 engine=str(entry.engine_kind),
-                state=changing.get(name) or ("serving" if num_workers(name) else "no worker"),
+                state=changing.get(name) or ("serving" if num_workers(name) else unserved),
                 workers=num_workers(name),
                 added=name in self._saved.added,
             )
@@ -183,13 +186,10 @@ class ModelChanges:
         )
 
     def _entry(self, request: AddModelRequest) -> tuple[ModelEntry, bool]:
-        """The model under its name; whether it has an engine of its own."""
+        """The model under its name; whether it is run by itself, whatever runs the others."""
         entry = msgspec.structs.replace(self._known.entry_for(request.model), name=request.name)
         if request.engine is None:
-            runs = entry.engine is not None and self._engine is None
-            if self._engine is not None:
-                entry = msgspec.structs.replace(entry, engine=self._engine)
-            return entry, runs
+            return entry, False
         engine = CatalogueEngine(
             kind=request.engine,
             url=request.engine_url,
@@ -205,6 +205,13 @@ class ModelChanges:
         await self._host.start_workers(name, count)
         say("sending a first request")
         await self._host.serve_one(name)
+
+    async def _have_heard(self, part: str, name: str, say: Say, *, is_there: bool) -> None:
+        """As far as they hear at all: one that hangs holds nobody up."""
+        try:
+            await self._host.wait_until_heard(part, name, is_there=is_there)
+        except TimeoutError as error:
+            say(f"{error}; going on without")
 
     async def _give_up(self, name: str) -> None:
         self._passing = None
@@ -237,11 +244,6 @@ def _with_added(saved: SavedModels, name: str, added: AddedModel) -> SavedModels
         added={**saved.added, name: added},
         removed=tuple(one for one in saved.removed if one != name),
     )
-
-
-def _with_removed(saved: SavedModels, name: str) -> SavedModels:
-    added = {one: model for one, model in saved.added.items() if one != name}
-    return SavedModels(added=added, removed=tuple(dict.fromkeys((*saved.removed, name))))
 
 
 def _count(number: int, what: str) -> str:

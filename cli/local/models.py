@@ -23,7 +23,7 @@ _SAVED_FILE = "models.json"
 
 class AddedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model that was added to a running system. ``own_engine``: it is run by what ``entry`` says,
-    whatever runs the others."""
+    whatever runs the others; else by that."""
 
     entry: ModelEntry
     workers: int = 1
@@ -100,7 +100,8 @@ def catalogue_for(
         outline_of(entry, resolve(entry))
     chosen = {name: run_by(entry, engine) for name, entry in chosen.items()}
     for name, model in (added or {}).items():
-        chosen.setdefault(name, model.entry)
+        entry = model.entry if model.own_engine else run_by(model.entry, engine)
+        chosen.setdefault(name, entry)
     only = known.only(chosen)
     only.write(file)
     return str(file), tuple(chosen)
@@ -117,3 +118,9 @@ def without(saved: SavedModels, named: Collection[str]) -> SavedModels:
         added={name: model for name, model in saved.added.items() if name not in named},
         removed=tuple(name for name in saved.removed if name not in named),
     )
+
+
+def with_removed(saved: SavedModels, name: str) -> SavedModels:
+    """The model stays away from now on, also if it is the one that is served by default."""
+    added = {one: model for one, model in saved.added.items() if one != name}
+    return SavedModels(added=added, removed=tuple(dict.fromkeys((*saved.removed, name))))

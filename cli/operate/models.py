@@ -127,7 +127,22 @@ def _add(arguments: argparse.Namespace) -> int:
 def _remove(arguments: argparse.Namespace) -> int:
     from millrace.cli.local.control import RemoveModelRequest
 
+    if supervising(arguments.data) is None and _forget(arguments.data, arguments.name):
+        return 0
     return _change(arguments.data, RemoveModelRequest(arguments.name))
+
+
+def _forget(data: Path, name: str) -> bool:
+    """Nothing runs: whether the model was added earlier, and will not be served at the next start.
+    One whose workers do not come up any more would keep everything from starting."""
+    from millrace.cli.local.models import read_saved, with_removed, write_saved
+
+    saved = read_saved(data)
+    if name not in saved.added:
+        return False
+    write_saved(data, with_removed(saved, name))
+    print(f"Nothing runs on {data}; {name} is not served when it is started again")
+    return True
 
 
 def _change(data: Path, request: Request) -> int:
