@@ -56,7 +56,7 @@ class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_queries() -> dict[str, SavedQuery]:
     """The saved queries by name, which is the file's name without ``.sql``."""
-    folder = resources.files("telemetry").joinpath("queries")
+    folder = resources.files("millrace.telemetry").joinpath("queries")
     fragments = dict(_read(folder / "fragments"))
 
     def fragment(place: re.Match[str]) -> str:

@@ -31,7 +31,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 def load_migrations() -> list[Migration]:
     """The migrations of this version, in order."""
     found = []
-    for file in resources.files("telemetry").joinpath("migrations").iterdir():
+    for file in resources.files("millrace.telemetry").joinpath("migrations").iterdir():
         match = _NAME.fullmatch(file.name)
         if match is None:
             raise MigrationError(f"{file.name} is not named like 0001_what_it_does.sql")
