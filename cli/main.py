@@ -66,8 +66,9 @@ def version() -> str:
     try:
         return metadata.version("millrace")
     except metadata.PackageNotFoundError:
-        project = Path(__file__).parents[1] / "pyproject.toml"
-        told = tomllib.loads(project.read_text(encoding="utf-8")) if project.is_file() else {}
+        projects = (folder / "pyproject.toml" for folder in Path(__file__).parents)
+        project = next((file for file in projects if file.is_file()), None)
+        told = {} if project is None else tomllib.loads(project.read_text(encoding="utf-8"))
         return str(told.get("project", {}).get("version", "unknown"))
 
 
