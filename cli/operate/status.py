@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.running import lasting, supervising
+
+if TYPE_CHECKING:
+    from millrace.cli.local.control import SystemReport
 
 WELL, UNWELL, NOT_RUNNING = 0, 1, 3
 _ANSWERS_WITHIN_S = 10.0
@@ -38,12 +42,15 @@ def run(arguments: argparse.Namespace) -> int:
     running = supervising(data)
     if running is None:
         if arguments.json:
-            print('{"state":"not running"}')
+            print('{"state":"not running","well":false}')
         else:
             print(nothing_runs(data))
         return NOT_RUNNING
     if not (data / "run" / "control.sock").exists():
-        print(f"Millrace on {data} (pid {running.pid}) is just starting or stopping.")
+        if arguments.json:
+            print('{"state":"starting or stopping","well":false}')
+        else:
+            print(f"Millrace on {data} (pid {running.pid}) is just starting or stopping.")
         return UNWELL
     report = ask(data, StatusRequest(), print, _ANSWERS_WITHIN_S)
     assert isinstance(report, SystemReport)
@@ -64,10 +71,7 @@ def nothing_runs(data: Path) -> str:
     return f"Nothing runs on {data}. Start it with millrace up --data {data}."
 
 
-def _as_text(data: Path, report: object) -> str:
-    from millrace.cli.local.control import SystemReport
-
-    assert isinstance(report, SystemReport)
+def _as_text(data: Path, report: SystemReport) -> str:
     well = "" if report.is_well or report.state != "running" else ", not all of it well"
     lines = [
         f"Millrace on {data} is {report.state}{well}: pid {report.pid}, for {lasting(report.up_s)}"
@@ -102,10 +106,7 @@ def _as_text(data: Path, report: object) -> str:
     return "\n".join([*lines, "", parts, models])
 
 
-def _count_requests(report: object) -> Callable[[str], int]:
-    from millrace.cli.local.control import SystemReport
-
-    assert isinstance(report, SystemReport)
+def _count_requests(report: SystemReport) -> Callable[[str], int]:
     parts = report.parts
     return lambda model: sum(part.num_requests or 0 for part in parts if part.model == model)
 

@@ -132,6 +132,8 @@ def test_down_waits_as_long_as_it_is_told(
         assert "It still runs after 0 s" in capsys.readouterr().out
         assert main(["status", "--data", str(tmp_path)]) == 1
         assert "is just starting or stopping" in capsys.readouterr().out
+        assert main(["status", "--json", "--data", str(tmp_path)]) == 1
+        assert json.loads(capsys.readouterr().out)["well"] is False
         threading.Timer(0.05, deaf.send_signal, (signal.SIGKILL,)).start()
         assert main(["down", "--data", str(tmp_path)]) == 0
         assert "Stopped in" in capsys.readouterr().out
@@ -149,7 +151,7 @@ def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["status", "--data", str(tmp_path)]) == 3
     assert "what ran there was killed" in capsys.readouterr().out
     assert main(["status", "--json", "--data", str(tmp_path)]) == 3
-    assert json.loads(capsys.readouterr().out) == {"state": "not running"}
+    assert json.loads(capsys.readouterr().out) == {"state": "not running", "well": False}
 
 
 def test_the_own_line_is_of_this_process(tmp_path: Path) -> None:
