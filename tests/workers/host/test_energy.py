@@ -212,6 +212,8 @@ async def test_a_record_has_the_joules_of_all_its_attempts(
         await b.worker.energy.read()
         await b.dispatch(epoch=2, lives=(before,))
         await b.settle(1.0)
+        # No reading of the dispatch's is under way that would find these joules before the step.
+        await b.worker.energy.read()
         (package / "energy_uj").write_text("350000000")
         b.engine.step(
             EngineOutput(
