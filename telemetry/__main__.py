@@ -25,7 +25,7 @@ from millrace.telemetry.service import TelemetryService
 from millrace.telemetry.sink.tracing import StoredTraces
 from millrace.telemetry.store.store import StoreUnavailableError
 
-logger = logging.getLogger("telemetry")
+logger = logging.getLogger("millrace.telemetry")
 
 _RETRY_S = 0.5
 

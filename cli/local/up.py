@@ -353,7 +353,7 @@ Millrace is ready.
   services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
   analytics    ClickHouse at http://{urlsplit(endpoints.clickhouse).netloc.rpartition("@")[2]}
                (user and password: {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)})
-               its tables: {endpoints.http}/ops/api/tables
+               its tables: {endpoints.http}/ops/tables.html
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'

@@ -5,16 +5,9 @@
 WITH
     {{range}}
 SELECT
-    toUnixTimestamp64Milli(last_at) AS last_ms,
+    last_at,
     request_ids,
-    tenant,
-    api_key,
-    door,
-    status,
-    code,
-    limit_reached,
-    r.requests AS refused,
-    gateway
+    {{refusal_columns}}
 FROM refusals AS r FINAL
 WHERE {{refusals_in_range}}
 ORDER BY last_at DESC, gateway, number

@@ -6,7 +6,7 @@ WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s
 SELECT
-    intDiv(toInt64(toUnixTimestamp(recorded_at)), step_s) * step_s AS t,
+    toDateTime(intDiv(toInt64(toUnixTimestamp(recorded_at)), step_s) * step_s, 'UTC') AS t,
     status,
     multiIf(limit_reached != '', limit_reached, code != '', code, door) AS reason,
     sum(r.requests) AS refused

@@ -14,7 +14,7 @@ from millrace.telemetry.store.store import Store
 _HEAD = """# Columns
 
 Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from what ClickHouse
-itself says of its tables: `millrace sql --saved tables`, `/ops/api/tables` and `DESCRIBE TABLE`
+itself says of its tables: `millrace sql --saved tables`, `/ops/tables.html` and `DESCRIBE TABLE`
 tell it of a system that runs. Times are UTC. Latencies are in ms, device time in us, energy in J.
 Each table but `prices` also has a view ending in `_once`: read that.
 """

@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser
 
 from millrace.schemas.config import KafkaConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from millrace.telemetry.store.embedded_engine import connect
 from millrace.telemetry.store.store import Store
 from tests.support.servers import NatsServer
+from tests.telemetry.ops_page import OpsPage, serving
 from tests.telemetry.stores import empty_store
 
 
@@ -28,6 +31,13 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 async def store(store_path: Path) -> AsyncIterator[Store]:
     async with empty_store(store_path) as opened:
         yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def ops(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
+    """The operations page over the store."""
+    async with serving(store, browser) as made:
+        yield made
 
 
 @pytest.fixture

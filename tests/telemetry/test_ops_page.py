@@ -3,14 +3,11 @@ show and with a great deal."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import expect
 
 from millrace.telemetry.store.store import Store
-from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, serving, shoot
+from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, shoot
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 
 _NUM_CHARTS = 16
@@ -21,12 +18,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.browser,
 ]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def ops(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
-    async with serving(store, browser) as made:
-        yield made
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

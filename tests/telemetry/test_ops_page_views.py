@@ -287,3 +287,18 @@ async def test_files_of_what_is_shown(
     errors = await rows_of("Save “Errors” as a CSV file")
     assert "engine_error" in {row["error_code"] for row in errors}
     assert complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+async def test_the_tables_are_described(ops: OpsPage, width: int) -> None:
+    page, complaints = await ops.open("tables.html", width=width)
+    rows = page.locator("#columns tbody tr")
+    await expect(page.locator("#said")).to_contain_text("Times are UTC")
+    await page.get_by_label("Find").fill("requests_once energy")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("energy_j")
+    await expect(rows).to_contain_text("Nullable(Float64)")
+    await shoot(page, f"tables-{width}")
+    await page.get_by_label("Find").fill("no such column")
+    await expect(rows).to_contain_text("No table or column")
+    assert complaints == []

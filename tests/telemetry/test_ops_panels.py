@@ -6,19 +6,17 @@ from __future__ import annotations
 import csv
 import re
 import time
-from collections.abc import AsyncIterator
 from decimal import Decimal
 
 import msgspec
 import pytest
-import pytest_asyncio
-from playwright.async_api import Browser, Locator, Page, expect
+from playwright.async_api import Locator, Page, expect
 
 from millrace.runtime.alerts.watch import Condition
 from millrace.schemas.records import RefusalRecord, RequestRecord
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REQUESTS
-from tests.telemetry.ops_page import OpsPage, serving, shoot
+from tests.telemetry.ops_page import OpsPage, shoot
 from tests.telemetry.records import refusal_record, request_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill
 
@@ -29,12 +27,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.browser,
 ]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def ops(store: Store, browser: Browser) -> AsyncIterator[OpsPage]:
-    async with serving(store, browser) as made:
-        yield made
 
 
 def _refused() -> list[RefusalRecord]:

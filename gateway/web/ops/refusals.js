@@ -28,7 +28,7 @@ const KINDS = [
   number("Latest", (row) => when(latestS(row)), { title: (row) => dateTime(latestS(row)), sort: latestS }),
 ];
 const LATEST = [
-  { name: "At", of: (row, { seconds }) => when(row.last_ms / 1000, seconds), kind: "time", title: (row) => dateTime(row.last_ms / 1000) },
+  { name: "At", of: (row, { seconds }) => when(row.last_us / 1e6, seconds), kind: "time", title: (row) => dateTime(row.last_us / 1e6) },
   { name: "Reason", of: reason },
   status,
   limit,

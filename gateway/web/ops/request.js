@@ -77,7 +77,7 @@ async function notAccepted(id) {
       ["Key", refusal.api_key],
       ["Endpoint", refusal.door],
       ["Gateway", refusal.gateway],
-      ["At", dateTime(refusal.last_ms / 1000)],
+      ["At", dateTime(refusal.last_us / 1e6)],
       ["Alike in that second", whole(refusal.refused)],
     ]),
   );

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 
+from millrace.schemas.control import TelemetryQuery
+from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REFUSALS
 from millrace.telemetry.store.tables_page import tables_page
 from tests.support.repository import ROOT
-from tests.telemetry.books import fill
+from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
+from tests.telemetry.records import refusal_record
 
 PAGE = (ROOT / "docs" / "analytics.md").read_text(encoding="utf-8")
 _INTERNAL = {"outbox_ledger", "schema_migrations"}
@@ -35,6 +41,35 @@ async def test_its_statements_run(store: Store) -> None:
     for statement in statements:
         wider = statement.replace("INTERVAL 1 DAY", "INTERVAL 4 DAY")
         assert await store.reader.read(wider, {}, "TSV")
+
+
+_EPOCHS = ((10**9, 4 * 10**9), (10**12, 4 * 10**12), (10**15, 4 * 10**15))
+# What pages go on behind, and since when a condition holds: for the program that asks.
+_FOR_PROGRAMS = {("requests_page", "done_us"), ("alert_conditions", "since_s")}
+
+
+async def test_saved_queries_tell_times_as_such(store: Store) -> None:
+    await fill(store)
+    now_ns = time.time_ns()
+    refused = REFUSALS.to_columns([refusal_record(now_ns, 0, tenant="acme")], [1])
+    await store.insert(REFUSALS, refused, "refused")
+    answers = Answers(store.reader)
+    given: dict[str, str | int | float]
+    given = {"id": REQUEST_ROWS[0].request_id, "from_s": FIRST_S, "to_s": 0, "step_s": 3600}
+    num_rows = 0
+    for name, query in load_queries().items():
+        params = {one: given[one] for one in query.parameters if one in given}
+        answer = await answers.answer(TelemetryQuery(name=name, params={**params}))
+        assert not answer.error, (name, answer.error)
+        for row in json.loads(answer.rows_json):
+            num_rows += 1
+            for column, value in row.items():
+                if (name, column) in _FOR_PROGRAMS:
+                    continue
+                is_number = isinstance(value, int | float) and not column.endswith("_tokens")
+                seems_time = is_number and any(low < value < high for low, high in _EPOCHS)
+                assert not seems_time, (name, column, value)
+    assert num_rows > 50
 
 
 async def test_every_column_says_what_it_is_and_latencies_have_one_unit(store: Store) -> None:
