@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from millrace.cli.json_files import read_json
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import shown
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DATA = Path("data")
 CONFIG_FILE = "config.yaml"
+ENDPOINTS_FILE = "endpoints.json"
 _NAMES_NATS = {"MILLRACE_NATS__URL", "MILLRACE_NATS__URL_FILE", "MILLRACE_CONFIG"}
 _S = TypeVar("_S", bound=msgspec.Struct)
 
@@ -56,15 +58,7 @@ def add_data_argument(parser: argparse._ActionsContainer) -> None:
 
 def read_endpoints(data: Path) -> Endpoints | None:
     """What runs on ``data``; None if nothing does. ConfigError for a file that is not ours."""
-    file = data / "run" / "endpoints.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Endpoints)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is malformed: {error}.") from error
+    return read_json(data / "run" / ENDPOINTS_FILE, Endpoints)
 
 
 def running_config(data: Path) -> Config | None:

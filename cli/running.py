@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PID_FILE = "up.pid"
+SOCKET_FILE = "control.sock"
 # Field 22 of /proc/PID/stat, counted from the state, which follows the name in parentheses.
 _START_FIELD = 19
 

@@ -7,16 +7,17 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from millrace.cli.running import SOCKET_FILE
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError
 
-SOCKET_FILE = "control.sock"
 _MOST_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ControlServer:
     async def start(self) -> None:
         (self._run_dir / SOCKET_FILE).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _ShortPath(self._run_dir) as path:
+        with _short_path(self._run_dir) as path:
             listener.bind(path)
         listener.setblocking(False)
         self._server = await asyncio.start_unix_server(
@@ -181,7 +182,7 @@ def ask(
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
-        with connection, _ShortPath(data / "run") as path:
+        with connection, _short_path(data / "run") as path:
             connection.connect(path)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as lines:
@@ -202,16 +203,12 @@ def ask(
     raise ControlError(f"the system on {data} ended before it answered")
 
 
-class _ShortPath:
+@contextmanager
+def _short_path(folder: Path) -> Iterator[str]:
     """The socket's path in few characters, whatever the folder is called: an address of a socket
     has 107 of them at most."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> str:
-        self._handle = os.open(self._folder, os.O_PATH | os.O_DIRECTORY)
-        return f"/proc/self/fd/{self._handle}/{SOCKET_FILE}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+    handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{handle}/{SOCKET_FILE}"
+    finally:
+        os.close(handle)

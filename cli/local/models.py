@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.cli.json_files import formatted_json, read_json
 from millrace.cli.local.private_files import write_private
 from millrace.registry.catalogue import CatalogueEngine, ModelEntry, load_catalogue
 from millrace.registry.served import outline_of
 from millrace.registry.source import resolve
-from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.errors import MillraceError
 
 # What gateways offer, and what schedulers and workers know: a model that is being added or removed
 # is in the second one only.
@@ -40,23 +41,13 @@ class SavedModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def read_saved(data: Path) -> SavedModels:
     """Raises ConfigError for a file that is not ours."""
-    file = data / _SAVED_FILE
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=SavedModels)
-    except FileNotFoundError:
-        return SavedModels()
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{file} is malformed: {error}. Remove it, and add the models again."
-        ) from error
+    advice = "Remove it, and add the models again."
+    return read_json(data / _SAVED_FILE, SavedModels, advice) or SavedModels()
 
 
 def write_saved(data: Path, saved: SavedModels) -> None:
     """Remember it for the next start."""
-    encoded = msgspec.json.format(msgspec.json.encode(saved), indent=2)
-    write_private(data / _SAVED_FILE, encoded.decode() + "\n")
+    write_private(data / _SAVED_FILE, formatted_json(saved))
 
 
 def models_to_run(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.cli.json_files import formatted_json, read_json
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import Secret, shown
 
@@ -33,20 +34,16 @@ def credentials_of(data: Path) -> Credentials:
     file = data / FILE_NAME
     try:
         file.chmod(_FILE_MODE)
-        return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:
-        drawn = Credentials(
-            **{name: secrets.token_hex(24) for name in Credentials.__struct_fields__}
-        )
-        encoded = msgspec.json.format(msgspec.json.encode(drawn), indent=2)
-        write_private(file, encoded.decode() + "\n")
-        return drawn
+        pass
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{file} is malformed: {error}. Remove it, and other passwords are drawn."
-        ) from error
+        raise ConfigError(f"{file} cannot be kept private: {error.strerror or error}.") from error
+    kept = read_json(file, Credentials, "Remove it, and other passwords are drawn.")
+    if kept is not None:
+        return kept
+    drawn = Credentials(**{name: secrets.token_hex(24) for name in Credentials.__struct_fields__})
+    write_private(file, formatted_json(drawn))
+    return drawn
 
 
 def write_private(path: Path, text: str) -> None:

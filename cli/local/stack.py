@@ -13,7 +13,8 @@ import msgspec
 import yaml
 
 from millrace.bus import nats as nats_bus
-from millrace.cli.endpoints import CONFIG_FILE, Endpoints
+from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, Endpoints
+from millrace.cli.json_files import formatted_json
 from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
 from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
@@ -150,7 +151,7 @@ class Stack:
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
         self.system_state.phase = "stopping"
-        for name in ("endpoints.json", NATS_URL_FILE, CLICKHOUSE_URL_FILE):
+        for name in (ENDPOINTS_FILE, NATS_URL_FILE, CLICKHOUSE_URL_FILE):
             (self.plan.data / "run" / name).unlink(missing_ok=True)
         self._targets.close()
         if self._store_recovery is not None:
@@ -344,10 +345,9 @@ class Stack:
         return Process(name=name, command=command, env=env, **options)
 
     def _write_endpoints(self, endpoints: Endpoints) -> None:
-        encoded = msgspec.json.format(msgspec.json.encode(endpoints), indent=2)
         self._write_run_file(NATS_URL_FILE, endpoints.nats + "\n")
         self._write_run_file(CLICKHOUSE_URL_FILE, endpoints.clickhouse + "\n")
-        self._write_run_file("endpoints.json", encoded.decode() + "\n")
+        self._write_run_file(ENDPOINTS_FILE, formatted_json(endpoints))
 
     def _write_config(self, config: Config) -> None:
         tree = msgspec.to_builtins(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.load_arguments import seconds
-from millrace.cli.operate.status import nothing_runs
+from millrace.cli.operate.status import rests
 from millrace.cli.running import lasting, supervising
 from millrace.schemas.errors import MillraceError
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     data: Path = arguments.data
     running = supervising(data)
     if running is None:
-        print(nothing_runs(data).partition(". ")[0].partition(": ")[0] + ".")
+        print(rests(data))
         return _STOPPED
     print(f"Stopping Millrace on {data} (pid {running.pid}, up for {lasting(running.up_s)}) …")
     began_s = time.monotonic()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cli.endpoints import add_data_argument
-from millrace.cli.running import lasting, supervising
+from millrace.cli.endpoints import ENDPOINTS_FILE, add_data_argument
+from millrace.cli.running import SOCKET_FILE, lasting, supervising
 
 if TYPE_CHECKING:
     from millrace.cli.local.control import SystemReport
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(nothing_runs(data))
         return NOT_RUNNING
-    if not (data / "run" / "control.sock").exists():
+    if not (data / "run" / SOCKET_FILE).exists():
         if arguments.json:
             print('{"state":"starting or stopping","well":false}')
         else:
@@ -63,12 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def nothing_runs(data: Path) -> str:
     """That it does not, and how to start it; what is said of one that was killed differs."""
-    if (data / "run" / "endpoints.json").exists():
+    if (data / "run" / ENDPOINTS_FILE).exists():
         return (
-            f"Nothing runs on {data}: what ran there was killed. millrace up --data {data} starts "
-            "it again, with all that was accepted."
+            f"{rests(data)} What ran there was killed. millrace up --data {data} starts it again, "
+            "with all that was accepted."
         )
-    return f"Nothing runs on {data}. Start it with millrace up --data {data}."
+    return f"{rests(data)} Start it with millrace up --data {data}."
+
+
+def rests(data: Path) -> str:
+    """That nothing runs there."""
+    return f"Nothing runs on {data}."
 
 
 def _as_text(data: Path, report: SystemReport) -> str:
