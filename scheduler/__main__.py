@@ -38,7 +38,7 @@ from millrace.schemas.errors import MillraceError
 _GC_THRESHOLDS = (50_000, 50, 100)
 _LAST_SETTLEMENTS_S = 0.5
 
-logger = logging.getLogger("scheduler")
+logger = logging.getLogger("millrace.scheduler")
 
 
 async def serve(config: Config) -> None:

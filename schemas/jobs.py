@@ -161,6 +161,10 @@ class Job(
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
 
+    def is_past_deadline(self, now_ns: int) -> bool:
+        """Whether nobody is to be given an answer any more."""
+        return self.deadline_ns is not None and now_ns >= self.deadline_ns
+
 
 def check_priority(priority: int) -> None:
     """Raises ValueError for one that no job can have."""

@@ -57,7 +57,7 @@ _GC_THRESHOLDS = (50_000, 50, 100)
 _LAST_SETTLEMENTS_S = 0.5
 _GOODBYE_TIMEOUT_S = 1.0
 
-logger = logging.getLogger("workers")
+logger = logging.getLogger("millrace.workers")
 
 
 async def serve(config: Config, count: int = 1) -> None:

@@ -51,8 +51,7 @@ class SchedulerContext:
         reason = self.cancels.reason(scheduled.request_id, self.clock.monotonic())
         if reason is not None:
             return cancelled(reason)
-        deadline_ns = scheduled.job.deadline_ns
-        if deadline_ns is not None and self.clock.now_ns() >= deadline_ns:
+        if scheduled.job.is_past_deadline(self.clock.now_ns()):
             return EXPIRED
         if scheduled.job.model in self.withdrawn_models:
             return refused(

@@ -173,7 +173,7 @@ class Requests:
             generation.known_outcome, outcome = outcome, None
         if outcome is not None:
             self._end(generation, outcome)
-        elif _is_late(generation, generation.timing.accepted_ns):
+        elif job.is_past_deadline(generation.timing.accepted_ns):
             self._end(generation, EXPIRED)
         else:
             self._requeue.add(generation)
@@ -358,7 +358,7 @@ class Requests:
         """End what has passed its deadline."""
         now_ns = self._clock.now_ns()
         for generation in list(self._running.values()):
-            if _is_late(generation, now_ns):
+            if generation.job.is_past_deadline(now_ns):
                 self._stop(generation, EXPIRED)
 
     async def release_unfinished(self) -> None:
@@ -395,11 +395,6 @@ class Requests:
     def _held(self) -> Iterator[Generation]:
         yield from self._running.values()
         yield from self._finalizer.generations()
-
-
-def _is_late(generation: Generation, now_ns: int) -> bool:
-    deadline_ns = generation.job.deadline_ns
-    return deadline_ns is not None and now_ns >= deadline_ns
 
 
 def _failed(code: str, message: str) -> GenerationOutcome:
