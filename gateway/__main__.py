@@ -39,7 +39,7 @@ from millrace.schemas.config import Config, GatewayConfig, TierPolicies
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.openai import EngineCard, ModelCard
 
-_log = logging.getLogger("gateway")
+_log = logging.getLogger("millrace.gateway")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from tests.support.repository import PACKAGES, ROOT, SERVICES, python_files
 
 _MAX_FILES = 22
 _MAX_PARAMETERS = 8
+_BY_NAME = ("files", "import_module", "find_spec", "getLogger", "python_command")
 _SERVING = ("runtime", "bus", *SERVICES)
 
 
@@ -57,6 +58,26 @@ def test_no_import_runs_in_a_circle(package: str) -> None:
     assert any(imported(text, sources.keys() - {name}) for name, text in sources.items())
     found = circle(sources)
     assert not found, " <- ".join(found)
+
+
+def named_bare(source: str) -> list[str]:
+    """Texts that name a module of ours without the package that is installed, where something is
+    looked up by such a name: in a checkout that may work."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    found = []
+    for call in calls:
+        function = ast.unparse(call.func).rpartition(".")[2]
+        named = [str(arg.value) for arg in call.args[:1] if isinstance(arg, ast.Constant)]
+        if function in _BY_NAME:
+            found += [name for name in named if name.partition(".")[0] in PACKAGES]
+    return found
+
+
+def test_what_is_looked_up_by_name_is_in_the_package() -> None:
+    assert named_bare('resources.files("telemetry")') == ["telemetry"]
+    assert named_bare('resources.files("millrace.telemetry")') == []
+    found = {str(path): named_bare(path.read_text()) for path in python_files(*PACKAGES)}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_no_folder_is_too_full() -> None:

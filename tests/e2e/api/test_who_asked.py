@@ -1,0 +1,132 @@
+"""Whose key asked, and what its client noted, in the row of a request: through every door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from websockets.asyncio.client import connect
+
+from millrace.bus.api import Bus
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import SamplingParams
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+_SHORT = {"model": "demo", "max_tokens": 4}
+_MESSAGES = [{"role": "user", "content": "What is TTFT?"}]
+
+
+@dataclass(frozen=True)
+class KeyedClient:
+    """A client with a key, whose requests are told apart by ``note`` in their metadata."""
+
+    system: System
+    http: httpx.AsyncClient
+    bus: Bus
+    tenant: str
+    key: str
+    key_id: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+    async def post(self, path: str, note: str, **fields: Any) -> None:
+        body = {**_SHORT, **fields, "metadata": {"note": note}}
+        answer = await self.http.post(path, json=body, headers=self.headers)
+        assert answer.status_code == 200, answer.text
+
+    async def chat(self, note: str) -> None:
+        await self.post("/v1/chat/completions", note, messages=_MESSAGES)
+
+    async def completion(self, note: str) -> None:
+        await self.post("/v1/completions", note, prompt="What is TTFT?")
+
+    async def response(self, note: str) -> None:
+        fields = {"model": "demo", "input": "What is TTFT?", "max_output_tokens": 16}
+        body = {**fields, "metadata": {"note": note}}
+        answer = await self.http.post("/v1/responses", json=body, headers=self.headers)
+        assert answer.status_code == 200, answer.text
+
+    async def socket(self, note: str) -> None:
+        asked = {"type": "generate", "id": "a", "messages": _MESSAGES, "metadata": {"note": note}}
+        async with (
+            asyncio.timeout(30.0),
+            connect(self.system.websocket, additional_headers=self.headers) as socket,
+        ):
+            await socket.send(json.dumps(asked | _SHORT))
+            while json.loads(await socket.recv())["type"] not in ("done", "error"):
+                pass
+
+    async def batch(self, note: str) -> None:
+        body = {**_SHORT, "messages": _MESSAGES, "metadata": {"note": note}}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        base_url = f"{self.system.http}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=self.key) as client:
+            data = ("a.jsonl", json.dumps(line).encode())
+            file = await client.files.create(file=data, purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+
+            async def is_over() -> bool:
+                return (await client.batches.retrieve(batch.id)).status == "completed"
+
+            await eventually(is_over, 30.0, "the batch's end")
+
+    async def job(self, note: str) -> None:
+        """What another service says of its own customers' keys is its own to say."""
+        job = Job(
+            request_id=f"job-{uuid.uuid4().hex}",
+            model="demo",
+            tenant=self.tenant,
+            messages=(ChatMessage(role="user", content="What is TTFT?"),),
+            sampling=SamplingParams(max_tokens=4),
+            key_id=self.key_id,
+            metadata={"note": note},
+        )
+        await self.bus.jobs.publish(job)
+
+
+@pytest.fixture
+def client(system: System, http: httpx.AsyncClient, bus: Bus) -> KeyedClient:
+    tenant = f"tenant-{uuid.uuid4().hex[:8]}"
+    create = ("keys", "create", "--tenant", tenant, "--json", "--data", str(system.data))
+    made = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "millrace", *create], capture_output=True, check=True, timeout=60
+        ).stdout
+    )
+    return KeyedClient(system, http, bus, tenant, made["key"], made["key_id"])
+
+
+async def test_each_door_leaves_key_and_metadata_in_the_row(client: KeyedClient) -> None:
+    doors: list[Callable[[str], Awaitable[None]]] = [
+        *(client.chat, client.completion, client.response),
+        *(client.socket, client.batch, client.job),
+    ]
+    names = [door.__name__ for door in doors]
+    await asyncio.gather(*(door(name) for door, name in zip(doors, names, strict=True)))
+    rows: list[dict[str, Any]] = []
+
+    async def are_stored() -> bool:
+        rows[:] = client.system.sql(
+            "SELECT metadata['note'] AS note, key_id, toInt64(count()) AS requests "
+            f"FROM requests_once WHERE tenant = '{client.tenant}' GROUP BY note, key_id"
+        )
+        return len(rows) >= len(doors)
+
+    await eventually(are_stored, 30.0, "a row for each door")
+    assert {row["note"]: row["key_id"] for row in rows} == dict.fromkeys(names, client.key_id)
