@@ -12,7 +12,6 @@ from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Frame
 from millrace.schemas.jobs import Tier
 from millrace.schemas.prefix import salt_of
-from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
@@ -24,7 +23,7 @@ from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
-from millrace.workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome
+from millrace.workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome, failed
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Phase
 from millrace.workers.host.generations.tracing import RunTraces
@@ -241,7 +240,7 @@ class Requests:
                 )
                 self._stop(
                     generation,
-                    _failed(
+                    failed(
                         MillraceError.code,
                         f"the worker failed on this request: {type(error).__name__}",
                     ),
@@ -286,7 +285,7 @@ class Requests:
         if blamed is not None:
             logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
             error = EngineKilledError()
-            self._end(blamed, _failed(error.code, error.message))
+            self._end(blamed, failed(error.code, error.message))
 
     def on_engine_replaced(self) -> None:
         self._requeue.engine_replaced()
@@ -395,7 +394,3 @@ class Requests:
     def _held(self) -> Iterator[Generation]:
         yield from self._running.values()
         yield from self._finalizer.generations()
-
-
-def _failed(code: str, message: str) -> GenerationOutcome:
-    return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)

@@ -29,7 +29,12 @@ from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
-from millrace.workers.host.generations.outcomes import LENGTH_REACHED, STOPPED, GenerationOutcome
+from millrace.workers.host.generations.outcomes import (
+    LENGTH_REACHED,
+    STOPPED,
+    GenerationOutcome,
+    failed,
+)
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
@@ -269,7 +274,7 @@ class Generation:
                     return STOPPED
         if output.error is not None:
             code, message = output.error
-            return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
+            return failed(code, message)
         if output.finish_reason is None:
             return None
         if self.known_outcome is not None:

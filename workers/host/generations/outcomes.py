@@ -27,3 +27,8 @@ EXPIRED = GenerationOutcome(
     error_code="deadline_exceeded",
     error_message="The deadline passed before the end.",
 )
+
+
+def failed(code: str, message: str) -> GenerationOutcome:
+    """It could not go on; ``code`` is stable."""
+    return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
