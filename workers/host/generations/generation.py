@@ -26,15 +26,11 @@ from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.host.energy.meter import EnergyMeter
+from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
-from millrace.workers.host.generations.outcomes import (
-    LENGTH_REACHED,
-    STOPPED,
-    GenerationOutcome,
-    failed,
-)
+from millrace.workers.host.generations.outcomes import GenerationOutcome
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
@@ -229,11 +225,11 @@ class Generation:
             last in eos_token_ids and not sampling.ignore_eos
         )
         if self._stream.stopped:
-            return STOPPED
+            return outcomes.STOPPED
         if not ends and len(self.token_ids) < (sampling.max_tokens or 0):
             return None
         self.pieces[-1] += self._stream.flush()
-        return STOPPED if ends else LENGTH_REACHED
+        return outcomes.STOPPED if ends else outcomes.LENGTH_REACHED
 
     def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
         """Add the output of a step; returns the outcome if it is the last one."""
@@ -271,10 +267,9 @@ class Generation:
                 pieces.append(text)
                 if stopped:
                     del self.logprobs[len(token_ids) - self.num_resumed :]
-                    return STOPPED
+                    return outcomes.STOPPED
         if output.error is not None:
-            code, message = output.error
-            return failed(code, message)
+            return outcomes.failed(*output.error)
         if output.finish_reason is None:
             return None
         if self.known_outcome is not None:
