@@ -1,0 +1,155 @@
+"""A quantized weight, the same whichever format its checkpoint has."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+_MOST_INT8, _MOST_FLOAT8 = 127.0, 448.0
+
+
+class Activations(enum.Enum):
+    """What rows are rounded to before a quantized weight multiplies them.
+
+    Scales of ``_TOKEN`` are the largest magnitude of each row over that of the type, of
+    ``_GROUP`` the same of each of the weight's groups of inputs, of ``_TENSOR`` a constant.
+    """
+
+    WIDE = "wide"
+    INT8_TOKEN = "int8_token"  # noqa: S105 (a token of text)
+    INT8_TENSOR = "int8_tensor"
+    FLOAT8_TOKEN = "float8_token"  # noqa: S105 (a token of text)
+    FLOAT8_TENSOR = "float8_tensor"
+    FLOAT8_GROUP = "float8_group"
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale is a constant."""
+        return self in (Activations.INT8_TENSOR, Activations.FLOAT8_TENSOR)
+
+
+class Rounding(NamedTuple):
+    """How rows are rounded: ``scale`` is the constant of static ``activations``, ``group_inputs``
+    the inputs that share a scale of ``FLOAT8_GROUP``."""
+
+    activations: Activations
+    scale: float | None
+    group_inputs: int
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` [num_rows, num_inputs] as they are multiplied, in their own dtype."""
+        kind = self.activations
+        if kind is Activations.WIDE:
+            return rows
+        is_int8 = kind in (Activations.INT8_TOKEN, Activations.INT8_TENSOR)
+        most = _MOST_INT8 if is_int8 else _MOST_FLOAT8
+        values = rows.float()
+        if kind is Activations.FLOAT8_GROUP:
+            padded = F.pad(values, (0, -rows.shape[1] % self.group_inputs))
+            values = padded.view(len(rows), -1, self.group_inputs)
+        if kind.is_static:
+            assert self.scale is not None, "a static scale is part of the weight"
+            scales = torch.full((), self.scale, device=rows.device)
+        else:
+            scales = values.abs().amax(-1, keepdim=True) / most
+            scales = torch.where(scales == 0, 1.0, scales)
+        scaled = values / scales
+        if is_int8:
+            codes = scaled.clamp(-most - 1, most).round()
+        else:
+            codes = scaled.clamp(-most, most).to(torch.float8_e4m3fn).float()
+        return (codes * scales).flatten(1)[:, : rows.shape[1]].to(rows.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A linear map's weight [num_outputs, num_inputs], each of them (code - zero) * scale.
+
+    ``codes``: [num_outputs, num_inputs], int8, or float8_e4m3fn with ``bits`` 8; of 4 ``bits`` they
+    are from -8 to 7. ``scales``: float32 [num_outputs, num_groups], one for each ``group_inputs``
+    neighbouring codes of an output, the last group may be shorter. ``zeros``: int16 as ``scales``,
+    None where all are 0, as they are of floats. ``order``: int64 [num_inputs], the input that each
+    column of ``codes`` multiplies, None where that is its own. ``activation_scale`` is the constant
+    of static ``activations``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group_inputs: int
+    bits: int = 8
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    activations: Activations = Activations.WIDE
+    activation_scale: float | None = None
+
+    @property
+    def rounding(self) -> Rounding:
+        """What becomes of the rows that it multiplies."""
+        return Rounding(self.activations, self.activation_scale, self.group_inputs)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[1]
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight itself, inputs in their own order: [num_outputs, num_inputs]."""
+        values = self.codes.to(dtype)
+        if self.zeros is not None:
+            values -= self._of_each_input(self.zeros.to(dtype))
+        values *= self._of_each_input(self.scales.to(dtype))
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def _of_each_input(self, of_groups: torch.Tensor) -> torch.Tensor:
+        if of_groups.shape[1] == 1:
+            return of_groups
+        return of_groups.repeat_interleave(self.group_inputs, 1)[:, : self.num_inputs]
+
+
+def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
+    """Whether one weight can hold the outputs of all ``parts``, which multiply the same rows."""
+    first = parts[0]
+    return all(
+        part.codes.dtype == first.codes.dtype
+        and part.bits == first.bits
+        and part.scales.shape[1] == first.scales.shape[1]
+        and part.group_inputs == first.group_inputs
+        and part.activations == first.activations
+        and part.activation_scale == first.activation_scale
+        and _same(part.order, first.order)
+        for part in parts[1:]
+    )
+
+
+def as_one(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The outputs of ``parts`` one behind the other, where they ``can_be_one``."""
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat(
+            [
+                torch.zeros_like(p.scales, dtype=torch.int16) if p.zeros is None else p.zeros
+                for p in parts
+            ]
+        )
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=zeros,
+    )
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
