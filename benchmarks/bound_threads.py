@@ -70,7 +70,7 @@ def _step_ms(checkpoint: Path, num_threads: int) -> float:
     config = sample_config(read_model_config(checkpoint))
     took_s = []
     with torch.inference_mode():
-        decoder = sample_decoder(kernels, config, partial(PackedProjection, kernels))
+        decoder = sample_decoder(kernels, config, partial(PackedProjection.of_wide, kernels))
         one_stream = sample_batches()[0]
         for _ in range(_STEPS):
             begin_s = time.perf_counter()

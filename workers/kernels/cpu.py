@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from millrace.workers.kernels.packed_weight import PackedWeight
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 WIDTH_MULTIPLE = 32
-PANEL_OUTPUTS = 16
-# Inputs that a product takes at a time, kUnrolled in products.h.
-_INPUT_MULTIPLE = 8
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -29,7 +27,7 @@ _SIGNATURES = {
         *(_INT, _POINTER, _INT64, *(_POINTER,) * 5),
         *(*(_INT64,) * 6, _FLOAT),
     ),
-    "millrace_multiply": (*(_POINTER,) * 4, *(_INT64,) * 3, _INT),
+    "millrace_multiply": (*(_POINTER,) * 3, *(_INT64,) * 3, _INT),
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
         *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER),
@@ -161,26 +159,18 @@ class CpuKernels:
         )
 
     def multiply(
-        self,
-        rows: torch.Tensor,
-        panels: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        finish: Finish,
+        self, rows: torch.Tensor, weight: PackedWeight, out: torch.Tensor, finish: Finish
     ) -> None:
-        """The product of ``rows`` [num_rows, num_inputs] with weights, into ``out``.
+        """The product of ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
 
-        ``panels``: the weights as ``pack_weight`` lays them out; ``bias``: [num_outputs]; ``out``:
-        [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is the same,
-        bit for bit, whatever the other rows are.
+        ``out``: [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is
+        the same, bit for bit, whatever the other rows are.
         """
-        num_outputs = out.shape[1] * 2 if finish is Finish.GATE else out.shape[1]
         self._multiply(
             rows.data_ptr(),
-            panels.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            weight.address,
             out.data_ptr(),
-            *(rows.shape[0], rows.shape[1], num_outputs, finish),
+            *(rows.shape[0], weight.num_inputs, weight.num_outputs, finish),
         )
 
     def decoder_step(
@@ -195,7 +185,7 @@ class CpuKernels:
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
-        ``layers``: int64 [num_layers, 14], addresses in the order of ``Layer`` in decoder_step.h
+        ``layers``: int64 [num_layers, 10], addresses in the order of ``Layer`` in decoder_step.h
         (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
         ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
         all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
@@ -212,15 +202,3 @@ class CpuKernels:
             len(chunk_ends),
             chunk_ends.data_ptr(),
         )
-
-
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [num_outputs, num_inputs] as ``multiply`` reads it: [num_panels, num_inputs / 2, 16,
-    2], the outputs filled up with zeros to a multiple of 32. Raises ValueError for inputs that are
-    no multiple of 8, of which ``multiply`` would read more than there are."""
-    num_outputs, num_inputs = weight.shape
-    if num_inputs % _INPUT_MULTIPLE:
-        raise ValueError(f"{num_inputs} inputs are no multiple of {_INPUT_MULTIPLE}")
-    filled = F.pad(weight, (0, 0, 0, -num_outputs % (2 * PANEL_OUTPUTS)))
-    panels = filled.view(-1, PANEL_OUTPUTS, num_inputs // 2, 2)
-    return panels.permute(0, 2, 1, 3).contiguous()

@@ -1,31 +1,35 @@
-"""Linear layers in bfloat16 by compiled kernels, on a CPU."""
+"""Linear layers of bfloat16 rows by compiled kernels, on a CPU."""
 
 from __future__ import annotations
 
 import torch
 
-from millrace.workers.kernels.cpu import PANEL_OUTPUTS, CpuKernels, Finish, pack_weight
-from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.cpu import CpuKernels, Finish
+from millrace.workers.kernels.operations import Linear, SwiGLU
+from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS, PackedWeight, pack_weight
+from millrace.workers.quantization.linear import DequantizedLinear
+from millrace.workers.quantization.packing import can_be_packed, pack_quantized
+from millrace.workers.quantization.weight import QuantizedWeight
 
 
 class PackedProjection:
-    """A linear map. ``weight``: bfloat16 [num_outputs, num_inputs], a multiple of 8 inputs;
-    ``bias``: [num_outputs].
+    """A linear map by ``weight``."""
 
-    ``panels`` hold the weight as the kernels read it.
-    """
-
-    def __init__(
-        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
+    def __init__(self, kernels: CpuKernels, weight: PackedWeight) -> None:
         self._kernels = kernels
-        self._num_outputs = len(weight)
-        self.panels = pack_weight(weight)
-        self.bias = bias
+        self.weight = weight
+
+    @classmethod
+    def of_wide(
+        cls, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> PackedProjection:
+        """``weight``: bfloat16 [num_outputs, num_inputs], a multiple of 8 inputs; ``bias``:
+        [num_outputs]."""
+        return cls(kernels, pack_weight(weight, bias))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]."""
-        return self._into(rows.new_empty(len(rows), self._num_outputs), rows, Finish.WRITE)
+        return self._into(rows.new_empty(len(rows), self.weight.num_outputs), rows, Finish.WRITE)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``total`` [num_rows, num_outputs] and the projection of ``rows``; ``total`` may be
@@ -34,10 +38,20 @@ class PackedProjection:
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
         """SwiGLU of the projection of ``rows``, by ``swiglu`` where the kernel's own cannot be."""
-        if self._num_outputs % (2 * PANEL_OUTPUTS):  # gates and what they gate share a panel
+        num_outputs = self.weight.num_outputs
+        if num_outputs % (2 * PANEL_OUTPUTS):  # gates and what they gate share a panel
             return swiglu(self(rows))
-        return self._into(rows.new_empty(len(rows), self._num_outputs // 2), rows, Finish.GATE)
+        return self._into(rows.new_empty(len(rows), num_outputs // 2), rows, Finish.GATE)
 
     def _into(self, out: torch.Tensor, rows: torch.Tensor, finish: Finish) -> torch.Tensor:
-        self._kernels.multiply(rows.contiguous(), self.panels, self.bias, out, finish)
+        self._kernels.multiply(rows.contiguous(), self.weight, out, finish)
         return out
+
+
+def packed_quantized(
+    kernels: CpuKernels, weight: QuantizedWeight, bias: torch.Tensor | None
+) -> Linear:
+    """The linear map of a quantized weight; by torch alone where the kernels do not read it."""
+    if can_be_packed(weight):
+        return PackedProjection(kernels, pack_quantized(weight, bias))
+    return DequantizedLinear(weight, bias, torch.bfloat16)

@@ -47,7 +47,7 @@ def test_a_projection_is_that_of_torch(
     weight, rows = _random(num_outputs, num_inputs), _random(num_rows, num_inputs)
     bias = _random(num_outputs) if has_bias else None
     total = _random(num_rows, num_outputs)
-    projection = PackedProjection(kernels, weight, bias)
+    projection = PackedProjection.of_wide(kernels, weight, bias)
     expected = torch.nn.functional.linear(
         rows.float(), weight.float(), None if bias is None else bias.float()
     )
@@ -71,7 +71,7 @@ def test_a_gated_projection_is_swiglu_of_it(
     torch.manual_seed(width)
     weight, rows = _random(2 * width, 64) / 8, _random(13, 64)
     bias = _random(2 * width) if has_bias else None
-    projection = PackedProjection(kernels, weight, bias)
+    projection = PackedProjection.of_wide(kernels, weight, bias)
 
     def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, -1)
@@ -89,7 +89,7 @@ def test_a_row_is_the_same_in_every_company_and_by_any_number_of_threads(
     kernels: CpuKernels,
 ) -> None:
     torch.manual_seed(5)
-    projection = PackedProjection(kernels, _random(200, 256), _random(200))
+    projection = PackedProjection.of_wide(kernels, _random(200, 256), _random(200))
     rows = _random(120, 256)
     alone = torch.cat([projection(row[None]) for row in rows])
     before = torch.get_num_threads()
@@ -103,7 +103,7 @@ def test_a_row_is_the_same_in_every_company_and_by_any_number_of_threads(
 
 
 def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
-    projection = PackedProjection(kernels, _random(40, 64), None)
+    projection = PackedProjection.of_wide(kernels, _random(40, 64), None)
     rows = _random(14, 64)
     rows[3, 9] = float("nan")
     rows[12, 1] = float("inf")
@@ -113,14 +113,14 @@ def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
 
 
 def test_rows_need_not_lie_one_behind_the_other(kernels: CpuKernels) -> None:
-    projection = PackedProjection(kernels, _random(32, 64), None)
+    projection = PackedProjection.of_wide(kernels, _random(32, 64), None)
     wide = _random(6, 128)
     assert torch.equal(projection(wide[:, :64]), projection(wide[:, :64].contiguous()))
 
 
 def test_inputs_that_would_be_read_past_their_end_are_refused(kernels: CpuKernels) -> None:
     with pytest.raises(ValueError, match="12 inputs are no multiple of 8"):
-        PackedProjection(kernels, _random(32, 12), None)
+        PackedProjection.of_wide(kernels, _random(32, 12), None)
 
 
 def test_only_bfloat16_has_products() -> None:

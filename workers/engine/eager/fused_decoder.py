@@ -99,11 +99,11 @@ def _addresses(layers: list[_Layer], operations: CpuOperations) -> torch.Tensor:
     rows = []
     for index, (weights, qkv, output, gate_up, down) in enumerate(layers):
         query_norm, key_norm = weights.head_norms or (None, None)
-        tensors = (
-            *(weights.attention_norm, qkv.panels, qkv.bias, query_norm, key_norm),
-            *(output.panels, output.bias, weights.mlp_norm, gate_up.panels, gate_up.bias),
-            *(down.panels, down.bias, operations.cache(index)),
-        )
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        norms = (weights.attention_norm, query_norm, key_norm, weights.mlp_norm)
+        addresses = [
+            *(0 if norm is None else norm.data_ptr() for norm in norms),
+            *(linear.weight.address for linear in (qkv, output, gate_up, down)),
+            operations.cache(index).data_ptr(),
+        ]
         rows.append([*addresses, operations.window(index) or 0])
     return torch.tensor(rows, dtype=torch.int64)

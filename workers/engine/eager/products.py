@@ -53,7 +53,7 @@ def choose_product(
     """
     if not kernels.has_products:
         return Projection
-    packed: MakeLinear = partial(PackedProjection, kernels)
+    packed: MakeLinear = partial(PackedProjection.of_wide, kernels)
     sample = sample_config(config)
     with torch.inference_mode():
         own, other = (sample_decoder(kernels, sample, product) for product in (packed, Projection))

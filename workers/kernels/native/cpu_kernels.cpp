@@ -76,13 +76,13 @@ int millrace_decode_attention(int type, const void* queries, int64_t query_strid
   }
 }
 
-// The functions below take bfloat16 alone. `finish`: 0 writes, 1 adds to `out`, 2 is silu(gate) * up. See products.h for the layouts.
-int millrace_multiply(const void* rows, const void* panels, const void* bias, void* out,
-                      int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int finish) {
-  using T = BFloat16;
+// The functions below take bfloat16 alone. `weight` is a Weight of weights.h; `finish`: 0 writes, 1 adds
+// to `out`, 2 is silu(gate) * up.
+int millrace_multiply(const void* rows, const void* weight, void* out, int64_t num_rows,
+                      int64_t num_inputs, int64_t num_outputs, int finish) {
   if (finish < 0 || finish > 2) return 1;
-  multiply({IN(rows), IN(panels), IN(bias), OUT(out), num_rows, num_inputs, num_outputs,
-            static_cast<Finish>(finish)});
+  multiply({rows, static_cast<const Weight*>(weight), static_cast<BFloat16*>(out), num_rows,
+            num_inputs, num_outputs, static_cast<Finish>(finish)});
   return 0;
 }
 

@@ -25,10 +25,10 @@
 
 namespace {
 
-// Biases and the norms of heads may be null. A window of 0 sees all.
+// The norms of heads may be null. A window of 0 sees all.
 struct Layer {
-  const BFloat16 *attention_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias;
-  const BFloat16 *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+  const BFloat16 *attention_norm, *query_norm, *key_norm, *mlp_norm;
+  const Weight *qkv, *output, *gate_up, *down;
   BFloat16* cache;
   int64_t window;
 };
@@ -75,6 +75,8 @@ class Counters {
 
 // Up to here each thread norms all rows for itself, which takes less time than to wait for others.
 constexpr int64_t kNormedByEach = 65536;
+// The same of rows that are prepared for quantized weights.
+constexpr int64_t kPreparedByEach = 8192;
 
 inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFloat16* weight,
                       int64_t begin, int64_t end, BFloat16* out) {
@@ -225,14 +227,19 @@ class StepAttention {
 template <int kVectors>
 void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
-  constexpr size_t kPhases = 9;
+  constexpr size_t kPhases = 13;
   const int64_t count = rows.count(), query_size = shape.num_queries * kHeadDim;
   const int64_t head_size = query_size + 2 * shape.num_keys * kHeadDim;
   const bool normed_by_each = count * shape.hidden <= kNormedByEach;
   const int most_threads = omp_get_max_threads();
+  const bool prepares = std::any_of(layers, layers + shape.num_layers, [](const Layer& layer) {
+    return layer.qkv->prepares() || layer.output->prepares() || layer.gate_up->prepares() ||
+           layer.down->prepares();
+  });
   const Buffer all_normed = buffer(count * shape.hidden * (normed_by_each ? most_threads : 1));
   const Buffer heads = buffer(count * head_size), attended = buffer(count * query_size);
   const Buffer gated_rows = buffer(count * shape.inner);
+  PreparedRows prepared(prepares ? count * std::max({shape.hidden, query_size, shape.inner}) : 0);
   StepAttention<kVectors> attention(shape, rows, heads.get(), attended.get(), most_threads);
   Counters counters(static_cast<size_t>(shape.num_layers) * kPhases);
   Team team;
@@ -241,6 +248,7 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
     const int num_threads = omp_get_num_threads();
     BFloat16* normed = all_normed.get();
     if (normed_by_each) normed += omp_get_thread_num() * count * shape.hidden;
+    PreparedRows own_prepared(prepares ? kPreparedByEach : 0);
     size_t phase = 0;
     const auto share = [&](int64_t items, auto&& use) {
       share_items(counters[phase++], items, num_threads, use);
@@ -255,7 +263,17 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
         norm_rows(shape, rows, weight, row, row + 1, normed);
       });
     };
-    const auto multiply = [&](const Product& product) {
+    const auto multiply = [&](Product product) {
+      if (product.weight->prepares()) {
+        if (count * product.num_inputs <= kPreparedByEach) {
+          for (int64_t row = 0; row < count; ++row) own_prepared.prepare(product, row);
+          ++phase;
+          product = own_prepared.of(product);
+        } else {
+          share(count, [&](int64_t row, int64_t) { prepared.prepare(product, row); });
+          product = prepared.of(product);
+        }
+      }
       const Items items = items_of(product, num_threads);
       share(items.count(), [&](int64_t item, int64_t next) {
         multiply_item(product, items, item, next);
@@ -263,7 +281,7 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
     };
     for (const Layer* layer = layers; layer < layers + shape.num_layers; ++layer) {
       norm(layer->attention_norm);
-      multiply({normed, layer->qkv, layer->qkv_bias, heads.get(), count, shape.hidden, head_size,
+      multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size,
                 Finish::kWrite});
       share(count, [&](int64_t row, int64_t) { attention.rotate_store(*layer, row); });
       if (rows.num_chunks > 0) {
@@ -272,12 +290,12 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
       }
       share(attention.num_items(),
             [&](int64_t item, int64_t) { attention.attend(*layer, item); });
-      multiply({attended.get(), layer->output, layer->output_bias, rows.hidden, count, query_size,
+      multiply({attended.get(), layer->output, rows.hidden, count, query_size,
                 shape.hidden, Finish::kAdd});
       norm(layer->mlp_norm);
-      multiply({normed, layer->gate_up, layer->gate_up_bias, gated_rows.get(), count, shape.hidden,
+      multiply({normed, layer->gate_up, gated_rows.get(), count, shape.hidden,
                 2 * shape.inner, Finish::kGate});
-      multiply({gated_rows.get(), layer->down, layer->down_bias, rows.hidden, count, shape.inner,
+      multiply({gated_rows.get(), layer->down, rows.hidden, count, shape.inner,
                 shape.hidden, Finish::kAdd});
     }
   }

@@ -131,7 +131,10 @@ void attend_tile(const Chunk& chunk, int64_t row, const BFloat16* queries, int64
     for (int64_t key = 0; key < width; key += 2 * kLanes) {
       Floats sums[kRows][2] = {};
       const BFloat16* panel = keys + key * kHeadDim;
-      sum_tile<kRows>(queries, stride, {panel, panel + kLanes * kHeadDim}, {}, kHeadDim, sums);
+      Ahead nothing{};
+      sum_pairs<Format::kBFloat16, kRows>(queries, stride,
+                                          panels_at(panel, panel + kLanes * kHeadDim), nothing,
+                                          kHeadDim, sums);
       for (int r = 0; r < kRows; ++r) {
         store(scratch.scores[r] + key, sums[r][0]);
         store(scratch.scores[r] + key + kLanes, sums[r][1]);
@@ -148,8 +151,10 @@ void attend_tile(const Chunk& chunk, int64_t row, const BFloat16* queries, int64
         sums[r][1] = load(scratch.totals[r] + d + kLanes);
       }
       const BFloat16* panel = values + d * kSectionKeys;
-      sum_tile<kRows>(scratch.weights[0], kSectionKeys, {panel, panel + kLanes * kSectionKeys}, {},
-                      width, sums);
+      Ahead nothing{};
+      sum_pairs<Format::kBFloat16, kRows>(scratch.weights[0], kSectionKeys,
+                                          panels_at(panel, panel + kLanes * kSectionKeys), nothing,
+                                          width, sums);
       for (int r = 0; r < kRows; ++r) {
         store(scratch.totals[r] + d, sums[r][0]);
         store(scratch.totals[r] + d + kLanes, sums[r][1]);

@@ -1,29 +1,28 @@
-// Products of bfloat16 rows with weights that are packed for dot products of pairs, by the CPU's own
-// instruction for these where it has one.
+// Products of bfloat16 rows with weights of any format of weights.h.
 //
-// A panel is 16 outputs of a weight matrix [num_outputs, num_inputs]: pair by pair of inputs the 16
-// outputs side by side, so that one vector has two inputs of each, and a product reads its panels
-// from first to last. Panels come in twos; outputs that are not there are zeros. Each sum is taken
-// over the inputs from first to last in float32, whatever the number of rows and threads: a row's
-// result is the same in every company.
+// Each sum is taken over the inputs from first to last, of a group of them in float32, or in integers,
+// whatever the number of rows and threads: a row's result is the same in every company.
 
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include <omp.h>
 
 #include "elementwise.h"
 #include "lanes.h"
+#include "weights.h"
 
 namespace {
 
-constexpr int64_t kPanelOutputs = kLanes;
 // Rows whose sums fit the registers beside two vectors of weights and one of inputs.
 #ifdef __AVX512F__
 constexpr int kTileRows = 12;
@@ -34,15 +33,25 @@ constexpr int kTileRows = 4;
 // What becomes of the sums: written, added to what is there, or made one by silu(gate) * up.
 enum class Finish { kWrite, kAdd, kGate };
 
-// `rows` [num_rows, num_inputs], `out` [num_rows, num_outputs], or half of that for kGate, whose
-// panels are the gates, then what they gate. `bias` [num_outputs] may be null.
+// `rows` [num_rows, num_inputs] are bfloat16, and as `prepare_row` makes them of these where the weight
+// asks for that, with `scales` [num_rows, num_scales]. `out` [num_rows, num_outputs], or half of that
+// for kGate, whose panels are the gates, then what they gate.
 struct Product {
-  const BFloat16* rows;
-  const BFloat16* panels;
-  const BFloat16* bias;
+  const void* rows;
+  const Weight* weight;
   BFloat16* out;
   int64_t num_rows, num_inputs, num_outputs;
   Finish finish;
+  const float* scales = nullptr;
+
+  int64_t row_bytes() const {
+    return weight->format == Format::kInt8Dot ? num_inputs : 2 * num_inputs;
+  }
+  int64_t num_groups() const { return num_inputs / weight->group_inputs; }
+  int64_t num_scales() const {
+    return weight->activation == Activation::kFloat8Groups ? num_groups() : 1;
+  }
+  int64_t panel_bytes() const { return octet_bytes(weight->format) * num_inputs / kUnrolled; }
 };
 
 // Items that threads share: two panels each, and of many rows a part of them.
@@ -63,73 +72,138 @@ inline Items items_of(const Product& product, int num_threads) {
   return items;
 }
 
-// Inputs that the loop of a tile takes at a time: widths are multiples of it.
-constexpr int kUnrolled = 8;
-
 struct Panels {
-  const BFloat16 *first, *second;
+  const std::byte *first, *second;
 };
+
+inline Panels panels_at(const BFloat16* first, const BFloat16* second) {
+  return {reinterpret_cast<const std::byte*>(first), reinterpret_cast<const std::byte*>(second)};
+}
 
 // What a tile asks memory for while it computes: so many lines of both panels for each time around.
 struct Ahead {
   Panels panels;
-  int lines;
+  int64_t lines;
 };
 
-#ifdef __AVX512BF16__
-using Pairs = __m512bh;
-inline Pairs load_pairs(const BFloat16* from) { return (Pairs)_mm512_loadu_si512(from); }
-inline Pairs twice_each(const BFloat16* from) {
-  return (Pairs)_mm512_set1_epi32(unaligned<int32_t>(from));
+// Asks for the lines of both panels; `ahead` then begins behind them.
+inline void ask(Ahead& ahead) {
+  for (int64_t line = 0; line < ahead.lines; ++line) {
+    __builtin_prefetch(ahead.panels.first, 0, 2);
+    __builtin_prefetch(ahead.panels.second, 0, 2);
+    ahead.panels.first += kLineBytes;
+    ahead.panels.second += kLineBytes;
+  }
 }
-inline Floats plus_products(Floats sums, Pairs weights, Pairs inputs) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sums, weights, inputs);
-}
-#else
-// Of each pair its first and its second element.
-struct Pairs {
-  Floats even, odd;
-};
-inline Pairs load_pairs(const BFloat16* from) {
-  Pairs pairs;
-  load_pair(from, pairs.even, pairs.odd);
-  return pairs;
-}
-inline Pairs twice_each(const BFloat16* from) {
-  const auto word = unaligned<uint32_t>(from);
-  return {(Floats)(Words{} + (word << 16)), (Floats)(Words{} + (word & 0xffff0000u))};
-}
-inline Floats plus_products(Floats sums, const Pairs& weights, const Pairs& inputs) {
-  return sums + weights.even * inputs.even + weights.odd * inputs.odd;
-}
-#endif
 
 // Adds to `sums` the products of kRows rows, `stride` apart, with two panels.
-template <int kRows>
-__attribute__((always_inline)) inline void sum_tile(const BFloat16* rows, int64_t stride,
-                                                    const Panels& panels, const Ahead& ahead,
-                                                    int64_t num_inputs, Floats (&sums)[kRows][2]) {
+template <Format kFormat, int kRows>
+__attribute__((always_inline)) inline void sum_pairs(const BFloat16* rows, int64_t stride,
+                                                     const Panels& panels, Ahead& ahead,
+                                                     int64_t num_inputs,
+                                                     Floats (&sums)[kRows][2]) {
+  constexpr int64_t kStride = octet_bytes(kFormat);
   Floats totals[kRows][2];
   std::memcpy(totals, sums, sizeof totals);
-  const BFloat16 *first = panels.first, *second = panels.second;
-  const BFloat16 *next = ahead.panels.first, *next_second = ahead.panels.second;
-  for (int64_t at = 0; at < num_inputs; at += kUnrolled) {
-    for (int line = 0; line < ahead.lines; ++line, next += 2 * kLanes, next_second += 2 * kLanes) {
-      __builtin_prefetch(next, 0, 2);
-      __builtin_prefetch(next_second, 0, 2);
-    }
+  const std::byte *first = panels.first, *second = panels.second;
+  for (int64_t at = 0; at < num_inputs; at += kUnrolled, first += kStride, second += kStride) {
+    ask(ahead);
+    const Octet<kFormat> weights(first), more(second);
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kUnrolled; i += 2, first += 2 * kLanes, second += 2 * kLanes) {
-      const Pairs weights = load_pairs(first), more = load_pairs(second);
+    for (int k = 0; k < kUnrolled / 2; ++k) {
+      const Pairs pair = weights.pair(k), other = more.pair(k);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Pairs inputs = twice_each(rows + r * stride + at + i);
-        totals[r][0] = plus_products(totals[r][0], weights, inputs);
-        totals[r][1] = plus_products(totals[r][1], more, inputs);
+        const Pairs inputs = twice_each(rows + r * stride + at + 2 * k);
+        totals[r][0] = plus_products(totals[r][0], pair, inputs);
+        totals[r][1] = plus_products(totals[r][1], other, inputs);
       }
     }
   }
   std::memcpy(sums, totals, sizeof totals);
+}
+
+// As `sum_pairs`, of rows of bytes; the sums are integers, and are not added to.
+template <int kRows>
+__attribute__((always_inline)) inline void sum_bytes(const uint8_t* rows, int64_t stride,
+                                                     Panels panels, Ahead& ahead,
+                                                     int64_t num_inputs, Ints (&sums)[kRows][2]) {
+  Ints totals[kRows][2] = {};
+  const std::byte *first = panels.first, *second = panels.second;
+  for (int64_t at = 0; at < num_inputs; at += kUnrolled) {
+    ask(ahead);
+#pragma GCC unroll 2
+    for (int k = 0; k < kUnrolled; k += 4, first += kLineBytes, second += kLineBytes) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const uint8_t* inputs = rows + r * stride + at + k;
+        totals[r][0] = plus_byte_products(totals[r][0], first, inputs);
+        totals[r][1] = plus_byte_products(totals[r][1], second, inputs);
+      }
+    }
+  }
+  std::memcpy(sums, totals, sizeof totals);
+}
+
+// The sum of `count` elements.
+inline float sum_of(const BFloat16* row, int64_t count) {
+  Floats sums{};
+  for (int64_t i = 0; i < count; i += kLanes) sums += load(row + i);
+  return sum(sums);
+}
+
+// The products of kRows rows from `row` on with the panels of `outputs`, scaled.
+template <Format kFormat, int kRows>
+__attribute__((always_inline)) inline void sum_tile(const Product& product, int64_t row,
+                                                    const int64_t (&outputs)[2], Ahead ahead,
+                                                    Floats (&sums)[kRows][2]) {
+  const Weight& weight = *product.weight;
+  const int64_t stride = product.num_inputs;
+  const auto panel = [&](int v) { return outputs[v] / kPanelOutputs; };
+  const auto codes = [&](int v) { return weight.codes + panel(v) * product.panel_bytes(); };
+  Panels panels{codes(0), codes(1)};
+  const float* row_scales = product.scales + row * product.num_scales();
+  if constexpr (kFormat == Format::kInt8Dot) {
+    Ints dots[kRows][2];
+    sum_bytes<kRows>(static_cast<const uint8_t*>(product.rows) + row * stride, stride, panels,
+                     ahead, product.num_inputs, dots);
+    for (int v = 0; v < 2; ++v) {
+      const Floats scale = load(weight.scales + panel(v) * kLanes);
+      const auto* offsets = static_cast<const int32_t*>(weight.offsets) + panel(v) * kLanes;
+      for (int r = 0; r < kRows; ++r) {
+        const Ints dot = dots[r][v] - unaligned<Ints>(offsets);
+        sums[r][v] = __builtin_convertvector(dot, Floats) * (scale * row_scales[r]);
+      }
+    }
+  } else if constexpr (kFormat == Format::kBFloat16) {
+    const BFloat16* rows = static_cast<const BFloat16*>(product.rows) + row * stride;
+    sum_pairs<kFormat, kRows>(rows, stride, panels, ahead, product.num_inputs, sums);
+  } else {
+    const BFloat16* rows = static_cast<const BFloat16*>(product.rows) + row * stride;
+    const int64_t num_groups = product.num_groups(), num_scales = product.num_scales();
+    const int64_t group_bytes = octet_bytes(kFormat) * weight.group_inputs / kUnrolled;
+    for (int64_t group = 0; group < num_groups; ++group, rows += weight.group_inputs) {
+      Floats dots[kRows][2] = {};
+      sum_pairs<kFormat, kRows>(rows, stride, panels, ahead, weight.group_inputs, dots);
+      panels.first += group_bytes;
+      panels.second += group_bytes;
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = (panel(v) * num_groups + group) * kLanes;
+        const Floats scale = load(weight.scales + at);
+        for (int r = 0; r < kRows; ++r) {
+          Floats part = dots[r][v] * scale;
+          if (weight.offsets != nullptr) {
+            part -= load(static_cast<const float*>(weight.offsets) + at) *
+                    sum_of(rows + r * stride, weight.group_inputs);
+          }
+          if (product.scales != nullptr) {
+            part *= row_scales[r * num_scales + (num_scales > 1 ? group : 0)];
+          }
+          sums[r][v] += part;
+        }
+      }
+    }
+  }
 }
 
 // Up to 16 elements of which `count` are there.
@@ -155,25 +229,18 @@ inline int64_t first_output(const Product& product, int64_t two, int panel) {
                           : (2 * two + panel) * kLanes;
 }
 
-inline Panels panels_of(const Product& product, int64_t two) {
-  const auto at = [&](int panel) {
-    return product.panels + first_output(product, two, panel) * product.num_inputs;
-  };
-  return {at(0), at(1)};
-}
-
 // Rows `row` ... `row + kRows - 1` of the item `two`.
-template <int kRows>
+template <Format kFormat, int kRows>
 void multiply_tile(const Product& product, int64_t two, int64_t row, const Ahead& ahead) {
   const bool gate = is_gate(product);
+  const BFloat16* biases = product.weight->bias;
   const int64_t half = product.num_outputs / 2;
   const int64_t outputs[2] = {first_output(product, two, 0), first_output(product, two, 1)};
   Floats sums[kRows][2] = {};
-  sum_tile<kRows>(product.rows + row * product.num_inputs, product.num_inputs,
-                  panels_of(product, two), ahead, product.num_inputs, sums);
+  sum_tile<kFormat, kRows>(product, row, outputs, ahead, sums);
   const int64_t width = gate ? half : product.num_outputs;
-  for (int v = 0; v < 2 && product.bias != nullptr; ++v) {
-    const Floats bias = load_some(product.bias + outputs[v], product.num_outputs - outputs[v]);
+  for (int v = 0; v < 2 && biases != nullptr; ++v) {
+    const Floats bias = load_some(biases + outputs[v], product.num_outputs - outputs[v]);
     for (int r = 0; r < kRows; ++r) sums[r][v] += bias;
   }
   for (int r = 0; r < kRows; ++r) {
@@ -192,11 +259,17 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Ahead
 
 using MultiplyTile = void (*)(const Product&, int64_t, int64_t, const Ahead&);
 // By the number of rows less one.
-template <int... kRowsLessOne>
+template <Format kFormat, int... kRowsLessOne>
 constexpr auto multiply_tiles(std::integer_sequence<int, kRowsLessOne...>) {
-  return std::array<MultiplyTile, kTileRows>{multiply_tile<kRowsLessOne + 1>...};
+  return std::array<MultiplyTile, kTileRows>{multiply_tile<kFormat, kRowsLessOne + 1>...};
 }
-constexpr auto kMultiplyTile = multiply_tiles(std::make_integer_sequence<int, kTileRows>{});
+template <Format kFormat>
+constexpr auto kTilesOf =
+    multiply_tiles<kFormat>(std::make_integer_sequence<int, kTileRows>{});
+// By the format.
+constexpr std::array kMultiplyTile{kTilesOf<Format::kBFloat16>, kTilesOf<Format::kInt8>,
+                                   kTilesOf<Format::kFloat8>, kTilesOf<Format::kInt4>,
+                                   kTilesOf<Format::kInt8Dot>};
 
 // `next` is the item that this thread takes afterwards, or itself: its panels are fetched meanwhile,
 // a part of them by each of the first tiles, so that memory is never waited for between two items.
@@ -206,15 +279,20 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
   const int64_t count = product.num_rows * (part + 1) / items.num_parts - begin;
   // Tiles of about the same height: one of 12 rows and one of 1 would waste most of the latter.
   const int64_t num_tiles = (count + kTileRows - 1) / kTileRows;
-  const Panels soon = panels_of(product, next / items.num_parts);
-  constexpr int64_t kLinesAround = kUnrolled / 2;
-  const int64_t lines = next / items.num_parts == two ? 0 : (kLinesAround + num_tiles - 1) / num_tiles;
+  const auto soon = [&](int panel) {
+    const int64_t output = first_output(product, next / items.num_parts, panel);
+    return product.weight->codes + output / kPanelOutputs * product.panel_bytes();
+  };
+  const auto& tiles = kMultiplyTile[static_cast<size_t>(product.weight->format)];
+  const int64_t lines_around = octet_bytes(product.weight->format) / kLineBytes;
+  const int64_t lines =
+      next / items.num_parts == two ? 0 : (lines_around + num_tiles - 1) / num_tiles;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
     const int64_t end = count * (tile + 1) / num_tiles;
-    const int64_t from = tile * lines * product.num_inputs / kUnrolled * 2 * kLanes;
-    const bool fetches = tile * lines < kLinesAround;
-    const Ahead ahead{{soon.first + from, soon.second + from}, fetches ? static_cast<int>(lines) : 0};
-    kMultiplyTile[static_cast<size_t>(end - row - 1)](product, two, begin + row, ahead);
+    const int64_t from = tile * lines * product.num_inputs / kUnrolled * kLineBytes;
+    const bool fetches = tile * lines < lines_around;
+    const Ahead ahead{{soon(0) + from, soon(1) + from}, fetches ? lines : 0};
+    tiles[static_cast<size_t>(end - row - 1)](product, two, begin + row, ahead);
     row = end;
   }
 }
@@ -236,10 +314,50 @@ inline void share_items(std::atomic<int64_t>& next, int64_t count, int num_threa
   }
 }
 
-inline void multiply(const Product& product) {
+// Prepared rows of a product, where the weight asks for them.
+class PreparedRows {
+ public:
+  // For products whose rows have at most so many inputs together.
+  explicit PreparedRows(int64_t num_inputs)
+      : codes_(elements<BFloat16>(num_inputs)), scales_(elements<float>(num_inputs / kLanes + 1)) {}
+
+  void prepare(const Product& product, int64_t row) {
+    thread_local std::vector<BFloat16> scratch;
+    scratch.resize(static_cast<size_t>(product.num_inputs));
+    auto* codes = reinterpret_cast<std::byte*>(codes_.get()) + row * product.row_bytes();
+    prepare_row(*product.weight,
+                static_cast<const BFloat16*>(product.rows) + row * product.num_inputs,
+                product.num_inputs, scratch.data(), codes,
+                scales_.get() + row * product.num_scales());
+  }
+
+  Product of(Product product) const {
+    product.rows = codes_.get();
+    product.scales = scales_.get();
+    return product;
+  }
+
+ private:
+  template <typename T>
+  static std::unique_ptr<T[]> elements(int64_t count) {
+    return std::make_unique_for_overwrite<T[]>(static_cast<size_t>(count));
+  }
+
+  std::unique_ptr<BFloat16[]> codes_;
+  std::unique_ptr<float[]> scales_;
+};
+
+inline void multiply(Product product) {
   std::atomic<int64_t> next{0};
-#pragma omp parallel
+  const bool prepares = product.weight->prepares();
+  PreparedRows prepared(prepares ? product.num_rows * product.num_inputs : 0);
+#pragma omp parallel firstprivate(product)
   {
+    if (prepares) {
+#pragma omp for
+      for (int64_t row = 0; row < product.num_rows; ++row) prepared.prepare(product, row);
+      product = prepared.of(product);
+    }
     const int num_threads = omp_get_num_threads();
     const Items items = items_of(product, num_threads);
     share_items(next, items.count(), num_threads, [&](int64_t item, int64_t following) {

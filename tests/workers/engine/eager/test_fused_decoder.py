@@ -99,7 +99,7 @@ class _Side:
             self.config,
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
-            product=partial(PackedProjection, kernels) if packed else Projection,
+            product=partial(PackedProjection.of_wide, kernels) if packed else Projection,
         )
 
     def plain(self) -> Decoder[FlatBatch, CpuMetadata]:
@@ -175,7 +175,7 @@ def test_a_stream_has_the_same_tokens_alone_and_in_company(
     save_model(tmp_path, "Llama", **LLAMA)
     monkeypatch.setattr(
         "millrace.workers.engine.eager.runner.choose_product",
-        lambda kernels, config: partial(PackedProjection, kernels),
+        lambda kernels, config: partial(PackedProjection.of_wide, kernels),
     )
     settings = EngineConfig(device="cpu", dtype="bfloat16", num_blocks=64, max_batch_tokens=48)
 
