@@ -31,6 +31,7 @@ from benchmarks.peers.servers import measure_server
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.gguf_files import write_gguf
+from benchmarks.support.machine_rates import cpu_name
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.engines import EngineKind
 from tests.support.servers import free_port
@@ -114,11 +115,6 @@ def _print(result: Result) -> None:
         )
 
 
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if "model name" in line), "unknown")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if everything was measured."""
     parser = command_parser("engines", __doc__)
@@ -128,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("loads", "kill"), help="only this part")
     parser.add_argument("--save", action="store_true", help="write results/engines/ENGINE.json")
     parsed = parser.parse_args(arguments)
-    result = Result(engine=EngineKind(parsed.engine), cpu=_cpu())
+    result = Result(engine=EngineKind(parsed.engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m", _SHAPE)
         model = parsed.model or checkpoint

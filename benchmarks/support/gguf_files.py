@@ -24,20 +24,27 @@ _ARCHITECTURES = {
 }
 _GPT2_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _NUM_BYTES = 256
+MatrixType = Literal["float32", "bfloat16", "q8_0", "q4_0"]
+_KINDS: dict[MatrixType, GGMLQuantizationType] = {
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,
+    "q8_0": GGMLQuantizationType.Q8_0,
+    "q4_0": GGMLQuantizationType.Q4_0,
+}
 
 
 def write_gguf(
     path: Path,
     checkpoint: Path,
-    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    dtype: MatrixType = "bfloat16",
     *,
     pre_tokenizer: str | None = None,
 ) -> Path:
     """The GGUF file ``path`` of a checkpoint folder: weights, tokenizer and chat template.
 
-    Matrices are of ``dtype``, vectors float32. ``pre_tokenizer`` is llama.cpp's name of how a
-    byte-level tokenizer splits texts into words; None: as GPT-2 does, and only if it does. Raises
-    ValueError for what such a file cannot say or is not written here.
+    Matrices are of ``dtype``, the head and the embedding too, vectors float32. ``pre_tokenizer`` is
+    llama.cpp's name of how a byte-level tokenizer splits texts into words; None: as GPT-2 does, and
+    only if it does. Raises ValueError for what such a file cannot say or is not written here.
     """
     config = read_model_config(checkpoint)
     if config.architecture not in _ARCHITECTURES or config.sliding_layers:
@@ -165,7 +172,7 @@ def _add_tensors(
     checkpoint: Path,
     config: ModelConfig,
     architecture: str,
-    dtype: str,
+    dtype: MatrixType,
     *,
     interleaved: bool,
 ) -> None:
@@ -181,13 +188,9 @@ def _add_tensors(
         new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if new_name is None:
             raise ValueError(f"tensor {name} has no name in GGUF")
-        kind = _kind(dtype) if tensor.dim() > 1 else GGMLQuantizationType.F32
+        kind = _KINDS[dtype] if tensor.dim() > 1 else GGMLQuantizationType.F32
         data: npt.NDArray[Any] = gguf.quantize(np.ascontiguousarray(tensor.numpy()), kind)
         writer.add_tensor(new_name, data, raw_dtype=kind)
-
-
-def _kind(dtype: str) -> GGMLQuantizationType:
-    return GGMLQuantizationType.BF16 if dtype == "bfloat16" else GGMLQuantizationType.F32
 
 
 def _interleaved(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

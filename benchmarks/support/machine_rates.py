@@ -31,3 +31,9 @@ def machine_rates() -> MachineRates:
             [program], check=True, capture_output=True, text=True, preexec_fn=leave_core
         )
     return MachineRates(*(float(line) for line in printed.stdout.split()))
+
+
+def cpu_name() -> str:
+    """As the kernel calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if "model name" in line), "unknown")

@@ -13,7 +13,7 @@ from millrace.workers.engine.sequence import Sequence
 # NVIDIA states of an H200 is 989 TFLOP/s in bfloat16 and 4.8 TB/s; the CPU's figure is what a core
 # measured in float32, 0.32 TFLOP/s and 31 GB/s.
 FLOP_PER_BYTE = {"cuda": 206.0, "cpu": 10.0}
-# As checkpoints have them.
+# As wide checkpoints have them.
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -50,12 +50,21 @@ class DeviceWork:
     (2020), section 2.1; the roofline is that of Williams et al. (2009).
     """
 
-    def __init__(self, config: ModelConfig, *, kv_token_bytes: float, flop_per_byte: float) -> None:
-        """``kv_token_bytes``: of keys and values of one token in one layer."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kv_token_bytes: float,
+        flop_per_byte: float,
+        weight_bytes: float | None = None,
+    ) -> None:
+        """``kv_token_bytes``: of keys and values of one token in one layer; ``weight_bytes``: of a
+        parameter, fewer where it is quantized, None for those of the checkpoint's dtype."""
         self._experts = config.experts
         self._token_parameters = num_token_parameters(config)
         self._head_parameters = config.vocab_size * config.hidden_size if config.has_head else 0
-        self._read_parameter_flop = _WEIGHT_BYTES.get(config.dtype, 2) * flop_per_byte
+        weight_bytes = weight_bytes or _WEIGHT_BYTES.get(config.dtype, 2)
+        self._read_parameter_flop = weight_bytes * flop_per_byte
         self._hidden_size = config.hidden_size
         self._pair_flop = 4.0 * config.num_attention_heads * config.head_dim
         self._read_flop = kv_token_bytes * flop_per_byte

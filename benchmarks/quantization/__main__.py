@@ -1,0 +1,180 @@
+"""Quantized weights beside llama.cpp's and beside bfloat16: speed, bandwidth, quality, logits.
+
+    python -m benchmarks.quantization [--only PART ...] [--save]
+
+The model of the speeds is a Llama of 100M parameters with random weights, the load closed loops of
+1, 8 and 32 streams, 128 tokens in and 64 out; each system is measured alone, the median of several
+runs after a warm-up:
+
+  served   ``millrace up --quantization int8`` and ``int4``, and llama.cpp's server (`make engines`)
+           with the same weights in q8_0 and q4_0, over HTTP by one client, in turns
+  engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
+           step of one stream reads its weights beside what the machine reads at best
+  quality  exact answers of the demo model to held-out questions
+  logits   the largest error of logits beside the same quantized weights in float64
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.checkpoints import LLAMA_100M, write_llama
+from benchmarks.engines.servers import serving
+from benchmarks.peers.servers import measure_server
+from benchmarks.quantization.alone import AloneFigures
+from benchmarks.quantization.kinds import KINDS, LOADS, PEER_FORMATS, WIDE
+from benchmarks.quantization.logits import LogitFigures
+from benchmarks.quantization.quality import QualityFigures
+from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.figures import Figures, medians
+from benchmarks.support.gguf_files import write_gguf
+from benchmarks.support.machine_rates import cpu_name, machine_rates
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.engines import EngineKind
+from tests.support.servers import free_port
+from tests.support.system import System
+
+_RESULT = Path(__file__).parents[1] / "results" / "quantization.json"
+_PARTS = ("served", "engine", "quality", "logits")
+
+
+class ServedResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One load with weights of one kind: medians of both systems."""
+
+    load: str
+    kind: str
+    own: Figures
+    peer: Figures
+
+    @property
+    def ratio(self) -> float:
+        """Our tokens a second over llama.cpp's."""
+        return self.own.tokens_per_s / self.peer.tokens_per_s
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What a run measured; ``read_bytes_per_s`` is what all threads read from memory at best."""
+
+    cpu: str
+    read_bytes_per_s: float
+    served: list[ServedResult] = []
+    engine: dict[str, AloneFigures] = {}
+    quality: dict[str, QualityFigures] = {}
+    logits: dict[str, LogitFigures] = {}
+
+
+def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
+    """In turns, so that a slow minute of the machine is in both."""
+    gguf = write_gguf(folder / f"{kind}.gguf", checkpoint, PEER_FORMATS[kind])
+    rounds: dict[str, tuple[list[Figures], list[Figures]]] = {load.name: ([], []) for load in LOADS}
+    vocab_size = read_model_config(checkpoint).vocab_size
+    with ExitStack() as stack:
+        peer = stack.enter_context(serving(EngineKind.LLAMACPP, gguf, folder))
+        system = System(
+            folder / f"data-{kind}",
+            ("--port", str(free_port()), "--model", str(checkpoint), "--quantization", kind),
+        ).start()
+        stack.callback(system.stop)
+        # What a system has in its cache must not be asked for again.
+        first_runs = count(step=2)
+        for _ in range(runs):
+            for load in LOADS:
+                own, other = rounds[load.name]
+                own.append(measure_server(system.http, load, 1, vocab_size, next(first_runs)))
+                other.append(measure_server(peer, load, 1, vocab_size, next(first_runs)))
+    return [
+        ServedResult(load=name, kind=kind, own=medians(own), peer=medians(peer_figures))
+        for name, (own, peer_figures) in rounds.items()
+    ]
+
+
+def _child(module: str, *arguments: str) -> bytes:
+    """What a module of ours prints, run in a process of its own: it has all memory and threads."""
+    finished = subprocess.run(
+        [sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.PIPE
+    )
+    return finished.stdout
+
+
+def _measure(parsed: argparse.Namespace, folder: Path) -> Result:
+    result = Result(cpu=cpu_name(), read_bytes_per_s=machine_rates().read_bytes_per_s)
+    checkpoint = write_llama(folder / "llama-100m", LLAMA_100M._replace(context_window_tokens=1024))
+    for part in parsed.only or _PARTS:
+        print(f"measuring {part}", file=sys.stderr, flush=True)
+        if part == "served":
+            for kind in PEER_FORMATS:
+                result.served += _served(kind, checkpoint, folder, parsed.runs)
+            continue
+        for kind in KINDS:
+            model = ("--model", str(checkpoint))
+            if part == "engine":
+                printed = _child("benchmarks.quantization.alone", kind, *model)
+                result.engine[kind] = msgspec.json.decode(printed, type=AloneFigures)
+            elif part == "quality":
+                printed = _child("benchmarks.quantization.quality", kind)
+                result.quality[kind] = msgspec.json.decode(printed, type=QualityFigures)
+            elif kind != WIDE:
+                printed = _child("benchmarks.quantization.logits", kind, *model)
+                result.logits[kind] = msgspec.json.decode(printed, type=LogitFigures)
+    return result
+
+
+def _lines(result: Result) -> list[str]:
+    lines = [f"{result.cpu}; memory is read at {result.read_bytes_per_s / 1e9:.1f} GB/s"]
+    lines += [
+        f"  {one.kind} {one.load:26} {one.own.tokens_per_s:7.1f} tokens/s, llama.cpp "
+        f"{PEER_FORMATS[one.kind]} {one.peer.tokens_per_s:7.1f}: {one.ratio:.2f}x; TTFT p50 "
+        f"{one.own.ttft_p50_ms:.1f} and {one.peer.ttft_p50_ms:.1f} ms"
+        for one in result.served
+    ]
+    wide = result.engine.get(WIDE)
+    for kind, alone in result.engine.items():
+        for load, figures in alone.figures.items():
+            ratio = ""
+            if wide is not None and kind != WIDE:
+                times = figures.tokens_per_s / wide.figures[load].tokens_per_s
+                ratio = f", {times:.2f}x of bfloat16"
+            lines.append(f"  engine {kind:8} {load:26} {figures.tokens_per_s:7.1f} tokens/s{ratio}")
+        share = alone.bytes_per_s / result.read_bytes_per_s
+        lines.append(
+            f"  engine {kind:8} one stream reads {alone.weight_bytes / 1e6:.0f} MB in "
+            f"{alone.step_ms:.2f} ms: {alone.bytes_per_s / 1e9:.1f} GB/s, {share:.0%} of the best"
+        )
+    lines += [
+        f"  quality {kind:8} {figures.num_right} of {figures.num_questions} exact: "
+        f"{figures.points:.2f} %"
+        for kind, figures in result.quality.items()
+    ]
+    lines += [
+        f"  logits {kind:8} largest error {figures.max_error:.2e} of the largest logit, "
+        f"RMS error {figures.rms_error:.2e}"
+        for kind, figures in result.logits.items()
+    ]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if everything was measured."""
+    parser = command_parser("quantization", __doc__)
+    parser.add_argument("--only", nargs="+", choices=_PARTS, help="only these parts")
+    parser.add_argument("--runs", type=int, default=3, help="rounds; the medians count")
+    parser.add_argument("--save", action="store_true", help=f"write results/{_RESULT.name}")
+    parsed = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        result = _measure(parsed, Path(folder))
+    print("\n".join(_lines(result)))
+    write_json(_RESULT if parsed.save else None, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""How far logits are from those of the same quantized weights in float64.
+
+    python -m benchmarks.quantization.logits KIND --model PATH
+
+Prints one JSON object, for all positions of a prompt of random tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from benchmarks.quantization.kinds import KINDS
+from benchmarks.support.command import command_parser
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    import torch
+
+    from millrace.registry.checkpoints.checkpoint import ModelConfig
+    from millrace.workers.engine.batch import FlatBatch
+    from millrace.workers.engine.eager.attention import TorchAttention
+    from millrace.workers.models.decoder import Decoder, DecoderWeights
+    from millrace.workers.quantization.linear import MakeQuantized
+
+_NUM_TOKENS = 64
+
+
+class LogitFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``max_error``: the largest difference over the largest magnitude of the exact logits;
+    ``rms_error``: that of the root mean squares."""
+
+    max_error: float
+    rms_error: float
+
+
+def measure_logits(kind: str, path: Path) -> LogitFigures:
+    """By the compiled kernels in bfloat16, beside plain torch in float64."""
+    import torch
+
+    from benchmarks.support.prompts import shared_prefix_prompts
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.engine.eager.fused_decoder import compiled_decoder
+    from millrace.workers.engine.eager.torch_operations import TorchOperations
+    from millrace.workers.kernels.build import cpu_library
+    from millrace.workers.kernels.cpu import CpuKernels
+    from millrace.workers.models.decoder import Decoder
+    from millrace.workers.models.packed_projection import packed_quantized
+    from millrace.workers.quantization.linear import DequantizedLinear
+
+    config = read_model_config(path)
+    (prompt,) = shared_prefix_prompts(1, 0, _NUM_TOKENS, config.vocab_size, seed=7)
+    kernels = CpuKernels(cpu_library(), torch.bfloat16)
+    with torch.inference_mode():
+        weights, attention = _loaded(
+            path, config, kind, torch.bfloat16, partial(packed_quantized, kernels)
+        )
+        own = _logits(compiled_decoder(config, weights, attention, kernels), prompt).double()
+        weights, attention = _loaded(
+            path, config, kind, torch.float64, partial(DequantizedLinear, dtype=torch.float64)
+        )
+        operations = TorchOperations(attention, epsilon=config.rms_norm_eps)
+        exact = _logits(Decoder(config, weights, operations), prompt)
+        errors = own - exact
+    return LogitFigures(
+        max_error=float(errors.abs().max() / exact.abs().max()),
+        rms_error=float(errors.square().mean().sqrt() / exact.square().mean().sqrt()),
+    )
+
+
+def _loaded(
+    path: Path,
+    config: ModelConfig,
+    kind: str,
+    dtype: torch.dtype,
+    quantized: MakeQuantized,
+) -> tuple[DecoderWeights, TorchAttention]:
+    import torch
+
+    from millrace.workers.engine.eager.attention import TorchAttention
+    from millrace.workers.engine.kv.cache import KVCache
+    from millrace.workers.models.loader import load_weights
+    from millrace.workers.quantization.at_load import quantize_at_load
+
+    device = torch.device("cpu")
+    at_load = quantize_at_load(kind)
+    weights = load_weights(
+        path,
+        config,
+        dtype=dtype,
+        device=device,
+        quantized=quantized,
+        quantize=at_load.layers,
+        quantize_head=at_load.head,
+    )
+    cache = KVCache(config, num_blocks=1, block_size_tokens=_NUM_TOKENS, dtype=dtype, device=device)
+    attention = TorchAttention(
+        cache, num_heads=config.num_attention_heads, dtype=dtype, windows=config.windows
+    )
+    return weights, attention
+
+
+def _logits(decoder: Decoder[FlatBatch, Any], prompt: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    from millrace.workers.engine.batch import FlatBatch, QueryRange
+
+    batch = FlatBatch(
+        token_ids=torch.tensor(prompt),
+        positions=torch.arange(len(prompt)),
+        ranges=[QueryRange(0, len(prompt), 0, [0])],
+        num_single=0,
+        sampled_rows=torch.empty(0, dtype=torch.int64),
+        sampled=[],
+        pooled=[],
+        scored=[],
+    )
+    return decoder.logits(decoder.forward(batch))
+
+
+def main() -> None:
+    parser = command_parser("quantization.logits", __doc__)
+    parser.add_argument("kind", choices=KINDS[1:])
+    parser.add_argument("--model", type=Path, required=True)
+    arguments = parser.parse_args()
+    configure_threads(EngineConfig(), shared=False)
+    measured = measure_logits(arguments.kind, arguments.model)
+    print(msgspec.json.encode(measured).decode())
+
+
+if __name__ == "__main__":
+    main()
