@@ -117,7 +117,9 @@ def int4_scales(
     return best_scales, best_zeros
 
 
-def int4_codes(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+def int4_codes(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float = 0.0
+) -> torch.Tensor:
     """The nearest codes, whole numbers from -8 to 7 in float32, shaped as ``values``."""
     return (values / scales + zeros).round().clamp(_LEAST_INT4, _MOST_INT4)
 
