@@ -138,6 +138,15 @@ def test_what_cannot_be_is_told_in_a_sentence(
     assert not (tmp_path / "made").exists()
 
 
+def test_the_folder_that_one_is_in_may_be_named_by_a_dot(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made").mkdir()
+    monkeypatch.chdir(tmp_path / "made")
+    assert quantize(checkpoint, Path(), "w8a8-int8") == 0
+    assert (tmp_path / "made" / "model.safetensors").is_file()
+
+
 def test_a_quantized_checkpoint_is_refused(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

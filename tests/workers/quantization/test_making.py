@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file, save_file
 
 from millrace.registry.checkpoints.checkpoint import open_tensors
@@ -139,7 +140,7 @@ def test_scales_are_in_the_dtype_of_the_checkpoint(tmp_path: Path, dtype: torch.
 def widened(folder: Path) -> dict[str, torch.Tensor]:
     """What the library makes of each module that is quantized."""
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme.model_validate(said["config_groups"]["group_0"])
+    groups = said["config_groups"].values()
     compressor = BaseCompressor.get_value_from_registry(said["format"])
     index = open_tensors(folder)
     files = {info.file for info in index.values()}
@@ -152,10 +153,20 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
                 for name, tensor in tensors.items()
                 if name.startswith(module + ".")
             },
-            scheme,
+            scheme_of(module, groups),
         )["weight"]
         for module in modules
     }
+
+
+def scheme_of(module: str, groups: Iterable[dict[str, Any]]) -> QuantizationScheme:
+    """That of the one group whose targets a module matches."""
+    (group,) = (
+        group
+        for group in groups
+        if any(target == "Linear" or match_name(module, target) for target in group["targets"])
+    )
+    return QuantizationScheme.model_validate(group)
 
 
 @pytest.mark.parametrize("scheme", list(Scheme))
@@ -169,14 +180,14 @@ def widened(folder: Path) -> dict[str, torch.Tensor]:
 def test_each_expert_is_quantized_and_routers_are_not(
     tmp_path: Path, scheme: Scheme, family: str, changes: dict[str, Any]
 ) -> None:
-    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
     save_model(tmp_path / "wide", family, **(sizes | changes))
-    summary = made(tmp_path / "wide", tmp_path / "made", scheme, group_inputs=32)
+    summary = made(tmp_path / "wide", tmp_path / "made", scheme, group_inputs=64)
     assert summary.num_quantized == 2 * (4 + 3 * 3)
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     values = widened(tmp_path / "made")
     assert len(values) == summary.num_quantized
-    options = {"group_inputs": 32} if scheme is Scheme.W4A16 else {}
+    options = {"group_inputs": 64} if scheme is Scheme.W4A16 else {}
     for module, value in values.items():
         expected = ROUNDED[scheme](wide[f"{module}.weight"], **options).values()
         torch.testing.assert_close(value, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -127,14 +127,15 @@ def quantize_checkpoint(
     config = check_input(source)
     check_output(output)
     index = open_tensors(source)
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.unfinished")
+    whole = output.resolve()
+    unfinished = whole.with_name(f".{whole.name}.{os.getpid()}.unfinished")
     try:
         try:
             unfinished.mkdir(parents=True)
             job = _Job(index, config, recipe, device, ShardWriter(unfinished, shard_bytes))
             made = job.run(on_layer)
             _write_side_files(source, unfinished, job)
-            unfinished.replace(output)
+            unfinished.replace(whole)
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"{output} cannot be written: {why}.") from error
@@ -210,9 +211,7 @@ class _Job:
         )
         return (name for name in self._index if not name.startswith(layers))
 
-    def _write(
-        self, names: Iterator[str] | list[str], given: Mapping[str, QuantizedWeight]
-    ) -> None:
+    def _write(self, names: Iterable[str], given: Mapping[str, QuantizedWeight]) -> None:
         for name in names:
             tensor = self._load(name)
             self._bytes_before += tensor.nbytes
