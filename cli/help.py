@@ -47,6 +47,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "millrace generate --model PATH --input in.jsonl --output out.jsonl --max-batch 32",
     ),
     "millrace embed": ("millrace embed --model PATH --input texts.jsonl --normalize",),
+    "millrace quantize": (
+        "millrace quantize --model PATH --output FOLDER --scheme w8a8-int8",
+        "millrace quantize --model PATH --output FOLDER --scheme w4a16 --calibrate texts.jsonl",
+    ),
     "millrace bench": (
         "millrace bench --concurrency 32 --duration 30s",
         "millrace bench --rate 20 --duration 60s --warm-up 10s --slo ttft=300ms,tpot=50ms",

@@ -38,6 +38,7 @@ _COMMANDS = {
     "work without a system": {
         "generate": "millrace.cli.offline.generate",
         "embed": "millrace.cli.offline.embed",
+        "quantize": "millrace.cli.offline.quantize",
     },
     "measure and plan": {
         "bench": "millrace.cli.bench.arguments",

@@ -17,7 +17,7 @@ from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.routing.router import Route, Router
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import EngineConfig, TierPolicies
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind, check_quantization
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
 from millrace.schemas.jobs import PUBLIC_MODEL_AUTO, Tier
 from millrace.schemas.pooling import EmbeddingPooling
@@ -59,6 +59,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reasoning_format: ReasoningFormat | Literal["none"] | None = None
     generation_config: GenerationConfig = GenerationConfig.AUTO
     prices: PriceBook = UNPRICED
+    quantization: str | None = None
     engine: CatalogueEngine | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +77,8 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
     ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
     ``none``: they are content. ``generation_config``: whether requests that do not say how they are
-    sampled go by the checkpoint's generation_config.json.
+    sampled go by the checkpoint's generation_config.json. ``quantization``: what Millrace's own
+    engine rounds the weights to when it loads them, where it is not told otherwise.
     """
 
     name: str
@@ -90,17 +92,21 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """The worker's settings, with what the catalogue says of this model's engine. A worker that
-        was told of another kind than Millrace's own keeps to that."""
-        if config.kind is not EngineKind.REAL:
-            return config
-        if self.engine is None:
-            return msgspec.structs.replace(config, kind=self.engine_kind)
-        given = {
-            name: value
-            for name in self.engine.__struct_fields__
-            if (value := getattr(self.engine, name))
-        }
-        return msgspec.structs.replace(config, **given)
+        was told of another kind than Millrace's own, or of a quantization, keeps to that. Raises
+        ConfigError for a quantization that the engine does not have."""
+        if config.kind is EngineKind.REAL:
+            given: dict[str, Any] = {"kind": self.engine_kind}
+            if self.engine is not None:
+                given |= {
+                    name: value
+                    for name in self.engine.__struct_fields__
+                    if (value := getattr(self.engine, name))
+                }
+            config = msgspec.structs.replace(config, **given)
+        if config.quantization is None:
+            config = msgspec.structs.replace(config, quantization=self.quantization)
+        check_quantization(config.quantization, config.kind)
+        return config
 
     @property
     def is_local(self) -> bool:
@@ -238,9 +244,14 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
         entry = msgspec.convert(raw, _Entry)
         fields = {field: getattr(entry, field) for field in entry.__struct_fields__}
         fields["source"] = _source(file.resolve().parent, entry.source)
-        return ModelEntry(name=checked_name(name), **fields)
+        whole = ModelEntry(name=checked_name(name), **fields)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
+    try:
+        check_quantization(whole.quantization, whole.engine_kind)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
+    return whole
 
 
 def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]) -> Route:

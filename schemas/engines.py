@@ -6,10 +6,12 @@ from enum import StrEnum
 
 import msgspec
 
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
+# What wide weights can be rounded to when they are loaded.
+QUANTIZATIONS = ("int8", "int4", "fp8")
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
@@ -151,6 +153,24 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     # Such an engine refuses by itself what it cannot do, but for answers that come all at once.
     EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({_BEAMS})),
 }
+
+
+def check_quantization(quantization: str | None, kind: EngineKind) -> None:
+    """Raise ConfigError for a quantization at load that there is not, or that an engine of this
+    kind does not have."""
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization is {quantization!r:.80}; choose {', '.join(QUANTIZATIONS)}, or leave it "
+            "out to take the weights as the checkpoint has them."
+        )
+    if kind is not EngineKind.REAL:
+        raise ConfigError(
+            f"quantization: {quantization} is for Millrace's own engine, and {kind} runs this "
+            "model: leave it out, and quantize by that engine's own means, such as "
+            "--engine-arguments."
+        )
 
 
 def check_supported(

@@ -41,7 +41,7 @@ from millrace.runtime.settings import load_config
 from millrace.runtime.tasks import first_error, outcome_unless
 from millrace.runtime.tracing_setup import open_tracing
 from millrace.schemas.config import Config, WorkerConfig
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError, NameTakenError
 from millrace.workers.custom_engine import load_engine_class
 from millrace.workers.engine_like import EngineLike
@@ -230,6 +230,11 @@ def main() -> int:
         help="what the configuration calls engine.kind",
     )
     parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="what the configuration calls engine.quantization",
+    )
+    parser.add_argument(
         "--count", type=int, default=1, metavar="N", help="simulated workers in this process"
     )
     arguments = parser.parse_args()
@@ -238,9 +243,12 @@ def main() -> int:
         config = load_config(arguments.config, os.environ)
         if arguments.count < 1:
             raise ConfigError("--count must be at least 1.")
+        engine = config.worker.engine
         if arguments.engine is not None:
-            engine = replace(config.worker.engine, kind=EngineKind(arguments.engine))
-            config = replace(config, worker=replace(config.worker, engine=engine))
+            engine = replace(engine, kind=EngineKind(arguments.engine))
+        if arguments.quantization is not None:
+            engine = replace(engine, quantization=arguments.quantization)
+        config = replace(config, worker=replace(config.worker, engine=engine))
         if not config.worker.name:
             config = replace(config, worker=replace(config.worker, name=new_worker_name()))
         configure_logging(config.worker.name, config.log_level)

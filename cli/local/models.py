@@ -13,6 +13,8 @@ from millrace.cli.local.private_files import write_private
 from millrace.registry.catalogue import CatalogueEngine, ModelEntry, load_catalogue
 from millrace.registry.served import outline_of
 from millrace.registry.source import resolve
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind, check_quantization
 from millrace.schemas.errors import MillraceError
 
 # What gateways offer, and what schedulers and workers know: a model that is being added or removed
@@ -98,8 +100,25 @@ def catalogue_for(
     return str(file), tuple(chosen)
 
 
+def engine_of_all(config: EngineConfig) -> CatalogueEngine | None:
+    """What the catalogue of a system says of the engine that runs all its models, so that every
+    part knows it; None: Millrace's own."""
+    if config.kind is EngineKind.REAL:
+        return None
+    return CatalogueEngine(
+        kind=config.kind,
+        url=config.url,
+        command=config.command,
+        arguments=config.arguments,
+        served_name=config.served_name,
+    )
+
+
 def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
-    """The entry, with the engine that runs all models, if there is one."""
+    """The entry, with the engine that runs all models, if there is one. Raises ConfigError if that
+    cannot quantize as the entry says."""
+    if engine is not None:
+        check_quantization(entry.quantization, engine.kind)
     return entry if engine is None else msgspec.structs.replace(entry, engine=engine)
 
 

@@ -19,17 +19,16 @@ from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import parse_bounds
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
-from millrace.registry.catalogue import CatalogueEngine
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import QUANTIZATIONS, EngineKind, check_quantization
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from millrace.cli.endpoints import Endpoints
     from millrace.cli.local.stack import Plan
-    from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
+    from millrace.schemas.config import AutoscaleConfig, Config, SchedulerConfig
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -85,6 +84,12 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         choices=[kind.value for kind in EngineKind],
         help="what runs the models: Millrace's own engine (real), nothing that computes "
         "(simulated), or a server of another engine, which is started here (default: real)",
+    )
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
+        "the catalogue says, else as the checkpoint is)",
     )
 
 
@@ -158,10 +163,13 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     wanted, added, said = local_models.models_to_run(arguments.model, "demo", saved)
     for line in said:
         _say(line)
-    engine = _engine(config.worker.engine)
+    engine = local_models.engine_of_all(config.worker.engine)
     file = data / "run" / local_models.SERVED_FILE
     catalogue, models = local_models.catalogue_for(config.catalogue, wanted, file, engine, added)
     known, entries = load_catalogue(config.catalogue), load_catalogue(catalogue)
+    for model in models:
+        # A setting that its engine does not have is said here, before anything starts.
+        entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}
     num_workers = _num_first(config.scheduler.autoscale, arguments.workers)
     return Plan(
@@ -196,6 +204,9 @@ def _settings(arguments: argparse.Namespace) -> Config:
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
     engine = msgspec.structs.replace(config.worker.engine, **_engine_arguments(arguments))
+    if arguments.quantization is not None:
+        engine = msgspec.structs.replace(engine, quantization=arguments.quantization)
+    check_quantization(engine.quantization, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
     return msgspec.structs.replace(
@@ -235,19 +246,6 @@ def _engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 def _absolute(command: str) -> str:
     """A program that is named by its path, or a class by its file, is looked for from here."""
     return str(Path(command).expanduser().resolve()) if "/" in command else command
-
-
-def _engine(config: EngineConfig) -> CatalogueEngine | None:
-    """What the catalogue of this system says of the engine, so that every part knows it."""
-    if config.kind is EngineKind.REAL:
-        return None
-    return CatalogueEngine(
-        kind=config.kind,
-        url=config.url,
-        command=config.command,
-        arguments=config.arguments,
-        served_name=config.served_name,
-    )
 
 
 def _scheduler(config: SchedulerConfig, bounds: str | None) -> SchedulerConfig:

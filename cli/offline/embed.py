@@ -19,6 +19,7 @@ from millrace.cli.offline.engine_options import (
     load_served,
     open_output,
     print_start_of_engine,
+    quantized_as,
 )
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from millrace.workers.engine.engine import Engine
 
     served = load_served(arguments)
+    config = quantized_as(config, served)
     defaults = read_embedding_defaults(served.path)
     chosen = arguments.pooling or served.entry.pooling or defaults.pooling
     if chosen is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import QUANTIZATIONS
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
         help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
     )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round wide weights when they are loaded (default: as the catalogue says, else as the "
+        "checkpoint is)",
+    )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     group.add_argument(
@@ -172,6 +179,7 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         max_num_sequences=arguments.max_batch or 0,
         max_batch_tokens=arguments.max_batch_tokens or 0,
         dtype=arguments.dtype,
+        quantization=arguments.quantization,
         device=arguments.device,
         num_threads=arguments.threads,
         kernels=arguments.kernels,
@@ -183,6 +191,12 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         overlap=not arguments.no_overlap,
         **others,
     )
+
+
+def quantized_as(config: EngineConfig, served: ServedModel) -> EngineConfig:
+    """``config``, with the quantization that the catalogue gives the model where no option does."""
+    quantization = config.quantization or served.entry.quantization
+    return msgspec.structs.replace(config, quantization=quantization)
 
 
 def print_start_of_engine() -> None:

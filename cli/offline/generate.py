@@ -19,6 +19,7 @@ from millrace.cli.offline.engine_options import (
     load_served,
     open_output,
     print_start_of_engine,
+    quantized_as,
 )
 from millrace.schemas.config import EngineConfig
 
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from millrace.cli.offline.batch_file import read_requests
 
     served = load_served(arguments)
+    config = quantized_as(config, served)
     try:
         requests = read_requests(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     except BadLinesError as error:

@@ -12,8 +12,9 @@ _NUM_SAMPLES = 16
 _SUFFIXES = (".safetensors", ".gguf")
 
 
-def weights_fingerprint(path: Path) -> str:
-    """16 hexadecimal digits for the weights in a checkpoint folder, or in one file.
+def weights_fingerprint(path: Path, quantization: str | None = None) -> str:
+    """16 hexadecimal digits for the weights in a checkpoint folder, or in one file, and for what
+    they are rounded to when they are loaded.
 
     The name and size of each file of weights count, and samples spread over it, its beginning with
     the table of tensors first; so two checkpoints of one shape differ, and a large one takes no
@@ -31,4 +32,6 @@ def weights_fingerprint(path: Path) -> str:
             for number in range(_NUM_SAMPLES):
                 opened.seek(max(0, size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
+    if quantization is not None:
+        digest.update(f"rounded to {quantization};".encode())
     return digest.hexdigest() if files else ""

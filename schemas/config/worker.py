@@ -82,6 +82,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Type of the weights in memory (``float32``, ``bfloat16``, ``float16``); ``auto``: by the
     checkpoint and the device."""
 
+    quantization: str | None = None
+    """Round wide weights when they are loaded: ``int8``, ``fp8`` (rows are rounded to the same) or
+    ``int4`` (rows stay wide); none: as the checkpoint is. For Millrace's own engine; what a model's
+    ``quantization`` in the catalogue says holds where this is none."""
+
     kv_cache_dtype: str = "auto"
     """Type of cached keys and values: ``auto`` like the weights, ``fp8`` e4m3 with a scale for each
     head of each token."""

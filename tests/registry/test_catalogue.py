@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,6 +15,8 @@ from huggingface_hub import errors
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.pricing import PriceBook, cost
 from millrace.registry.source import ModelSourceError, resolve
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import CheckpointError, ConfigError, ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import Tier
 
@@ -200,3 +203,32 @@ def test_impossible_counts_are_refused() -> None:
 def test_prices_are_prices(price: Decimal) -> None:
     with pytest.raises(ValueError, match="output_per_million"):
         book(output_per_million=price)
+
+
+def test_a_model_may_be_quantized_when_it_is_loaded(tmp_path: Path) -> None:
+    entry = written(tmp_path, "models:\n  small:\n    source: ./a\n    quantization: int8\n").get(
+        "small"
+    )
+    assert entry.engine_config(EngineConfig()).quantization == "int8"
+    told = EngineConfig(quantization="int4")
+    assert entry.engine_config(told).quantization == "int4"
+    with pytest.raises(ConfigError, match="and vllm runs this model"):
+        entry.engine_config(EngineConfig(kind=EngineKind.VLLM))
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),
+        ("quantization: int8\n    engine: {kind: sglang}", "sglang runs this model"),
+        ("quantization: 8", "Expected `str | null`"),
+    ],
+)
+def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path, says: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        written(tmp_path, f"models:\n  small:\n    source: ./a\n    {says}\n")
+
+
+def test_a_gguf_file_is_not_quantized_when_it_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="llamacpp runs this model"):
+        written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n    quantization: int8\n")

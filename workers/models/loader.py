@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ from millrace.workers.models.decoder import DecoderWeights, LayerWeights
 from millrace.workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from millrace.workers.models.projection import Projection
 from millrace.workers.models.stacked_experts import StackedExperts
+from millrace.workers.quantization.at_load import Quantize
+from millrace.workers.quantization.linear import DequantizedLinear, MakeQuantized
 
 _log = logging.getLogger(__name__)
 
@@ -101,10 +104,15 @@ def load_weights(
     source: TensorSource | None = None,
     product: MakeLinear = Projection,
     experts: MakeExperts | None = None,
+    quantized: MakeQuantized | None = None,
+    quantize: Quantize | None = None,
+    quantize_head: Quantize | None = None,
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
     or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
-    of one product after the other. What of the checkpoint is ignored is logged.
+    of one product after the other. What of the checkpoint is ignored is logged. ``quantize`` and
+    ``quantize_head`` round the weights of layers and of the head; ``quantized`` multiplies by
+    these, else they are widened again.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder.
@@ -118,7 +126,10 @@ def load_weights(
         index = source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
-    reader = _Reader(index, dtype, device, product, experts)
+    if quantized is None:
+        quantized = partial(DequantizedLinear, dtype=dtype)
+    product_of = _rounding(product, quantized, quantize)
+    reader = _Reader(index, dtype, device, product_of, experts)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     embedding = reader.tensor(prefix + "embed_tokens.weight", (vocabulary, hidden))
     layers = tuple(
@@ -128,7 +139,8 @@ def load_weights(
     final_norm = reader.tensor(prefix + "norm.weight", (hidden,))
     head = None
     if config.has_head:
-        head = product(_head_weight(reader, config, embedding), None)
+        head_of = _rounding(product, quantized, quantize_head)
+        head = head_of(_head_weight(reader, config, embedding), None)
     else:
         reader.skip(_HEAD)
     classifier = None
@@ -137,6 +149,14 @@ def load_weights(
         classifier = reader.tensor(_CLASSIFIER, shape).float()
     reader.refuse_leftovers()
     return DecoderWeights(embedding, layers, final_norm, head, classifier)
+
+
+def _rounding(
+    product: MakeLinear, quantized: MakeQuantized, quantize: Quantize | None
+) -> MakeLinear:
+    if quantize is None:
+        return product
+    return lambda weight, bias: quantized(quantize(weight), bias)
 
 
 def _head_weight(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from millrace.cli.local.stack import Plan
 from millrace.cli.local.up import _plan, greeting
 from millrace.cli.main import build_parser, main
 from millrace.registry.catalogue import load_catalogue
-from millrace.schemas.config import Config, GatewayConfig
+from millrace.schemas.config import Config, EngineConfig, GatewayConfig
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 
@@ -175,3 +175,27 @@ def test_who_needs_a_key_is_told_how_to_make_one(host: str, demanded: bool, tmp_
     for command in commands:
         parsed = build_parser().parse_args(shlex.split(command))
         assert parsed.data == tmp_path / "a folder"
+
+
+def test_weights_are_quantized_as_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    plan = _plan(build_parser().parse_args(["up", "--quantization", "int4"]), tmp_path)
+    assert plan.config.worker.engine.quantization == "int4"
+    assert _plan(build_parser().parse_args(["up"]), tmp_path).config.worker.engine == EngineConfig()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp", "simulated"])
+@pytest.mark.parametrize("by", ["option", "catalogue"])
+def test_another_engine_is_not_told_to_quantize(
+    engine: str, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "mine")
+    catalogue = tmp_path / "models.yaml"
+    catalogue.write_text("models:\n  mine:\n    source: ./mine\n")
+    options = ["--quantization", "int8"]
+    if by == "catalogue":
+        catalogue.write_text(catalogue.read_text() + "    quantization: int8\n")
+        options = []
+    options += ["--catalogue", str(catalogue), "--model", "mine", "--engine", engine]
+    assert main(["up", "--data", str(tmp_path / "data"), *options]) == 2
+    assert f"own engine, and {engine} runs this model" in capsys.readouterr().err

@@ -43,6 +43,23 @@ def test_random_weights(tmp_path: Path, checkpoint: Path) -> None:
     assert (code, answer["completion_tokens"]) == (0, 24)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_weights_are_quantized_when_they_are_loaded(
+    tmp_path: Path, checkpoint: Path, quantization: str
+) -> None:
+    lines = [GREEDY | {"prompt_logprobs": 0}]
+    _, (wide,) = generate(tmp_path, checkpoint, lines)
+    code, (answer,) = generate(tmp_path, checkpoint, lines, "--quantization", quantization)
+    assert (code, answer["completion_tokens"]) == (0, 24)
+    assert answer["prompt_logprobs"] != wide["prompt_logprobs"]
+    catalogue = tmp_path / "models.yaml"
+    catalogue.write_text(
+        f"models:\n  tiny:\n    source: {checkpoint}\n    quantization: {quantization}\n"
+    )
+    _, (as_listed,) = generate(tmp_path, Path("tiny"), lines, "--catalogue", str(catalogue))
+    assert as_listed == answer
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

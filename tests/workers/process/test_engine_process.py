@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
@@ -46,6 +47,7 @@ from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 
 _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_sequences=8)
+_INT8 = msgspec.structs.replace(_CONFIG, quantization="int8")
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +179,14 @@ async def _a_cancel_frees_the_blocks_before_the_next_step(
 async def test_a_bad_checkpoint_is_told_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineFailedError, match=r"config\.json"):
         await EngineClient.start(tmp_path, _CONFIG)
+
+
+async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
+    """Or a stream would move between workers of different weights."""
+    client = await EngineClient.start(checkpoint, _INT8)
+    await client.close()
+    assert client.weights == weights_fingerprint(checkpoint, "int8")
+    assert client.weights != weights_fingerprint(checkpoint)
 
 
 # --- the loop, with a scripted engine ---------------------------------------------------------

@@ -88,6 +88,13 @@ def test_real_engines_have_processes_of_their_own(server: NatsServer) -> None:
     assert b"--count is for simulated engines" in stderr
 
 
+def test_an_engine_that_does_not_quantize_is_not_told_to(server: NatsServer) -> None:
+    process = _workers(server.url, "--engine", "simulated", "--quantization", "int8")
+    _, stderr = process.communicate(timeout=60.0)
+    assert process.returncode != 0
+    assert b"own engine, and simulated runs this model" in stderr
+
+
 def _job(request_id: str) -> Job:
     return Job(
         request_id=request_id,

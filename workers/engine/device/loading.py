@@ -25,6 +25,7 @@ from millrace.workers.models.device_linear import DeviceLinear
 from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.loader import choose_dtype, load_weights
 from millrace.workers.models.stacked_experts import stacked_experts
+from millrace.workers.quantization.at_load import quantize_at_load
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ def load_device_runner(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
     fixed = engine.deterministic
+    at_load = quantize_at_load(engine.quantization)
     product = partial(DeviceLinear, kernels=kernels, fixed=fixed)
     weights = load_weights(
         path,
@@ -65,6 +67,8 @@ def load_device_runner(
         source=DummyTensors(dtype, where) if engine.load_format == "dummy" else None,
         product=product,
         experts=stacked_experts(kernels.experts, product, fixed=fixed),
+        quantize=at_load.layers,
+        quantize_head=at_load.head,
     )
     plans = _Plans(
         config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype)

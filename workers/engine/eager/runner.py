@@ -29,6 +29,7 @@ from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.loader import choose_dtype, load_weights
 from millrace.workers.models.projection import Projection
+from millrace.workers.quantization.at_load import quantize_at_load
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class ModelRunner:
             )
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
         kernels = _cpu_kernels(engine.kernels, config, dtype, device)
+        at_load = quantize_at_load(engine.quantization)
         weights = load_weights(
             path,
             config,
@@ -77,6 +79,8 @@ class ModelRunner:
             device=device,
             source=source,
             product=Projection if kernels is None else choose_product(kernels, config),
+            quantize=at_load.layers,
+            quantize_head=at_load.head,
         )
         cache = KVCache(
             config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import check_quantization
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
@@ -129,6 +130,7 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(
                 f"engine.{name} is {getattr(config, name)!r}; choose {', '.join(choices)}."
             )
+    check_quantization(config.quantization, config.kind)
     for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
         amount = getattr(config, name)
         if not 0 <= amount < math.inf:

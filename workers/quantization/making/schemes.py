@@ -1,0 +1,97 @@
+"""What can be made, and how a checkpoint's ``config.json`` says so.
+
+The words are those of compressed-tensors: https://github.com/vllm-project/compressed-tensors,
+``QuantizationConfig``, ``QuantizationScheme`` and ``QuantizationArgs``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+# The modules that are quantized, by the last part of their names.
+LINEAR_NAMES = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("w1", "w2", "w3"),
+    }
+)
+# Those that choose experts, which stay wide, as each family calls them.
+ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
+
+
+class Scheme(StrEnum):
+    """Bits of weights (w) and of what they multiply (a)."""
+
+    W8A8_INT8 = "w8a8-int8"
+    W8A8_FP8 = "w8a8-fp8"
+    W4A16 = "w4a16"
+
+
+_FORMATS = {
+    Scheme.W8A8_INT8: "int-quantized",
+    Scheme.W8A8_FP8: "float-quantized",
+    Scheme.W4A16: "pack-quantized",
+}
+
+
+def quantization_config(
+    scheme: Scheme, groups: Mapping[str, int | None], ignored: Sequence[str]
+) -> dict[str, Any]:
+    """The field ``quantization_config``. ``groups`` has the names of the modules that are
+    quantized, and how many inputs of each share a scale, None: all; ``ignored`` are linear maps
+    that stay wide."""
+    targets: dict[int | None, list[str]] = {}
+    for pattern, size in {_pattern(name): size for name, size in groups.items()}.items():
+        targets.setdefault(size, []).append(pattern)
+    kind = _FORMATS[scheme]
+    config_groups = {
+        f"group_{number}": {
+            # Several sizes are told apart by names; one is for all linear maps.
+            "targets": ["Linear"] if len(targets) == 1 else sorted(patterns),
+            "weights": _weights(scheme, size),
+            "input_activations": None if scheme is Scheme.W4A16 else _activations(scheme),
+            "output_activations": None,
+            "format": kind,
+        }
+        for number, (size, patterns) in enumerate(targets.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _pattern(name: str) -> str:
+    """What the names of such modules in all layers, and of all experts, match."""
+    layers = name[name.index("layers.") :]
+    return "re:.*" + re.sub(r"\d+(?=\\\.)", r"\\d+", re.escape(layers)) + "$"
+
+
+def _weights(scheme: Scheme, group_inputs: int | None) -> dict[str, Any]:
+    return {
+        "num_bits": 4 if scheme is Scheme.W4A16 else 8,
+        "type": "float" if scheme is Scheme.W8A8_FP8 else "int",
+        "symmetric": True,
+        "strategy": "channel" if group_inputs is None else "group",
+        "group_size": group_inputs,
+        "dynamic": False,
+    }
+
+
+def _activations(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float" if scheme is Scheme.W8A8_FP8 else "int",
+        "symmetric": True,
+        "strategy": "token",
+        "group_size": None,
+        "dynamic": True,
+    }
