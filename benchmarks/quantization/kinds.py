@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.peers.loads import distinct
+from benchmarks.support.gguf_files import MatrixType
 from millrace.schemas.config import EngineConfig
 
 WIDE: Final = "bfloat16"
 # Ours, and llama.cpp's format of as many bits.
-PEER_FORMATS: Final[dict[str, str]] = {"int8": "q8_0", "int4": "q4_0"}
+PEER_FORMATS: Final[dict[str, MatrixType]] = {"int8": "q8_0", "int4": "q4_0"}
 KINDS: Final = (WIDE, *PEER_FORMATS)
 LOADS: Final = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
 

@@ -59,9 +59,15 @@ def _engine_answerer(kind: str, path: Path) -> Callable[[list[list[dict[str, str
     def answer(conversations: list[list[dict[str, str]]]) -> list[str]:
         tokens: dict[str, list[int]] = {}
         for index, messages in enumerate(conversations):
-            prompt = tokenizer.encode_chat([ChatMessage(**message) for message in messages])
+            prompt = tokenizer.encode_chat(
+                [ChatMessage(one["role"], one["content"]) for one in messages]
+            )
             tokens[str(index)] = []
-            engine.add(EngineRequest(str(index), tuple(prompt), greedy))
+            engine.add(
+                EngineRequest(
+                    request_id=str(index), prompt_token_ids=tuple(prompt), sampling=greedy
+                )
+            )
         while engine.has_work:
             for output in engine.step():
                 assert output.error is None, output.error

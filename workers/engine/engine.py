@@ -156,6 +156,11 @@ class Engine:
         return min(self.context_window_tokens, self._pool.capacity_tokens)
 
     @property
+    def weight_bytes(self) -> int:
+        """What a step reads of weights, at most: those of layers and head."""
+        return self._runner.weight_size.num_bytes
+
+    @property
     def device_uuid(self) -> str:
         """The CUDA device's, by which its driver knows it too; empty without one."""
         device = self._runner.cache.data.device
@@ -358,8 +363,10 @@ class Engine:
 
 def _device_work(runner: Runner) -> DeviceWork:
     cache = runner.cache
+    num_weights, num_bytes = runner.weight_size
     return DeviceWork(
         runner.config,
+        weight_bytes=num_bytes / num_weights,
         kv_token_bytes=cache.blocks.shape[-1] / cache.block_size_tokens,
         flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
     )

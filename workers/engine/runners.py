@@ -17,6 +17,7 @@ from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.kernels.operations import WeightSize
 
 
 class Runner(Protocol):
@@ -36,6 +37,9 @@ class Runner(Protocol):
 
     @property
     def cache(self) -> KVCache: ...
+
+    @property
+    def weight_size(self) -> WeightSize: ...
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed."""

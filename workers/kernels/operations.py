@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,8 +25,32 @@ class TokenBatch(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
+class WeightSize(NamedTuple):
+    """Of weights: how many there are, and how many bytes a product reads of them, scales included;
+    biases are not counted."""
+
+    num_weights: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WeightSize:
+        """Of a wide weight."""
+        return cls(weight.numel(), weight.numel() * weight.element_size())
+
+    def plus(self, other: WeightSize) -> WeightSize:
+        return WeightSize(self.num_weights + other.num_weights, self.num_bytes + other.num_bytes)
+
+
+def total_size(sizes: Iterable[WeightSize]) -> WeightSize:
+    """That of all together."""
+    return reduce(WeightSize.plus, sizes, WeightSize(0, 0))
+
+
 class Linear(Protocol):
     """A matrix product of rows; ``workers.models.projection.Projection`` is the one."""
+
+    @property
+    def size(self) -> WeightSize: ...
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
+from millrace.workers.kernels.operations import WeightSize
+
 PANEL_OUTPUTS = 16
 # Inputs that a product takes at a time, kUnrolled in weights.h.
 INPUT_MULTIPLE = 8
@@ -85,9 +87,10 @@ class PackedWeight:
         return ctypes.addressof(self._weight)
 
     @property
-    def num_bytes(self) -> int:
-        """What a product reads of memory for it."""
-        return sum(part.numel() * part.element_size() for part in self._panels if part is not None)
+    def size(self) -> WeightSize:
+        parts = (self._panels.codes, self._panels.scales, self._panels.offsets)
+        num_bytes = sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return WeightSize(self.num_outputs * self.num_inputs, num_bytes)
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:

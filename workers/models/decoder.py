@@ -13,6 +13,8 @@ from millrace.workers.kernels.operations import (
     Linear,
     MetadataT,
     Operations,
+    WeightSize,
+    total_size,
 )
 from millrace.workers.models.mlp import MLP, GatedMLP, plus_mlp
 from millrace.workers.models.rope import Rope
@@ -27,6 +29,10 @@ class LayerWeights(NamedTuple):
     output: Linear
     mlp_norm: torch.Tensor
     mlp: MLP
+
+    @property
+    def size(self) -> WeightSize:
+        return total_size((self.qkv.size, self.output.size, self.mlp.size))
 
 
 class DecoderWeights(NamedTuple):
@@ -43,6 +49,12 @@ class DecoderWeights(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @property
+    def size(self) -> WeightSize:
+        """Of what a step may multiply with: layers and head."""
+        layers = total_size(layer.size for layer in self.layers)
+        return layers if self.head is None else layers.plus(self.head.size)
 
 
 class Decoder(Generic[BatchT_contra, MetadataT]):
@@ -63,6 +75,11 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     @property
     def dtype(self) -> torch.dtype:
         return self._weights.dtype
+
+    @property
+    def weight_size(self) -> WeightSize:
+        """Of layers and head."""
+        return self._weights.size
 
     def forward(self, batch: BatchT_contra) -> torch.Tensor:
         """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype."""

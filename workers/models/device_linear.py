@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
-from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.operations import SwiGLU, WeightSize
 
 
 class DeviceLinear:
@@ -20,6 +20,7 @@ class DeviceLinear:
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: KernelSet, *, fixed: bool
     ) -> None:
+        self.size = WeightSize.of(weight)
         self._weight = weight
         self._bias = bias
         self._kernels = kernels

@@ -49,13 +49,18 @@ _USUAL_NAMES = _MLPNames("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_NAMES = _MLPNames("w1", "w3", "w2")
 
 
-def choose_dtype(config: ModelConfig, dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    config: ModelConfig, dtype: str, device: torch.device, *, is_quantized: bool = False
+) -> torch.dtype:
     """The dtype to compute in: ``dtype`` by name, or for "auto" the checkpoint's own.
 
-    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it.
+    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but quantized
+    weights, the checkpoint's own or made at load, are multiplied in bfloat16, as the kernels do.
     Raises ConfigError for an unknown name.
     """
     if dtype == "auto":
+        if device.type == "cpu" and is_quantized:
+            return torch.bfloat16
         if device.type == "cpu" and num_parameters(config) <= _WIDEN_MAX_PARAMETERS:
             return torch.float32
         return _DTYPES[config.dtype]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.workers.kernels.operations import Linear, SwiGLU
+from millrace.workers.kernels.operations import Linear, SwiGLU, WeightSize, total_size
 from millrace.workers.models.stacked_experts import StackedExperts
 
 
@@ -21,6 +21,10 @@ class GatedMLP(NamedTuple):
     gate_up: Linear
     down: Linear
 
+    @property
+    def size(self) -> WeightSize:
+        return self.gate_up.size.plus(self.down.size)
+
 
 class MixtureOfExperts(NamedTuple):
     """``num_chosen`` of the experts compute each row. ``router``: [num_experts, hidden_size]."""
@@ -29,6 +33,10 @@ class MixtureOfExperts(NamedTuple):
     experts: tuple[GatedMLP, ...]
     num_chosen: int
     normalized: bool
+
+    @property
+    def size(self) -> WeightSize:
+        return total_size((WeightSize.of(self.router), *(expert.size for expert in self.experts)))
 
 
 MLP = GatedMLP | MixtureOfExperts | StackedExperts

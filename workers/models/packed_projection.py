@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from millrace.workers.kernels.cpu import CpuKernels, Finish
-from millrace.workers.kernels.operations import Linear, SwiGLU
+from millrace.workers.kernels.operations import Linear, SwiGLU, WeightSize
 from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS, PackedWeight, pack_weight
 from millrace.workers.quantization.linear import DequantizedLinear
 from millrace.workers.quantization.packing import can_be_packed, pack_quantized
@@ -18,6 +18,10 @@ class PackedProjection:
     def __init__(self, kernels: CpuKernels, weight: PackedWeight) -> None:
         self._kernels = kernels
         self.weight = weight
+
+    @property
+    def size(self) -> WeightSize:
+        return self.weight.size
 
     @classmethod
     def of_wide(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.operations import SwiGLU, WeightSize
 
 # How many rows oneDNN is told to expect when it lays weights out. The layout for this many is as
 # fast as the best for any other number from 1 to 512.
@@ -29,6 +29,7 @@ class Projection:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.size = WeightSize.of(weight)
         self._bias = bias
         self._packed = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
         self._packed &= torch.ops.mkldnn._is_mkldnn_bf16_supported()

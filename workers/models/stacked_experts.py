@@ -9,7 +9,7 @@ import torch
 
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
-from millrace.workers.kernels.operations import Linear
+from millrace.workers.kernels.operations import Linear, WeightSize, total_size
 
 
 class StackedExperts(NamedTuple):
@@ -26,6 +26,11 @@ class StackedExperts(NamedTuple):
     normalized: bool
     kernels: ExpertKernels
     fixed: bool
+
+    @property
+    def size(self) -> WeightSize:
+        stacks = (WeightSize.of(stack) for stack in (self.gate_up, self.down))
+        return total_size((self.router.size, *stacks))
 
     def plus(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.workers.kernels.operations import Linear, SwiGLU
+from millrace.workers.kernels.operations import Linear, SwiGLU, WeightSize, total_size
 from millrace.workers.quantization.weight import QuantizedWeight
 
 # Makes a product of a quantized weight and a bias [num_outputs] or None.
@@ -24,6 +24,7 @@ class DequantizedLinear:
     ) -> None:
         self._round = weight.rounding
         self._weight = weight.values().to(dtype)
+        self.size = WeightSize.of(self._weight)
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -45,6 +46,7 @@ class SplitLinear:
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._parts = tuple(parts)
+        self.size = total_size(part.size for part in parts)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]."""

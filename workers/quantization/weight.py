@@ -101,12 +101,6 @@ class QuantizedWeight:
     def num_inputs(self) -> int:
         return self.codes.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        """What a product reads of memory for it: codes, and float32 for each scale and zero."""
-        num_scales = self.scales.numel() * (1 if self.zeros is None else 2)
-        return self.codes.numel() * self.bits // 8 + num_scales * self.scales.element_size()
-
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight itself, inputs in their own order: [num_outputs, num_inputs]."""
         values = self.codes.to(dtype)

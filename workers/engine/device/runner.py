@@ -35,6 +35,7 @@ from millrace.workers.engine.types import DeviceLostError
 from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
 from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
+from millrace.workers.kernels.operations import WeightSize
 from millrace.workers.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
@@ -124,6 +125,11 @@ class DeviceRunner:
         )
         self._buffers = _Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
         self._recorded = RecordedSteps()
+
+    @property
+    def weight_size(self) -> WeightSize:
+        """Of what a step multiplies with."""
+        return self._decoder.weight_size
 
     @property
     def host_device(self) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Rows
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,11 +26,14 @@ from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
 from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.kernels.operations import WeightSize
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.loader import choose_dtype, load_weights
+from millrace.workers.models.packed_projection import packed_quantized
 from millrace.workers.models.projection import Projection
 from millrace.workers.quantization.at_load import quantize_at_load
+from millrace.workers.quantization.linear import MakeQuantized
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +67,8 @@ class ModelRunner:
         config = read_model_config(path)
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
-        dtype = choose_dtype(config, engine.dtype, device)
+        is_quantized = engine.quantization is not None
+        dtype = choose_dtype(config, engine.dtype, device, is_quantized=is_quantized)
         if engine.kv_cache_dtype != "auto" or engine.deterministic:
             raise ConfigError(
                 "engine.kv_cache_dtype and engine.deterministic are for the kernels of a GPU: set "
@@ -79,6 +84,7 @@ class ModelRunner:
             device=device,
             source=source,
             product=Projection if kernels is None else choose_product(kernels, config),
+            quantized=_quantized(kernels),
             quantize=at_load.layers,
             quantize_head=at_load.head,
         )
@@ -105,6 +111,11 @@ class ModelRunner:
             cache.block_size_tokens,
         )
         return cls(config, _decoder(config, weights, attention, kernels), cache)
+
+    @property
+    def weight_size(self) -> WeightSize:
+        """Of what a step multiplies with."""
+        return self._decoder.weight_size
 
     @property
     def host_device(self) -> torch.device:
@@ -140,6 +151,12 @@ def _decoder(
     if kernels is None:
         return Decoder(config, weights, TorchOperations(attention, epsilon=config.rms_norm_eps))
     return compiled_decoder(config, weights, attention, kernels)
+
+
+def _quantized(kernels: CpuKernels | None) -> MakeQuantized | None:
+    if kernels is None or not kernels.has_products:
+        return None
+    return partial(packed_quantized, kernels)
 
 
 def _nothing_chosen() -> ChosenTokens:

@@ -16,7 +16,7 @@ from millrace.workers.engine.batch import FlatBatch, QueryRange
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from millrace.workers.engine.kv.cache import KVCache
-from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.operations import SwiGLU, WeightSize
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.loader import load_weights
 from millrace.workers.quantization.making.gptq import gptq_int4
@@ -39,6 +39,7 @@ class _RecordedLinear:
     ) -> None:
         self.names = names
         self.weight = weight
+        self.size = WeightSize.of(weight)
         self._bias = bias
         self.hessian: torch.Tensor | None = weight.new_zeros(weight.shape[1], weight.shape[1])
 

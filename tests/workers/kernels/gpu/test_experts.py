@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from millrace.workers.kernels.gpu import experts as triton_experts
 from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
 from millrace.workers.kernels.gpu.reference import experts as reference_experts
-from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.operations import SwiGLU, WeightSize
 from millrace.workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
 from millrace.workers.models.projection import Projection
 from millrace.workers.models.stacked_experts import StackedExperts
@@ -137,6 +137,8 @@ def test_a_fixed_order_makes_of_a_row_the_same_in_any_company(
 
     class SameScores:
         """A product of one order is another kernel's promise."""
+
+        size = WeightSize(0, 0)
 
         def __init__(self, rows: slice) -> None:
             self.rows = rows
