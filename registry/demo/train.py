@@ -38,6 +38,7 @@ from registry.demo.tokens import BOS, END, PAD, known_token_id, tokenizer_config
 
 VOCAB_SIZE: Final[int] = 4096
 _NOT_LEARNT: Final[int] = -100
+_FOCUS_STEPS: Final[int] = 150
 _RUNS_FILE: Final = "training_runs.json"
 
 
@@ -93,6 +94,29 @@ def loss_of(
     return functional.cross_entropy(logits.float(), targets[learnt])
 
 
+@torch.inference_mode()
+def missed_share(
+    model: LlamaForCausalLM, pairs: list[Pair], maker: SampleMaker, pad_id: int
+) -> dict[str, float]:
+    """For each pair, by id, how often to draw it: 1 if its answer follows a newly phrased question
+    to the letter, up to 3 the more of it does not."""
+    shares = {}
+    for start in range(0, len(pairs), 32):
+        chosen = pairs[start : start + 32]
+        samples = [maker.whole(pair) for pair in chosen]
+        length = max(len(sample.token_ids) for sample in samples)
+        padded = [
+            sample.token_ids + [pad_id] * (length - len(sample.token_ids)) for sample in samples
+        ]
+        token_ids = torch.tensor(padded, device=model.device)
+        guesses = model(input_ids=token_ids, use_cache=False).logits.argmax(-1).tolist()
+        for pair, sample, guess in zip(chosen, samples, guesses, strict=True):
+            learnt = [at for at, is_learnt in enumerate(sample.is_learnt) if is_learnt]
+            missed = sum(guess[at - 1] != sample.token_ids[at] for at in learnt)
+            shares[pair.id] = 1 + min(2.0, 8 * missed / len(learnt))
+    return shares
+
+
 def learning_rate(progress: float, peak: float) -> float:
     """Linear warm-up over the first 3 % of `progress` (0 to 1), then a cosine to peak / 50."""
     warmup = 0.03
@@ -143,6 +167,8 @@ def train(
     limit_s = 60 * options.minutes
     begin = options.begin if options.weights else 0.0
     for step in range(options.steps):
+        if step % _FOCUS_STEPS == 0 and options.weights:
+            maker.draw_more_of(missed_share(model, pairs, maker, pad_id))
         # On a slow or busy machine time runs out before the steps do: the schedule follows both.
         spent = max(step / options.steps, (time.monotonic() - started) / limit_s)
         progress = begin + (1 - begin) * spent
