@@ -40,9 +40,9 @@ class Sample:
 class Mix:
     """Which conversations are drawn: shares of one turn and of two to four; the rest are long.
 
-    `share_form` of all are one turn that is answered in JSON. `share_cut` of the last answers is cut after a few tokens. The question decides the first words
-    of an answer, the rest follows from them and is soon known by heart: without it far more
-    questions are seen in the same time.
+    `share_form` of all are one turn that is answered in JSON. `share_cut` of the last answers is
+    cut after a few tokens. The question decides the first words of an answer, the rest follows from
+    them and is soon known by heart: without it far more questions are seen in the same time.
     """
 
     share_single: float
