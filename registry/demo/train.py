@@ -95,11 +95,12 @@ def loss_of(
 
 
 @torch.inference_mode()
-def missed_share(
+def draw_shares(
     model: LlamaForCausalLM, pairs: list[Pair], maker: SampleMaker, pad_id: int
 ) -> dict[str, float]:
-    """For each pair, by id, how often to draw it: 1 if its answer follows a newly phrased question
-    to the letter, up to 3 the more of it does not."""
+    """For each pair, by id, how often to draw it: 1 if a newly phrased question is followed by its
+    answer to the letter, the more the more of the answer is not what the model would write, up to
+    3. So what has been added or changed is learnt first, and what is known is kept."""
     shares = {}
     for start in range(0, len(pairs), 32):
         chosen = pairs[start : start + 32]
@@ -168,7 +169,7 @@ def train(
     begin = options.begin if options.weights else 0.0
     for step in range(options.steps):
         if step % _FOCUS_STEPS == 0 and options.weights:
-            maker.draw_more_of(missed_share(model, pairs, maker, pad_id))
+            maker.draw_more_of(draw_shares(model, pairs, maker, pad_id))
         # On a slow or busy machine time runs out before the steps do: the schedule follows both.
         spent = max(step / options.steps, (time.monotonic() - started) / limit_s)
         progress = begin + (1 - begin) * spent
