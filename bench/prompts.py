@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bench.settings import Api, Settings
-from schemas.errors import ConfigError
+from millrace.bench.settings import Api, Settings
+from millrace.schemas.errors import ConfigError
 
 # Short common words, most of which are one token in most vocabularies.
 _WORD_LIST = (

@@ -13,12 +13,12 @@ from multiprocessing.process import BaseProcess
 import msgspec
 import uvloop
 
-from bench.clients.client import Client
-from bench.load import Outcome, Progress, Share, load_process
-from bench.prompts import prompts_of, random_words
-from bench.report.measure import report_of
-from bench.report.report import Report
-from bench.settings import LoadError, Settings
+from millrace.bench.clients.client import Client
+from millrace.bench.load import Outcome, Progress, Share, load_process
+from millrace.bench.prompts import prompts_of, random_words
+from millrace.bench.report.measure import report_of
+from millrace.bench.report.report import Report
+from millrace.bench.settings import LoadError, Settings
 
 _START_DELAY_S = 0.3
 _START_TIMEOUT_S = 60.0

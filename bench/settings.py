@@ -8,8 +8,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from bench.spread import Spread, fixed
-from schemas.errors import ConfigError, MillraceError
+from millrace.bench.spread import Spread, fixed
+from millrace.schemas.errors import ConfigError, MillraceError
 
 DEFAULT_INPUT_TOKENS = 128
 DEFAULT_OUTPUT_TOKENS = 64

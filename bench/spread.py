@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
 
 _USAGE = "give N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
 _MAX_TOKENS = 10_000_000

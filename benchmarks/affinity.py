@@ -23,9 +23,9 @@ from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
-from schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
-from schemas.engines import EngineKind
-from workers.simulated.latency_model import LatencyModel
+from millrace.schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.workers.simulated.latency_model import LatencyModel
 
 _Policy = Literal["affine", "least_loaded"]
 

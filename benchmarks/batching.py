@@ -26,10 +26,10 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import RequestTimes, percentile
 from benchmarks.support.model import add_model_arguments, measured_model
 from benchmarks.support.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from workers.engine.engine import Engine
+    from millrace.workers.engine.engine import Engine
 
 _BATCHING = ("continuous", "static")
 _KV = ("paged", "contiguous")
@@ -64,7 +64,7 @@ class _Bench:
     """The model, and loads of it with skewed lengths."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
-        from registry.checkpoints.checkpoint import read_model_config
+        from millrace.registry.checkpoints.checkpoint import read_model_config
 
         self._path = path
         self._vocab_size = read_model_config(path).vocab_size
@@ -74,7 +74,7 @@ class _Bench:
 
     def engine(self, **settings: int | float | bool) -> Engine:
         """One without a prefix cache, as prompts come again in each round."""
-        from workers.engine.engine import Engine
+        from millrace.workers.engine.engine import Engine
 
         config = EngineConfig(device="cpu", dtype="bfloat16", prefix_cache=False)
         return Engine.load(self._path, msgspec.structs.replace(config, **settings))

@@ -27,9 +27,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.support.command import command_parser, write_json
-from cli.local.supervisor import begin_child
-from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
+from millrace.cli.local.supervisor import begin_child
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.threads import configure_threads
 
 _STEPS = 120
 _FREE = {"OMP_PROC_BIND": "false"}
@@ -60,11 +60,11 @@ def _step_ms(checkpoint: Path, num_threads: int) -> float:
     # Not before: torch reads the thread settings when it is imported.
     import torch
 
-    from registry.checkpoints.checkpoint import read_model_config
-    from workers.engine.eager.products import sample_batches, sample_config, sample_decoder
-    from workers.kernels.build import cpu_library
-    from workers.kernels.cpu import CpuKernels
-    from workers.models.packed_projection import PackedProjection
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.engine.eager.products import sample_batches, sample_config, sample_decoder
+    from millrace.workers.kernels.build import cpu_library
+    from millrace.workers.kernels.cpu import CpuKernels
+    from millrace.workers.models.packed_projection import PackedProjection
 
     kernels = CpuKernels(cpu_library(), torch.bfloat16)
     config = sample_config(read_model_config(checkpoint))

@@ -23,12 +23,12 @@ from nats.aio.msg import Msg
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99
 from benchmarks.support.processes import ProcessUsage
-from bus.api import Bus
-from bus.job_queue import LeasedJob, TenantQueue
-from bus.nats import connect
-from schemas.config import NatsConfig
-from schemas.frames import Delta, Frame
-from schemas.jobs import Job, Tier
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.bus.nats import connect
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.frames import Delta, Frame
+from millrace.schemas.jobs import Job, Tier
 from tests.support.servers import NatsServer
 
 MODEL = "bench"

@@ -21,22 +21,22 @@ from pathlib import Path
 
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
-from bus import nats
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from bus.running_requests import RunningRequest
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig, NatsConfig, WorkerConfig
-from schemas.control import Cancel, Dispatch
-from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingParams
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.running_requests import RunningRequest
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig, NatsConfig, WorkerConfig
+from millrace.schemas.control import Cancel, Dispatch
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineOutput, EngineStats
+from millrace.workers.host.worker import Worker
+from millrace.workers.process.engine_process import EngineClient
+from millrace.workers.process.keeper import EngineKeeper
 from tests.support.servers import NatsServer
-from workers.engine.types import EngineOutput, EngineStats
-from workers.host.worker import Worker
-from workers.process.engine_process import EngineClient
-from workers.process.keeper import EngineKeeper
 
 _GOAL_MS = 5.0
 _PROMPT_TOKENS = 32

@@ -21,7 +21,7 @@ from benchmarks.support.machine_rates import machine_rates
 from benchmarks.support.model import add_model_arguments, measured_model
 
 if TYPE_CHECKING:
-    from workers.models.decoder import DecoderWeights
+    from millrace.workers.models.decoder import DecoderWeights
 
 BATCHES = (1, 8, 16, 32)
 _GEMM_SIZE = 4096
@@ -49,11 +49,11 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
     import torch
 
-    from registry.checkpoints.checkpoint import read_model_config
-    from workers.engine.eager.products import choose_product
-    from workers.kernels.build import cpu_library
-    from workers.kernels.cpu import CpuKernels
-    from workers.models.loader import load_weights
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.engine.eager.products import choose_product
+    from millrace.workers.kernels.build import cpu_library
+    from millrace.workers.kernels.cpu import CpuKernels
+    from millrace.workers.models.loader import load_weights
 
     device = torch.device("cpu")
     config = read_model_config(path)
@@ -101,8 +101,8 @@ def lines(ceilings: Ceilings) -> list[str]:
 
 def _bytes_per_step(path: Path) -> int:
     """All weights but the embedding, of which a step reads a row for each token."""
-    from registry.checkpoints.checkpoint import read_model_config
-    from workers.models.loader import num_parameters
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.models.loader import num_parameters
 
     config = read_model_config(path)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -123,7 +123,7 @@ def _gemm_only_ms(
     """The median of a decode step's linear maps of ``batch`` rows, in their order."""
     import torch
 
-    from workers.models.mlp import GatedMLP
+    from millrace.workers.models.mlp import GatedMLP
 
     head = weights.head
     assert head is not None

@@ -35,10 +35,10 @@ from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
-from bus import nats
-from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
-from schemas.engines import EngineKind
-from simulation.report.fairness import jain as jain_index
+from millrace.bus import nats
+from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.simulation.report.fairness import jain as jain_index
 
 _OUTPUT_WEIGHT = 2.0
 _NUM_WORKERS, _NUM_SLOTS = 2, 32

@@ -31,21 +31,21 @@ import numpy as np
 import uvloop
 from nats.aio.msg import Msg
 
-from bench.arrivals import arrival_times
-from bench.clients.client import Client
-from bench.clients.exchange import Exchange
-from bench.health import HealthProbe, ProcessHealth
-from bench.prompts import Prompted
-from bench.settings import Settings
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
-from bus import nats, subjects
-from bus.nats import NatsBus
-from schemas.config import NatsConfig
-from schemas.frames import Delta, Frame
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.bench.arrivals import arrival_times
+from millrace.bench.clients.client import Client
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.health import HealthProbe, ProcessHealth
+from millrace.bench.prompts import Prompted
+from millrace.bench.settings import Settings
+from millrace.bus import nats, subjects
+from millrace.bus.nats import NatsBus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.frames import Delta, Frame
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
 
 _REPLY = "direct"
 _TOKENS_PER_S = 50.0

@@ -30,11 +30,11 @@ from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, runni
 from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import LockstepWorker, take_jobs
-from bus import nats
-from bus.nats import NatsBus
-from gateway.server import tune_gc
-from schemas.config import NatsConfig
-from schemas.frames import Frame
+from millrace.bus import nats
+from millrace.bus.nats import NatsBus
+from millrace.gateway.server import tune_gc
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.frames import Frame
 
 _WARM_UP_STEPS = 50
 _PACE_STEPS_PER_S = 60

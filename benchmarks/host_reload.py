@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.checkpoints import LlamaShape, config_of
 from benchmarks.support.command import command_parser
-from registry.checkpoints.checkpoint import read_model_config
-from workers.engine.kv.cache import KVCache
-from workers.engine.kv.host_memory import PlainHostMemory
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.host_memory import PlainHostMemory
 
 _LLAMA_8B = LlamaShape(
     hidden_size=4096,

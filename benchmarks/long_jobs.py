@@ -14,14 +14,14 @@ import time
 import uvloop
 
 from benchmarks.support.command import command_parser
-from bus import codec
-from bus.jobs.decoding import read_job
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from scheduler.intake.model_cache import ModelCache
-from schemas.errors import MillraceError
-from schemas.jobs import ChatMessage, Job
-from schemas.tenants import LOCAL_TENANT
+from millrace.bus import codec
+from millrace.bus.jobs.decoding import read_job
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.scheduler.intake.model_cache import ModelCache
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.tenants import LOCAL_TENANT
 
 _MODEL = "demo"
 _SENTENCE = "what is a lease and who holds it? "

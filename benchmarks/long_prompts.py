@@ -23,8 +23,8 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, ProcessUsage
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
 from tests.support.waiting import eventually
 
 _GOAL_MS = 100.0

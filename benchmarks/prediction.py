@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
-from schemas.config import (
+from millrace.schemas.config import (
     Config,
     EngineConfig,
     NatsConfig,
@@ -26,13 +26,13 @@ from schemas.config import (
     TierPolicy,
     WorkerConfig,
 )
-from schemas.engines import EngineKind
-from schemas.jobs import Tier
-from simulation.outcomes import RequestOutcome
-from simulation.policies import parse_policies
-from simulation.settings import Settings
-from simulation.traces.trace import TraceRequest
-from simulation.world import simulate
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.jobs import Tier
+from millrace.simulation.outcomes import RequestOutcome
+from millrace.simulation.policies import parse_policies
+from millrace.simulation.settings import Settings
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.world import simulate
 
 _NUM_SLOTS = 16
 _SIMULATION = SimulationConfig(prefill_tokens_per_s=4_000.0, step_ms=15.0, step_ms_per_sequence=0.2)

@@ -20,9 +20,9 @@ from benchmarks.support.bus_client import Answer, Service, random_prompt
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import simulated_system
-from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
-from schemas.engines import EngineKind
-from schemas.jobs import Tier
+from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.jobs import Tier
 
 _NUM_SLOTS = 16
 _WORKER = WorkerConfig(

@@ -22,10 +22,10 @@ from benchmarks.support.closed_loop import run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.model import add_model_arguments, measured_model
 from benchmarks.support.prompts import Prompt, shared_prefix_prompts
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from workers.engine.engine import Engine
+    from millrace.workers.engine.engine import Engine
 
 _HITS = (0.0, 0.5, 0.75, 0.9)
 _GOALS = {0.0: "at least 0.99x", 0.75: "at least 2.50x"}
@@ -36,8 +36,8 @@ class _Bench:
     """Two engines, with the cache and without."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
-        from registry.checkpoints.checkpoint import read_model_config
-        from workers.engine.engine import Engine
+        from millrace.registry.checkpoints.checkpoint import read_model_config
+        from millrace.workers.engine.engine import Engine
 
         self._arguments = arguments
         self._vocab_size = read_model_config(path).vocab_size

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.support.command import command_parser
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineRequest
-from workers.kernels.random_stream import stream_key
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.kernels.random_stream import stream_key
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

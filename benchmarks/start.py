@@ -78,7 +78,7 @@ def import_times_ms(lines: Iterable[str]) -> tuple[dict[str, float], dict[str, f
 
 def _generate(folder: Path, *options: str) -> list[str]:
     files = ("--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"))
-    return [sys.executable, *options, "-m", "cli", "generate", "--model", "demo", *files]
+    return [sys.executable, *options, "-m", "millrace.cli", "generate", "--model", "demo", *files]
 
 
 def _print_imports(folder: Path) -> None:

@@ -33,7 +33,7 @@ from benchmarks.support.sse_load import COMPLETIONS, run_load
 from tests.support.system import System
 
 _PORT = "18711"
-_ENGINE = "workers.process.engine_process"
+_ENGINE = "millrace.workers.process.engine_process"
 _CLIENT = "(this client)"
 
 

@@ -28,9 +28,9 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_clients import sse_request
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import simulated_worker
-from runtime.tracing import Span, SpanKind
-from runtime.tracing_setup import open_tracing
-from schemas.config import TracingConfig
+from millrace.runtime.tracing import Span, SpanKind
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import TracingConfig
 from tests.support.servers import free_port
 from tests.tracing.collector import Collector
 

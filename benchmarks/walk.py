@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.sse_load import LoadResult, run_load
+from millrace.workers.engine.threads import default_num_threads, usable_cores
 from tests.support.system import System
-from workers.engine.threads import default_num_threads, usable_cores
 
 CLIENTS = (1, 8, 32)
 _QUESTIONS = (
@@ -61,7 +61,7 @@ def _engine_alone(
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "cli", "generate", "--model", "demo"),
+            *(sys.executable, "-m", "millrace.cli", "generate", "--model", "demo"),
             *("--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")),
             *("--max-batch", str(batch)),
         ],

@@ -13,16 +13,16 @@ from typing import Protocol
 
 import msgspec
 
-from bus.control import Control
-from bus.fleet.directory import WorkerDirectory
-from bus.frames import FrameStreams
-from bus.job_queue import JobQueue
-from bus.storage import Storage
-from bus.store.journal import Journal
-from bus.store.objects import Objects
-from bus.transport import Subscription
-from schemas.jobs import JobResult
-from schemas.records import Record
+from millrace.bus.control import Control
+from millrace.bus.fleet.directory import WorkerDirectory
+from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import JobQueue
+from millrace.bus.storage import Storage
+from millrace.bus.store.journal import Journal
+from millrace.bus.store.objects import Objects
+from millrace.bus.transport import Subscription
+from millrace.schemas.jobs import JobResult
+from millrace.schemas.records import Record
 
 
 class OutboxMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """The public contract of the bus as an AsyncAPI 3 document, made from the schemas.
 
-``python -m bus.asyncapi > docs/asyncapi.json`` writes the checked-in copy.
+``python -m millrace.bus.asyncapi > docs/asyncapi.json`` writes the checked-in copy.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from bus import codec, subjects
-from schemas.control import (
+from millrace.bus import codec, subjects
+from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
@@ -26,10 +26,10 @@ from schemas.control import (
     WorkerReply,
     WorkerStatus,
 )
-from schemas.frames import Frame, FrameBatch
-from schemas.jobs import DeadJob, Job, JobResult, Tier
-from schemas.json_schema import Schema, document_text, without_discriminators
-from schemas.records import (
+from millrace.schemas.frames import Frame, FrameBatch
+from millrace.schemas.jobs import DeadJob, Job, JobResult, Tier
+from millrace.schemas.json_schema import Schema, document_text, without_discriminators
+from millrace.schemas.records import (
     DeliveryRecord,
     RefusalRecord,
     RequestRecord,
@@ -290,7 +290,7 @@ def document() -> Schema:
             "title": "Millrace",
             "version": "1.0.0",
             "description": "Generation jobs in, frames and records out. Made from schemas/ by "
-            "python -m bus.asyncapi.",
+            "python -m millrace.bus.asyncapi.",
             "license": {"name": "Apache-2.0"},
         },
         "defaultContentType": codec.MSGPACK,

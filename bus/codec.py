@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from schemas.control import (
+from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
@@ -21,10 +21,10 @@ from schemas.control import (
     WorkerReply,
     WorkerStatus,
 )
-from schemas.errors import MalformedMessageError
-from schemas.frames import Frame, FrameBatch
-from schemas.jobs import Job, JobResult
-from schemas.records import Record
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.frames import Frame, FrameBatch
+from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.records import Record
 
 CONTENT_TYPE = "Content-Type"
 JSON = "application/json"

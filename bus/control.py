@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
-from bus import codec, subjects
-from bus.codec import Codec, T
-from bus.transport import Message, Subscription, Transport
-from runtime.tasks import Tasks
-from schemas.control import (
+from millrace.bus import codec, subjects
+from millrace.bus.codec import Codec, T
+from millrace.bus.transport import Message, Subscription, Transport
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
@@ -20,7 +20,7 @@ from schemas.control import (
     WorkerCommand,
     WorkerReply,
 )
-from schemas.errors import MalformedMessageError
+from millrace.schemas.errors import MalformedMessageError
 
 logger = logging.getLogger(__name__)
 

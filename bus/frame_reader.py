@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from schemas.frames import (
+from millrace.schemas.frames import (
     Accepted,
     Beam,
     Delta,

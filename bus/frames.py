@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from bus import codec, subjects
-from bus.transport import Message, Subscription, Transport
-from schemas.errors import MalformedMessageError, PayloadTooLargeError
-from schemas.frames import Addressed, Frame, FrameBatch
+from millrace.bus import codec, subjects
+from millrace.bus.transport import Message, Subscription, Transport
+from millrace.schemas.errors import MalformedMessageError, PayloadTooLargeError
+from millrace.schemas.frames import Addressed, Frame, FrameBatch
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from bus.transport import Subscription
-from schemas.jobs import DeadJob, Job, Tier
+from millrace.bus.transport import Subscription
+from millrace.schemas.jobs import DeadJob, Job, Tier
 
 
 class TenantQueue(NamedTuple):

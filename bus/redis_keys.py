@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.subjects import token
-from schemas.tenants import LOCAL_TENANT
+from millrace.bus.subjects import token
+from millrace.schemas.tenants import LOCAL_TENANT
 
 
 def generation_key(request_id: str) -> str:

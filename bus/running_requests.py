@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from bus import redis_keys
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from runtime.redis.protocol import Argument
-from schemas.config import RedisConfig
+from millrace.bus import redis_keys
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.runtime.redis.protocol import Argument
+from millrace.schemas.config import RedisConfig
 
 TTL_S = 3600
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bus import nats
-from bus.api import Bus
-from bus.nats.permissions import Part
-from bus.running_requests import RunningRequestIndex
-from schemas.config import Config
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
+from millrace.bus.running_requests import RunningRequestIndex
+from millrace.schemas.config import Config
 
 
 async def enter(config: Config, name: str, part: Part) -> tuple[Bus, RunningRequestIndex]:

@@ -9,9 +9,9 @@ import functools
 import hashlib
 import re
 
-from bus.job_queue import TenantQueue
-from schemas.jobs import Tier
-from schemas.records import (
+from millrace.bus.job_queue import TenantQueue
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import (
     DeliveryRecord,
     Record,
     RefusalRecord,

@@ -1,7 +1,7 @@
-"""``python -m cli``, the same as ``millrace``."""
+"""``python -m millrace.cli``, the same as ``millrace``."""
 
 import sys
 
-from cli.main import main
+from millrace.cli.main import main
 
 sys.exit(main())

@@ -10,11 +10,11 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from schemas.errors import ConfigError
-from schemas.redaction import shown
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.redaction import shown
 
 if TYPE_CHECKING:
-    from schemas.config import ClickHouseConfig, Config, NatsConfig
+    from millrace.schemas.config import ClickHouseConfig, Config, NatsConfig
 
 DEFAULT_DATA = Path("data")
 CONFIG_FILE = "config.yaml"
@@ -63,7 +63,7 @@ def read_endpoints(data: Path) -> Endpoints | None:
 def running_config(data: Path) -> Config | None:
     """What the parts of the system that runs on ``data`` were told; None if nothing does.
     ConfigError for a file that is not ours."""
-    from runtime.settings import load_config
+    from millrace.runtime.settings import load_config
 
     file = data / "run" / CONFIG_FILE
     if read_endpoints(data) is None or not file.exists():
@@ -75,7 +75,7 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
     """The configuration with the addresses to use: ``nats_url`` if given, else those that
     ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
     defaults."""
-    from runtime.settings import load_config
+    from millrace.runtime.settings import load_config
 
     config = load_config(None, os.environ)
     endpoints = read_endpoints(data)
@@ -107,7 +107,7 @@ def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:
     """The section with ``address`` as its ``key``, unless a variable names another."""
-    from runtime.settings import names_setting
+    from millrace.runtime.settings import names_setting
 
     if names_setting(f"{section_name}.{key}", os.environ):
         return section

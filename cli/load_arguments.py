@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.settings import Slo
+    from millrace.bench.settings import Slo
 
 SPREAD = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
@@ -33,7 +33,7 @@ def check_folders(*files: Path | None) -> None:
 
 def parse_slo(text: str) -> Slo:
     """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
-    from bench.settings import Slo
+    from millrace.bench.settings import Slo
 
     bounds: dict[str, float] = {}
     for part in text.split(","):

@@ -8,23 +8,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 # Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
 # the exit code. They import what is heavy when they run, so that --help is quick.
 _COMMANDS = (
-    "cli.local.up",
-    "cli.requests.publish",
-    "cli.requests.result",
-    "cli.offline.generate",
-    "cli.offline.embed",
-    "cli.bench.arguments",
-    "cli.simulate.arguments",
-    "cli.keys.command",
-    "cli.analytics.sql",
-    "cli.analytics.usage",
-    "cli.top.command",
-    "cli.analytics.migrate",
+    "millrace.cli.local.up",
+    "millrace.cli.requests.publish",
+    "millrace.cli.requests.result",
+    "millrace.cli.offline.generate",
+    "millrace.cli.offline.embed",
+    "millrace.cli.bench.arguments",
+    "millrace.cli.simulate.arguments",
+    "millrace.cli.keys.command",
+    "millrace.cli.analytics.sql",
+    "millrace.cli.analytics.usage",
+    "millrace.cli.top.command",
+    "millrace.cli.analytics.migrate",
 )
 
 

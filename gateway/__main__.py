@@ -1,4 +1,4 @@
-"""``python -m gateway [--config FILE]``: one gateway process."""
+"""``python -m millrace.gateway [--config FILE]``: one gateway process."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from functools import partial
 import uvloop
 from msgspec.structs import replace
 
-from bus.nats.permissions import Part
-from bus.startup import enter
-from gateway.core import Backends, Gateway, new_gateway_id
-from gateway.models import Models
-from gateway.server import Server, listen
-from gateway.tools.catalogue import load_tools
-from gateway.transport.certificate import certificate_of, front_url
-from registry.catalogue import Catalogue, ModelEntry, load_catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from runtime.logs import configure_logging
-from runtime.metrics_server import monitored
-from runtime.process import exit_code_of, stop_event
-from runtime.redis.link import RedisLink
-from runtime.settings import load_config
-from runtime.tasks import wait_unless_done
-from runtime.tracing_setup import open_tracing
-from schemas.config import Config, GatewayConfig, TierPolicies
-from schemas.errors import MillraceError
-from schemas.openai import EngineCard, ModelCard
+from millrace.bus.nats.permissions import Part
+from millrace.bus.startup import enter
+from millrace.gateway.core import Backends, Gateway, new_gateway_id
+from millrace.gateway.models import Models
+from millrace.gateway.server import Server, listen
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.gateway.transport.certificate import certificate_of, front_url
+from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.metrics_server import monitored
+from millrace.runtime.process import exit_code_of, stop_event
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.settings import load_config
+from millrace.runtime.tasks import wait_unless_done
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import Config, GatewayConfig, TierPolicies
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.openai import EngineCard, ModelCard
 
 _log = logging.getLogger("gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
-    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m millrace.gateway", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args(argv)
 

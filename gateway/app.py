@@ -10,30 +10,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.api import pages
-from gateway.api.batches import BatchesApi
-from gateway.api.classify import classify_endpoints
-from gateway.api.embeddings import embedding_endpoints
-from gateway.api.files import FilesApi
-from gateway.api.generations import GenerationHandler
-from gateway.api.kept.conversations import ConversationsApi
-from gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
-from gateway.api.kept.sessions import SessionsApi
-from gateway.api.limits import LimitsApi
-from gateway.api.messages import MessagesApi, MessagesEndpoint
-from gateway.api.ops import OpsApi
-from gateway.api.scores import scoring_endpoints
-from gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
-from gateway.api.socket.websocket import WebSocketHandler
-from gateway.api.system import Api
-from gateway.api.tools import ToolsApi
-from gateway.core import Gateway
-from gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
-from gateway.openapi import document as openapi
-from gateway.rendering.chat import CHAT_COMPLETIONS
-from gateway.rendering.rendering import Endpoint
-from gateway.rendering.text_completions import COMPLETIONS
-from gateway.transport.http import (
+from millrace.gateway.api import pages
+from millrace.gateway.api.batches import BatchesApi
+from millrace.gateway.api.classify import classify_endpoints
+from millrace.gateway.api.embeddings import embedding_endpoints
+from millrace.gateway.api.files import FilesApi
+from millrace.gateway.api.generations import GenerationHandler
+from millrace.gateway.api.kept.conversations import ConversationsApi
+from millrace.gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
+from millrace.gateway.api.kept.sessions import SessionsApi
+from millrace.gateway.api.limits import LimitsApi
+from millrace.gateway.api.messages import MessagesApi, MessagesEndpoint
+from millrace.gateway.api.ops import OpsApi
+from millrace.gateway.api.scores import scoring_endpoints
+from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
+from millrace.gateway.api.socket.websocket import WebSocketHandler
+from millrace.gateway.api.system import Api
+from millrace.gateway.api.tools import ToolsApi
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
+from millrace.gateway.openapi import document as openapi
+from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
+from millrace.gateway.rendering.rendering import Endpoint
+from millrace.gateway.rendering.text_completions import COMPLETIONS
+from millrace.gateway.transport.http import (
     CALLER,
     REFUSED,
     SHAPED,
@@ -48,10 +48,10 @@ from gateway.transport.http import (
     refuse_handshake,
     request_id_header,
 )
-from gateway.transport.origins import OriginGuard
-from gateway.transport.proxies import ProxyReader
-from gateway.transport.request_ids import RequestIds, with_id_also_as
-from schemas.errors import MillraceError
+from millrace.gateway.transport.origins import OriginGuard
+from millrace.gateway.transport.proxies import ProxyReader
+from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
+from millrace.schemas.errors import MillraceError
 
 _log = logging.getLogger(__name__)
 

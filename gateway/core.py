@@ -11,47 +11,47 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from bus.storage import NATS, REDIS
-from bus.store.watch import StoreMetrics, StoreWatch
-from bus.transport import Subscription
-from gateway.metrics import Metrics
-from gateway.models import Models
-from gateway.request.admission import Admission
-from gateway.request.idempotency import Idempotency
-from gateway.request.index import RequestIndex
-from gateway.request.intake_limits import IntakeLimits
-from gateway.request.job_maker import JobMaker
-from gateway.request.job_publisher import JobPublisher
-from gateway.request.job_runner import JobRunner
-from gateway.request.model_choice import ModelChoice
-from gateway.request.open_responses import OpenResponses
-from gateway.request.refusals import Refusals
-from gateway.request.response_stream import ResponseContext, ResponseStream
-from gateway.request.resuming import Resuming
-from gateway.request.submitter import RequestSubmitter
-from gateway.request.tool_loop import ToolCallLoop
-from gateway.request.tracing import RequestTraces
-from gateway.sessions.sessions import Sessions
-from gateway.streams.deliveries import Deliveries
-from gateway.streams.delivery_statistics import DeliveryHistory, delivery_record
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import RunningRequestIndex
-from gateway.streams.stream import OpenStream
-from gateway.streams.streams import StreamTable
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import AuthenticationError, Identity, revoked_key
-from gateway.tenancy.key_watch import KeyWatch
-from gateway.tenancy.limits import Limiter
-from gateway.tools.catalogue import ToolCatalogue
-from gateway.tools.runner import ToolRunner
-from gateway.transport.connection_writer import WriteCoalescer
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink
-from runtime.tracing import Tracing
-from schemas.config import Config
-from schemas.frames import Failed
+from millrace.bus.api import Bus
+from millrace.bus.storage import NATS, REDIS
+from millrace.bus.store.watch import StoreMetrics, StoreWatch
+from millrace.bus.transport import Subscription
+from millrace.gateway.metrics import Metrics
+from millrace.gateway.models import Models
+from millrace.gateway.request.admission import Admission
+from millrace.gateway.request.idempotency import Idempotency
+from millrace.gateway.request.index import RequestIndex
+from millrace.gateway.request.intake_limits import IntakeLimits
+from millrace.gateway.request.job_maker import JobMaker
+from millrace.gateway.request.job_publisher import JobPublisher
+from millrace.gateway.request.job_runner import JobRunner
+from millrace.gateway.request.model_choice import ModelChoice
+from millrace.gateway.request.open_responses import OpenResponses
+from millrace.gateway.request.refusals import Refusals
+from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
+from millrace.gateway.request.resuming import Resuming
+from millrace.gateway.request.submitter import RequestSubmitter
+from millrace.gateway.request.tool_loop import ToolCallLoop
+from millrace.gateway.request.tracing import RequestTraces
+from millrace.gateway.sessions.sessions import Sessions
+from millrace.gateway.streams.deliveries import Deliveries
+from millrace.gateway.streams.delivery_statistics import DeliveryHistory, delivery_record
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.replays import RunningRequestIndex
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import AuthenticationError, Identity, revoked_key
+from millrace.gateway.tenancy.key_watch import KeyWatch
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.gateway.tools.runner import ToolRunner
+from millrace.gateway.transport.connection_writer import WriteCoalescer
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.tracing import Tracing
+from millrace.schemas.config import Config
+from millrace.schemas.frames import Failed
 
 _DRAIN_POLL_S = 0.05
 _LAST_RECORDS_S = 1.0

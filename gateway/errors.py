@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from schemas.errors import (
+from millrace.schemas.errors import (
     BusUnavailableError,
     ContextLengthError,
     GrammarError,
@@ -17,8 +17,8 @@ from schemas.errors import (
     PayloadTooLargeError,
     QueueFullError,
 )
-from schemas.frames import Cancelled, Done, Expired, Shed, TerminalFrame
-from schemas.openai import ErrorBody, ErrorInfo
+from millrace.schemas.frames import Cancelled, Done, Expired, Shed, TerminalFrame
+from millrace.schemas.openai import ErrorBody, ErrorInfo
 
 _NO_RETRY_HINT_S = 1.0
 

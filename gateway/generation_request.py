@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import SamplingOptions
-from schemas.tools import ToolChoice, ToolDefinition
+from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.tools import ToolChoice, ToolDefinition
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

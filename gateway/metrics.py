@@ -11,15 +11,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.streams.deliveries import Deliveries
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.stream import OpenStream, status_of
-from gateway.streams.streams import StreamTable
-from gateway.streams.token_gaps import TokenGaps
-from gateway.tenancy.limits import Limiter
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
-from runtime.metrics_server import new_registry, render
-from schemas.frames import Done
+from millrace.gateway.streams.deliveries import Deliveries
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.stream import OpenStream, status_of
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
+from millrace.runtime.metrics_server import new_registry, render
+from millrace.schemas.frames import Done
 
 _M = TypeVar("_M", Counter, Histogram)
 

@@ -9,17 +9,17 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from registry.checkpoints.classifier import ClassifierHead
-from registry.pricing import PriceBook
-from registry.routing.router import Route, Router
-from registry.served import EmbeddingSettings
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import ModelNotFoundError, ParameterError
-from schemas.jobs import ChatMessage, Job
-from schemas.openai import ModelCard
-from schemas.pooling import ModelTask
-from schemas.sampling import SamplingDefaults
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.checkpoints.classifier import ClassifierHead
+from millrace.registry.pricing import PriceBook
+from millrace.registry.routing.router import Route, Router
+from millrace.registry.served import EmbeddingSettings
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import ModelNotFoundError, ParameterError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.pooling import ModelTask
+from millrace.schemas.sampling import SamplingDefaults
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class TokenizerLike(Protocol):

@@ -17,19 +17,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
-from gateway.api.client_connection import ABORT_EXTENSION
-from gateway.app import build_app, token_endpoints
-from gateway.batches.runner import BatchRunner
-from gateway.core import Gateway
-from gateway.errors import Refusal, SlowRequestError, refusal_of
-from gateway.tenancy.caller import Caller
-from gateway.transport.certificate import Certificate, certificate_of
-from gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
-from gateway.transport.http import JSON, new_request_id, request_id_header
-from gateway.transport.http_writer import HttpWriter
-from runtime.http_server import ManagedServer
-from schemas.config import GatewayConfig
-from schemas.errors import ConfigError
+from millrace.gateway.api.client_connection import ABORT_EXTENSION
+from millrace.gateway.app import build_app, token_endpoints
+from millrace.gateway.batches.runner import BatchRunner
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import Refusal, SlowRequestError, refusal_of
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.certificate import Certificate, certificate_of
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
+from millrace.gateway.transport.http import JSON, new_request_id, request_id_header
+from millrace.gateway.transport.http_writer import HttpWriter
+from millrace.runtime.http_server import ManagedServer
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ConfigError
 
 _CONNECTION = "connection"
 _BACKLOG = 4_096

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
-from registry.pricing import UNPRICED, PriceBook
-from registry.routing.router import Route, Router
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.config import EngineConfig, TierPolicies
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, ModelNotFoundError
-from schemas.jobs import PUBLIC_MODEL_AUTO, Tier
-from schemas.pooling import EmbeddingPooling
-from schemas.tools import ToolFormat
+from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
+from millrace.registry.pricing import UNPRICED, PriceBook
+from millrace.registry.routing.router import Route, Router
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.config import EngineConfig, TierPolicies
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, ModelNotFoundError
+from millrace.schemas.jobs import PUBLIC_MODEL_AUTO, Tier
+from millrace.schemas.pooling import EmbeddingPooling
+from millrace.schemas.tools import ToolFormat
 
 BUILT_IN = Path(__file__).with_name("models.yaml")
 _LOCAL_PREFIXES = ("./", "../", "/", "~")

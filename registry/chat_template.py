@@ -17,21 +17,21 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
-from registry.reasoning import format_shown as reasoning_shown
-from registry.tool_formats.call_ids import WITH_SHORT_IDS
-from registry.tool_formats.conversation import (
+from millrace.registry.reasoning import format_shown as reasoning_shown
+from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
+from millrace.registry.tool_formats.conversation import (
     in_plain_text,
     messages_as_dicts,
     one_call_a_turn,
     tool_as_dict,
     with_tools_described,
 )
-from registry.tool_formats.manners import CallManners, manners_of
-from registry.tool_formats.shown import format_shown
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import CheckpointError, ParameterError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.manners import CallManners, manners_of
+from millrace.registry.tool_formats.shown import format_shown
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import CheckpointError, ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_FILE = "chat_template.jinja"

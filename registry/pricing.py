@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import msgspec
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 
 _COST_STEP = Decimal("0.000000000001")
 _US_PER_HOUR = 3_600_000_000

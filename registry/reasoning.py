@@ -7,8 +7,8 @@ from enum import Enum, auto
 
 from msgspec.structs import replace
 
-from registry.tool_formats.scanners.base import BLANKS, start_of_partial
-from schemas.chat.reasoning import ReasoningFormat
+from millrace.registry.tool_formats.scanners.base import BLANKS, start_of_partial
+from millrace.schemas.chat.reasoning import ReasoningFormat
 
 # Templates with one of these in them are of models that think.
 _KNOWN = (ReasoningFormat(), ReasoningFormat(start="[THINK]", end="[/THINK]"))

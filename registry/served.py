@@ -11,22 +11,26 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from registry.catalogue import Catalogue, GenerationConfig, ModelEntry
-from registry.chat_template import CONTINUE_FIELD
-from registry.checkpoints.checkpoint import ModelOutline, read_model_config, read_model_outline
-from registry.checkpoints.classifier import ClassifierHead
-from registry.checkpoints.generation_defaults import read_sampling_defaults
-from registry.checkpoints.sentence_embedding import read_embedding_defaults
-from registry.reasoning import closing_of, format_after, format_within
-from registry.source import resolve
-from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.engines import PROMISES, EngineKind, check_supported
-from schemas.errors import ConfigError, ContextLengthError, ParameterError
-from schemas.jobs import Job, Tier
-from schemas.pooling import ModelTask, Pooling
-from schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
-from schemas.tools import ToolFormat
+from millrace.registry.catalogue import Catalogue, GenerationConfig, ModelEntry
+from millrace.registry.chat_template import CONTINUE_FIELD
+from millrace.registry.checkpoints.checkpoint import (
+    ModelOutline,
+    read_model_config,
+    read_model_outline,
+)
+from millrace.registry.checkpoints.classifier import ClassifierHead
+from millrace.registry.checkpoints.generation_defaults import read_sampling_defaults
+from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
+from millrace.registry.reasoning import closing_of, format_after, format_within
+from millrace.registry.source import resolve
+from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.engines import PROMISES, EngineKind, check_supported
+from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.pooling import ModelTask, Pooling
+from millrace.schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
+from millrace.schemas.tools import ToolFormat
 
 _MADE: Mapping[ModelTask, str] = {
     "generate": "completions",

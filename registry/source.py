@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from registry.checkpoints.side_files import REFUSED_FILES
-from registry.gguf.parts import GGUF_ENDING, parts_of
-from schemas.errors import CheckpointError, MillraceError
+from millrace.registry.checkpoints.side_files import REFUSED_FILES
+from millrace.registry.gguf.parts import GGUF_ENDING, parts_of
+from millrace.schemas.errors import CheckpointError, MillraceError
 
 if TYPE_CHECKING:
-    from registry.catalogue import ModelEntry
+    from millrace.registry.catalogue import ModelEntry
 
 _WANTED_FILES = (
     "config.json",
@@ -40,7 +40,7 @@ def resolve(entry: ModelEntry) -> Path:
     ModelSourceError for the hub's refusals and a network that is unreachable.
     """
     if entry.is_gguf:
-        from registry.gguf.checkpoint_folder import checkpoint_folder
+        from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 
         return checkpoint_folder(gguf_file(entry))
     folder = Path(entry.source) if entry.is_local else _download(entry, _WANTED_FILES)

@@ -9,7 +9,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 
 class MissingBinaryError(MillraceError, code="missing_binary"):

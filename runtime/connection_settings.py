@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from runtime.tls import TlsFiles, has_tls_files
-from schemas.config import (
+from millrace.runtime.tls import TlsFiles, has_tls_files
+from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
     GatewayConfig,
@@ -13,8 +13,8 @@ from schemas.config import (
     NatsConfig,
     RedisConfig,
 )
-from schemas.errors import ConfigError
-from schemas.redaction import redact_urls
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.redaction import redact_urls
 
 _MAX_PORT = 65_535
 

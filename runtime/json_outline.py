@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 
 MAX_TOKEN_IDS = 1_048_576
 MAX_MESSAGES = 32_768

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _LEVELS = ("debug", "info", "warning", "error")

@@ -27,10 +27,10 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.addresses import is_loopback
-from runtime.tasks import Tasks
-from schemas.config import MetricsConfig
-from schemas.errors import ConfigError
+from millrace.runtime.addresses import is_loopback
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import MetricsConfig
+from millrace.schemas.errors import ConfigError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

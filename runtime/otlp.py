@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from runtime.tracing import Span, SpanKind
+from millrace.runtime.tracing import Span, SpanKind
 
 _MAX_WAITING = 4_096
 # Small ones: a batch is encoded in one go, for which the event loop waits.

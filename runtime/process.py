@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from schemas.errors import ConfigError, MillraceError, ModelNotFoundError
+from millrace.schemas.errors import ConfigError, MillraceError, ModelNotFoundError
 
 DONE = 0
 FAILED = 1

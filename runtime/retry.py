@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 T = TypeVar("T")
 

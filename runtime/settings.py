@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import yaml
 
-from runtime.connection_settings import check_connections
-from runtime.tls import read_setting_file
-from schemas.config import Config
-from schemas.errors import ConfigError
+from millrace.runtime.connection_settings import check_connections
+from millrace.runtime.tls import read_setting_file
+from millrace.schemas.config import Config
+from millrace.schemas.errors import ConfigError
 
 PREFIX = "MILLRACE_"
 FILE_VARIABLE = "MILLRACE_CONFIG"

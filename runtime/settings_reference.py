@@ -1,6 +1,6 @@
 """``docs/configuration.md``, made from the configuration and the texts below its fields.
 
-``python -m runtime.settings_reference > docs/configuration.md`` writes it.
+``python -m millrace.runtime.settings_reference > docs/configuration.md`` writes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from runtime.settings import FILE_VARIABLE, PREFIX, is_section
-from schemas.config import Config
-from schemas.redaction import is_secret
+from millrace.runtime.settings import FILE_VARIABLE, PREFIX, is_section
+from millrace.schemas.config import Config
+from millrace.schemas.redaction import is_secret
 
 _UNITS = (
     ("_tokens_per_s", "tokens a second"),
@@ -35,7 +35,7 @@ _UNITS = (
 )
 _HEAD = f"""# Configuration
 
-Every setting, made from `schemas/config/` by `python -m runtime.settings_reference`.
+Every setting, made from `schemas/config/` by `python -m millrace.runtime.settings_reference`.
 
 A process reads one YAML or TOML file (`--config` of `millrace up` and of the services, or the file
 that `{FILE_VARIABLE}` names), then the variables, which win. The key `nats.url` is the key `url` of

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from runtime.clock import Clock, until_beat_s
+from millrace.runtime.clock import Clock, until_beat_s
 
 logger = logging.getLogger(__name__)
 

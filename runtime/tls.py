@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from schemas.errors import (
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,

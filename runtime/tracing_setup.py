@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from runtime.tracing import Tracing
-from schemas.config import TracingConfig
-from schemas.errors import ConfigError
+from millrace.runtime.tracing import Tracing
+from millrace.schemas.config import TracingConfig
+from millrace.schemas.errors import ConfigError
 
 
 def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing | None:
@@ -22,7 +22,7 @@ def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing 
             "http://127.0.0.1:4318."
         )
     # It takes a moment and memory, which who does not trace need not pay.
-    from runtime.otlp import OtlpSink
+    from millrace.runtime.otlp import OtlpSink
 
     sink = OtlpSink(config.endpoint, f"millrace-{part}", instance_id)
     return Tracing(sink, config.sample_ratio)

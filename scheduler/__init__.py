@@ -1,4 +1,4 @@
 """The scheduler: pulls jobs when a worker has capacity for them, places each and follows it to its
-end. ``python -m scheduler`` runs it, and others meet it on the bus only; it imports ``bus``,
+end. ``python -m millrace.scheduler`` runs it, and others meet it on the bus only; it imports ``bus``,
 ``registry``, ``runtime`` and ``schemas``. A job goes down the rooms ``intake``, ``dispatch``,
 ``queues`` and ``placement``, ``fleet``, ``jobs``, each of which imports those after it."""

@@ -1,4 +1,4 @@
-"""``python -m scheduler [--config FILE]``: one scheduler, until SIGTERM."""
+"""``python -m millrace.scheduler [--config FILE]``: one scheduler, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from functools import partial
 import msgspec
 import uvloop
 
-from bus.nats.permissions import Part
-from bus.startup import enter
-from bus.tenancy.keeper import LimitKeeper
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from runtime.logs import configure_logging
-from runtime.metrics_server import Monitor, monitored
-from runtime.process import exit_code_of, stop_event
-from runtime.redis.link import RedisLink
-from runtime.settings import load_config
-from runtime.tracing_setup import open_tracing
-from scheduler.jobs.tracing import JobTraces
-from scheduler.metrics import SchedulerMetrics
-from scheduler.scheduler import ModelCatalogue, Scheduler
-from schemas.config import Config
+from millrace.bus.nats.permissions import Part
+from millrace.bus.startup import enter
+from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.metrics_server import Monitor, monitored
+from millrace.runtime.process import exit_code_of, stop_event
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.settings import load_config
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.schemas.config import Config
 
 # Few, large collections: most of what a scheduler makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
@@ -90,7 +90,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
-    parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m millrace.scheduler", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args()
 

@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.jobs.scheduled_job import Phase
-from scheduler.scheduler import Scheduler
-from schemas.jobs import Tier
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.jobs.scheduled_job import Phase
+from millrace.scheduler.scheduler import Scheduler
+from millrace.schemas.jobs import Tier
 
 _Samples = Iterable[tuple[Sequence[str], float]]
 

@@ -8,36 +8,36 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from bus.tenancy.keeper import LimitKeeper
-from bus.transport import Subscription
-from registry.routing.router import ModelState, Router
-from runtime.clock import Clock
-from runtime.tasks import Tasks, wait_unless_done
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.dispatch.health_monitor import HealthMonitor
-from scheduler.dispatch.lease_recovery import LeaseRecovery
-from scheduler.dispatch.queue_estimate import QueueEstimate
-from scheduler.fleet.fleet import Departed, Departure
-from scheduler.intake.model_cache import ModelCache, Preparer
-from scheduler.intake.model_choice import ModelChooser
-from scheduler.intake.orphan_reaper import OrphanReaper
-from scheduler.intake.preparation import Preparation
-from scheduler.intake.puller import Puller
-from scheduler.intake.queue_watch import QueueWatch
-from scheduler.intake.routing_puller import RoutingPuller
-from scheduler.jobs.admission import JobAdmission
-from scheduler.jobs.finalizer import Finalizer
-from scheduler.jobs.running_requests import RunningRequests
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from scheduler.jobs.terminal_status import cancelled
-from scheduler.jobs.tracing import JobTraces
-from schemas.config import SchedulerConfig
-from schemas.control import Cancel, CancelReason, Ended, WorkerStatus
-from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
-from schemas.jobs import Tier
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.bus.transport import Subscription
+from millrace.registry.routing.router import ModelState, Router
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks, wait_unless_done
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.dispatch.health_monitor import HealthMonitor
+from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
+from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
+from millrace.scheduler.fleet.fleet import Departed, Departure
+from millrace.scheduler.intake.model_cache import ModelCache, Preparer
+from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.orphan_reaper import OrphanReaper
+from millrace.scheduler.intake.preparation import Preparation
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.queue_watch import QueueWatch
+from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import cancelled
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.control import Cancel, CancelReason, Ended, WorkerStatus
+from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+from millrace.schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from schemas.jobs import Job, Tier
-from schemas.records import Attempt
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.records import Attempt
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas.pooling import EmbeddingPooling
+from millrace.schemas.pooling import EmbeddingPooling
 
 MAX_INPUTS = 2_048
 

@@ -6,9 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.errors import ParameterError
-from schemas.pooling import Pooling
-from schemas.sampling import GrammarKind, SamplingOptions
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from schemas.frames import BeamEnd, FinishReason, TokenLogprob, Usage
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingOptions
-from schemas.tools import ToolCall, ToolDefinition
+from millrace.schemas.frames import BeamEnd, FinishReason, TokenLogprob, Usage
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.tools import ToolCall, ToolDefinition
 
 PUBLIC_MODEL_AUTO = "auto"
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.chat.messages import Message
-from schemas.engines import PROMISES, EngineKind
-from schemas.pooling import ModelTask
-from schemas.sampling import SamplingDefaults
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.engines import PROMISES, EngineKind
+from millrace.schemas.pooling import ModelTask
+from millrace.schemas.sampling import SamplingDefaults
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,8 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
-from schemas.engines import CostMethod
-from schemas.jobs import Source, Tier
+from millrace.schemas.engines import CostMethod
+from millrace.schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls. A field that is missing has its default.
 RECORD_VERSION = 2

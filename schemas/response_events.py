@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.openai import LogprobInfo
-from schemas.responses import Item, OutputText, ReasoningText, Response
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.responses import Item, OutputText, ReasoningText, Response
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

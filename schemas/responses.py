@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from schemas.openai import (
+from millrace.schemas.openai import (
     GenerationFields,
     JsonObjectFormat,
     LogprobInfo,

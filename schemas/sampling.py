@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import ParameterError
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import ParameterError
 
 # The keyword of a JSON Schema under which the grammar library takes its own settings.
 SCHEMA_SETTINGS = "x-guidance"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.jobs import ChatMessage
+from millrace.schemas.jobs import ChatMessage
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, Decimal
 
 import msgspec
 
-from schemas.jobs import MAX_NAME_CHARACTERS, Tier
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS, Tier
 
 LOCAL_TENANT = "local"
 

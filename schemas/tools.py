@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from schemas.chat.messages import Message
-from schemas.jobs import Tier
-from schemas.openai import ChatFields, LogprobInfo, UsageInfo
-from schemas.sessions import SessionInfo
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.jobs import Tier
+from millrace.schemas.openai import ChatFields, LogprobInfo, UsageInfo
+from millrace.schemas.sessions import SessionInfo
 
 SUBPROTOCOL = "millrace.v1"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from bus.api import Bus
-from bus.transport import Subscription
-from runtime.clock import Clock
-from schemas.control import Cancel, CancelReason, QueueStatus, ResumePoint
-from schemas.errors import QueueFullError
-from schemas.frames import (
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import Cancel, CancelReason, QueueStatus, ResumePoint
+from millrace.schemas.errors import QueueFullError
+from millrace.schemas.frames import (
     Cancelled,
     Delta,
     Done,
@@ -21,13 +21,13 @@ from schemas.frames import (
     Started,
     TerminalFrame,
 )
-from schemas.jobs import Job
-from schemas.records import Status
-from schemas.sampling import SamplingOptions
-from simulation.outcomes import REPLY, Outcomes, RequestOutcome
-from simulation.policies import Policy
-from simulation.traces.texts import Texts
-from simulation.workers.worker import Spawn
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import Status
+from millrace.schemas.sampling import SamplingOptions
+from millrace.simulation.outcomes import REPLY, Outcomes, RequestOutcome
+from millrace.simulation.policies import Policy
+from millrace.simulation.traces.texts import Texts
+from millrace.simulation.workers.worker import Spawn
 
 _NS_PER_S = 1e9
 _STATUSES: dict[type[TerminalFrame], Status] = {

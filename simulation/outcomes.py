@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from bus.running_requests import RunningRequest
-from runtime.clock import Clock
-from schemas.records import Status
-from simulation.traces.trace import TraceRequest
+from millrace.bus.running_requests import RunningRequest
+from millrace.runtime.clock import Clock
+from millrace.schemas.records import Status
+from millrace.simulation.traces.trace import TraceRequest
 
 NEVER_S = -1.0
 # Where the frames of all requests go.

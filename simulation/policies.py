@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from schemas.config import SchedulerConfig, TierPolicies, TierPolicy
-from schemas.errors import ConfigError
-from schemas.jobs import Tier
+from millrace.schemas.config import SchedulerConfig, TierPolicies, TierPolicy
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import Tier
 
 _ORDERS = ("fair", "fifo", "shortest")
 _PLACEMENTS = ("affine", "least_loaded")

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from bench.settings import Slo
-from schemas.config import Config
-from schemas.errors import ConfigError
+from millrace.bench.settings import Slo
+from millrace.schemas.config import Config
+from millrace.schemas.errors import ConfigError
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from bus.memory import MemoryBroker, MemoryBus
-from registry.pricing import UNPRICED
-from runtime.virtual_time import VirtualClock, run_virtual
-from scheduler.scheduler import ModelCatalogue, Scheduler
-from schemas.jobs import Job
-from simulation.client import Clients
-from simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
-from simulation.policies import Policy
-from simulation.settings import Settings
-from simulation.traces.texts import Texts
-from simulation.traces.trace import TraceRequest
-from simulation.workers.fleet import Fleet, WorkerIncarnation
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.registry.pricing import UNPRICED
+from millrace.runtime.virtual_time import VirtualClock, run_virtual
+from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.schemas.jobs import Job
+from millrace.simulation.client import Clients
+from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
+from millrace.simulation.policies import Policy
+from millrace.simulation.settings import Settings
+from millrace.simulation.traces.texts import Texts
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.workers.fleet import Fleet, WorkerIncarnation
 
 # The fleet is heard of before the first request comes.
 LEAD_S = 2.0

@@ -1,4 +1,4 @@
-"""``python -m telemetry [--config FILE]``: one telemetry process."""
+"""``python -m millrace.telemetry [--config FILE]``: one telemetry process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import os
 import sys
 import uuid
 
-from bus.api import Bus
-from bus.nats import connect
-from bus.nats.permissions import Part
-from runtime.clock import SystemClock
-from runtime.logs import configure_logging
-from runtime.metrics_server import Monitor, monitored
-from runtime.process import exit_code_of, stop_event
-from runtime.settings import load_config
-from runtime.tasks import outcome_unless, wait_unless_done
-from runtime.tracing_setup import open_tracing
-from schemas.config import Config
-from telemetry.metrics import TelemetryMetrics
-from telemetry.service import TelemetryService
-from telemetry.sink.tracing import StoredTraces
-from telemetry.store.store import StoreUnavailableError
+from millrace.bus.api import Bus
+from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.metrics_server import Monitor, monitored
+from millrace.runtime.process import exit_code_of, stop_event
+from millrace.runtime.settings import load_config
+from millrace.runtime.tasks import outcome_unless, wait_unless_done
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import Config
+from millrace.telemetry.metrics import TelemetryMetrics
+from millrace.telemetry.service import TelemetryService
+from millrace.telemetry.sink.tracing import StoredTraces
+from millrace.telemetry.store.store import StoreUnavailableError
 
 logger = logging.getLogger("telemetry")
 

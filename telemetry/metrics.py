@@ -8,9 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.storage import CLICKHOUSE, KAFKA
-from bus.store.watch import StoreMetrics
-from telemetry.service import TelemetryService
+from millrace.bus.storage import CLICKHOUSE, KAFKA
+from millrace.bus.store.watch import StoreMetrics
+from millrace.telemetry.service import TelemetryService
 
 
 class TelemetryMetrics(Collector):

@@ -6,24 +6,24 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from bus.api import Bus
-from bus.transport import Subscription
-from registry.catalogue import load_catalogue
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.config import Config
-from schemas.errors import ConfigError
-from telemetry.bridge.bridge import Bridge
-from telemetry.http.answers import Answers
-from telemetry.http.interface import HttpServer
-from telemetry.rollups.prices import record_prices
-from telemetry.rollups.rollups import Rollups
-from telemetry.sink.sink import Sink
-from telemetry.store.migrate import migrate
-from telemetry.store.outbox_ledger import OutboxLedger
-from telemetry.store.store import Store
-from telemetry.stores import RecordStores, UnstoredRecords
-from telemetry.supervision import keep_running
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.registry.catalogue import load_catalogue
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import Config
+from millrace.schemas.errors import ConfigError
+from millrace.telemetry.bridge.bridge import Bridge
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.interface import HttpServer
+from millrace.telemetry.rollups.prices import record_prices
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.sink.sink import Sink
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.stores import RecordStores, UnstoredRecords
+from millrace.telemetry.supervision import keep_running
 
 logger = logging.getLogger(__name__)
 

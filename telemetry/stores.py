@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bus.storage import CLICKHOUSE, KAFKA
-from bus.store.watch import StoreWatch
-from runtime.clock import Clock
-from schemas.config import StorageConfig
-from schemas.control import WorkerStatus
-from telemetry.bridge.bridge import Bridge
-from telemetry.sink.insertion import Insertion
+from millrace.bus.storage import CLICKHOUSE, KAFKA
+from millrace.bus.store.watch import StoreWatch
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import StorageConfig
+from millrace.schemas.control import WorkerStatus
+from millrace.telemetry.bridge.bridge import Bridge
+from millrace.telemetry.sink.insertion import Insertion
 
 _WORKER_SILENCE_S = 10.0
 

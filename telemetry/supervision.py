@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from runtime.clock import Clock
-from runtime.retry import doubling_delays
+from millrace.runtime.clock import Clock
+from millrace.runtime.retry import doubling_delays
 
 logger = logging.getLogger(__name__)
 

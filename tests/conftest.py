@@ -14,7 +14,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, settings
 from playwright.async_api import Browser
 
-from schemas.config import NatsConfig
+from millrace.schemas.config import NatsConfig
 from tests.scheduling import RoomScheduling, longest_first, refuse_namesakes
 from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium

@@ -1,4 +1,4 @@
-"""``python -m workers [--config FILE]``: one worker, until SIGTERM or until its engine fails.
+"""``python -m millrace.workers [--config FILE]``: one worker, until SIGTERM or until its engine fails.
 
 SIGTERM lets others take over what runs, or finishes it (``drain_timeout_s``); a second one gives it
 back to the queue at once.
@@ -24,32 +24,32 @@ from collections.abc import Awaitable, Callable
 import uvloop
 from msgspec.structs import replace
 
-from bus.api import Bus
-from bus.fleet.worker_names import RENEWAL_BEATS, WorkerName, new_worker_name
-from bus.nats.permissions import Part
-from bus.startup import enter
-from bus.tenancy.settling import Settlements
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from runtime.clock import Clock, SystemClock
-from runtime.logs import configure_logging
-from runtime.metrics_server import Monitor, monitored
-from runtime.process import exit_code_of
-from runtime.redis.link import RedisLink
-from runtime.settings import load_config
-from runtime.tasks import first_error, outcome_unless
-from runtime.tracing_setup import open_tracing
-from schemas.config import Config, WorkerConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError, NameTakenError
-from workers.custom_engine import load_engine_class
-from workers.engine_like import EngineLike
-from workers.host.metrics import WorkerMetrics
-from workers.host.weights import check_weights
-from workers.host.worker import Worker
-from workers.process.engine_process import EngineClient
-from workers.process.keeper import EngineKeeper
-from workers.simulated.engine import SimulatedEngine
+from millrace.bus.api import Bus
+from millrace.bus.fleet.worker_names import RENEWAL_BEATS, WorkerName, new_worker_name
+from millrace.bus.nats.permissions import Part
+from millrace.bus.startup import enter
+from millrace.bus.tenancy.settling import Settlements
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.metrics_server import Monitor, monitored
+from millrace.runtime.process import exit_code_of
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.settings import load_config
+from millrace.runtime.tasks import first_error, outcome_unless
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import Config, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError, NameTakenError
+from millrace.workers.custom_engine import load_engine_class
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.host.metrics import WorkerMetrics
+from millrace.workers.host.weights import check_weights
+from millrace.workers.host.worker import Worker
+from millrace.workers.process.engine_process import EngineClient
+from millrace.workers.process.keeper import EngineKeeper
+from millrace.workers.simulated.engine import SimulatedEngine
 
 # Few, large collections: most of what the bus side makes is freed by reference counts.
 _GC_THRESHOLDS = (50_000, 50, 100)
@@ -212,7 +212,7 @@ def _engine_starter(
             gather_s = config.flush_interval_ms / 1e3
             return await EngineClient.start(served_model.path, config.engine, gather_s=gather_s)
         # Not before: what only these need is a third of a worker's start, and of its memory.
-        from workers.servers.starting import start_server_engine
+        from millrace.workers.servers.starting import start_server_engine
 
         return await start_server_engine(served_model, config.engine, clock)
 
@@ -221,7 +221,7 @@ def _engine_starter(
 
 def main() -> int:
     """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
-    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m millrace.workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     parser.add_argument(
         "--engine",

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from workers.engine_like import EngineLike
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine_like import EngineLike
 
 
 class CustomEngine(Protocol):

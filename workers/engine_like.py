@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from schemas.errors import MillraceError
-from workers.engine.types import (
+from millrace.schemas.errors import MillraceError
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from bench.clients.events import read_whole_usage
-from bench.clients.exchange import Exchange
-from bench.clients.http_client import HttpConnection, connect, request_bytes
-from bench.clients.socket_client import SocketConnection
-from bench.prompts import Prompted
-from bench.settings import Api, LoadError, Settings, target_of
+from millrace.bench.clients.events import read_whole_usage
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.http_client import HttpConnection, connect, request_bytes
+from millrace.bench.clients.socket_client import SocketConnection
+from millrace.bench.prompts import Prompted
+from millrace.bench.settings import Api, LoadError, Settings, target_of
 
 _ROUTES = {Api.CHAT: "/chat/completions", Api.COMPLETIONS: "/completions"}
 _HANDSHAKE_S = 30.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import Exchange
 
 _DONE = b"[DONE]"
 

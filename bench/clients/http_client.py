@@ -14,9 +14,9 @@ from typing import TypeVar, cast
 
 from httptools import HttpParserError, HttpResponseParser
 
-from bench.clients.events import read_event, read_refusal
-from bench.clients.exchange import Exchange
-from bench.settings import Target
+from millrace.bench.clients.events import read_event, read_refusal
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.settings import Target
 
 _EVENT_STREAM = b"text/event-stream"
 _MAX_HEAD_BYTES = 1 << 16

@@ -11,11 +11,11 @@ import secrets
 import time
 from typing import cast
 
-from bench.clients.events import read_message, read_refusal
-from bench.clients.exchange import Exchange
-from bench.clients.http_client import CONNECTION_LOST, request_bytes
-from bench.settings import LoadError, Target
-from schemas.websocket import SUBPROTOCOL
+from millrace.bench.clients.events import read_message, read_refusal
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.http_client import CONNECTION_LOST, request_bytes
+from millrace.bench.settings import LoadError, Target
+from millrace.schemas.websocket import SUBPROTOCOL
 
 _FIN, _TEXT, _CLOSE, _PING, _PONG = 0x80, 0x1, 0x8, 0x9, 0xA
 _MASKED = 0x80

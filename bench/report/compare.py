@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.report.report import METRICS, Report
-from bench.report.table import TITLES, load_in_words
-from runtime.text_table import text_table
+from millrace.bench.report.report import METRICS, Report
+from millrace.bench.report.table import TITLES, load_in_words
+from millrace.runtime.text_table import text_table
 
 _PERCENTILES = ("p50", "p90", "p99")
 # Below this a difference is not worth a sign.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bench.clients.exchange import Sample
+from millrace.bench.clients.exchange import Sample
 
 _Floats = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from importlib import resources
 
 def document(title: str, lead: str, content: str, footer: str) -> str:
     """The whole page; ``lead``, below its heading, and ``content`` are HTML."""
-    style = resources.files("bench.report").joinpath("page.css").read_text()
+    style = resources.files("millrace.bench.report").joinpath("page.css").read_text()
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bench.clients.exchange import UNFINISHED, Sample
-from bench.health import ProcessHealth
-from bench.report.derived import e2e_ms, gaps_ms, tokens_by_part, tpot_ms, ttft_ms
-from bench.report.report import (
+from millrace.bench.clients.exchange import UNFINISHED, Sample
+from millrace.bench.health import ProcessHealth
+from millrace.bench.report.derived import e2e_ms, gaps_ms, tokens_by_part, tpot_ms, ttft_ms
+from millrace.bench.report.report import (
     SCHEMA,
     ClientHealth,
     Distribution,
@@ -23,8 +23,8 @@ from bench.report.report import (
     Throughput,
     Tokens,
 )
-from bench.report.timeline import Parts, parts_of, timeline_of
-from bench.settings import Settings, Slo
+from millrace.bench.report.timeline import Parts, parts_of, timeline_of
+from millrace.bench.settings import Settings, Slo
 
 _Floats = npt.NDArray[np.float64]
 _NUM_HISTOGRAM_BINS = 48

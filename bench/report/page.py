@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from bench.report.document import card, document, escape, figure, table
-from bench.report.plots import Marker, Series, bar_chart, line_chart, number
-from bench.report.report import Distribution, Report
-from bench.report.table import TITLES, load_in_words, notes, slo_in_words
+from millrace.bench.report.document import card, document, escape, figure, table
+from millrace.bench.report.plots import Marker, Series, bar_chart, line_chart, number
+from millrace.bench.report.report import Distribution, Report
+from millrace.bench.report.table import TITLES, load_in_words, notes, slo_in_words
 
 _PLOTTED = ("ttft", "itl", "e2e")
 _LONG_TITLES = {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from bench.health import ProcessHealth
-from bench.settings import Settings, Slo
-from schemas.errors import ConfigError
+from millrace.bench.health import ProcessHealth
+from millrace.bench.settings import Settings, Slo
+from millrace.schemas.errors import ConfigError
 
 SCHEMA = "millrace.bench/1"
 

@@ -1,6 +1,6 @@
 """The JSON Schema of a report, checked in as ``docs/bench-report.schema.json``.
 
-``python -m bench.report.schema`` prints it; a test fails when the file is stale.
+``python -m millrace.bench.report.schema`` prints it; a test fails when the file is stale.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bench.report.report import SCHEMA, Report
+from millrace.bench.report.report import SCHEMA, Report
 
 
 def report_schema() -> dict[str, Any]:

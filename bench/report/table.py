@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench.report.report import Report
-from bench.settings import Settings
-from runtime.text_table import text_table
+from millrace.bench.report.report import Report
+from millrace.bench.settings import Settings
+from millrace.runtime.text_table import text_table
 
 TITLES = {
     "ttft": "TTFT",

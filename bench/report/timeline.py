@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.clients.exchange import UNFINISHED, Sample
-from bench.report.derived import gaps_ms, tokens_by_part, ttft_ms
-from bench.report.report import Bin
+from millrace.bench.clients.exchange import UNFINISHED, Sample
+from millrace.bench.report.derived import gaps_ms, tokens_by_part, ttft_ms
+from millrace.bench.report.report import Bin
 
 _Floats = npt.NDArray[np.float64]
 _MAX_BINS = 60

@@ -13,10 +13,10 @@ import msgspec
 import psutil
 
 from benchmarks.chaos.disk import fill_for
-from bus import nats
-from runtime.process import MISCONFIGURED
-from schemas.config import NatsConfig
-from schemas.control import WorkerStatus
+from millrace.bus import nats
+from millrace.runtime.process import MISCONFIGURED
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import WorkerStatus
 from tests.support.small_disk import SmallDisk
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -121,7 +121,7 @@ class Twin(msgspec.Struct, frozen=True):
     async def strike(self, system: System) -> Struck:
         config = system.data / "run" / "config.yaml"
         twin = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "workers", "--config", str(config)),
+            *(sys.executable, "-m", "millrace.workers", "--config", str(config)),
             env={**os.environ, "MILLRACE_WORKER__NAME": self.worker},
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

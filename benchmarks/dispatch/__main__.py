@@ -28,7 +28,7 @@ from benchmarks.support.bus_client import Service
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
-from bus import nats
+from millrace.bus import nats
 
 _GOAL_PER_S = 2_000
 _GOAL_P50_MS, _GOAL_P99_MS = 2.0, 8.0

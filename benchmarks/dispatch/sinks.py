@@ -7,9 +7,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 
 from benchmarks.support.simulated_system import MODEL
-from bus.api import Bus
-from bus.transport import Subscription
-from schemas.control import Dispatch, Ended, Served, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.schemas.control import (
+    Dispatch,
+    Ended,
+    Served,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
 from tests.support.waiting import eventually
 
 _HEARTBEAT_S = 0.5

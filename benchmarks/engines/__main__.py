@@ -31,8 +31,8 @@ from benchmarks.peers.servers import measure_server
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.gguf_files import write_gguf
-from registry.checkpoints.checkpoint import read_model_config
-from schemas.engines import EngineKind
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.engines import EngineKind
 from tests.support.servers import free_port
 from tests.support.system import System
 

@@ -14,8 +14,8 @@ import msgspec
 from benchmarks.engines.servers import MAX_NUM_SEQUENCES, serving
 from benchmarks.support.prompts import Prompt, distinct_prompts
 from benchmarks.support.sse_load import COMPLETIONS, run_load
-from registry.catalogue import Catalogue
-from schemas.engines import EngineKind
+from millrace.registry.catalogue import Catalogue
+from millrace.schemas.engines import EngineKind
 from tests.support.engine_servers import server_process
 from tests.support.servers import free_port
 from tests.support.system import System

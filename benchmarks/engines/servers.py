@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.peers.servers import running_server
-from registry.catalogue import Catalogue
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.workers.servers.dialect import ServerAddress
+from millrace.workers.servers.kinds import DIALECTS
+from millrace.workers.servers.server_process import find_program
 from tests.support.servers import free_port
-from workers.servers.dialect import ServerAddress
-from workers.servers.kinds import DIALECTS
-from workers.servers.server_process import find_program
 
 MAX_NUM_SEQUENCES = 32
 # What precedes the path of the socket in the arguments.

@@ -14,9 +14,9 @@ from typing import cast
 
 import uvloop
 
-from bench.clients.socket_client import frame
-from bench.files import allow_many_files
 from benchmarks.support.gateway_clients import HANDSHAKE, TEXT_FRAME, socket_request, sse_request
+from millrace.bench.clients.socket_client import frame
+from millrace.bench.files import allow_many_files
 
 # A small window has a stall reach the gateway, instead of staying in the kernel's buffers.
 _RECEIVE_BUFFER_BYTES = 4_096

@@ -24,18 +24,18 @@ import msgspec
 import numpy as np
 import uvloop
 
-from bench.files import allow_many_files
-from bench.health import ProcessHealth
 from benchmarks.gateway_sockets.clients import MAX_TOKENS, ClientProcesses
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
-from bus import nats
-from bus.nats import NatsBus
-from schemas.config import NatsConfig
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.bench.files import allow_many_files
+from millrace.bench.health import ProcessHealth
+from millrace.bus import nats
+from millrace.bus.nats import NatsBus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
 
 _TOKENS_PER_S = 2.0
 _SETTLE_S = 3.0

@@ -13,11 +13,11 @@ from typing import cast
 
 import uvloop
 
-from bench.clients.socket_client import frame
-from bench.files import allow_many_files
-from bench.health import HealthProbe
 from benchmarks.support.gateway_clients import HANDSHAKE, socket_request
 from benchmarks.support.processes import SPAWN
+from millrace.bench.clients.socket_client import frame
+from millrace.bench.files import allow_many_files
+from millrace.bench.health import HealthProbe
 from tests.support.waiting import eventually
 
 MAX_TOKENS = 2_000

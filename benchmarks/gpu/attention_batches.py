@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer, DeviceBatch
 
 
 class Heads(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts
 from benchmarks.gpu.scope import Scope, WrongResultError
 from benchmarks.gpu.shapes import write_config
-from schemas.config import EngineConfig
-from schemas.sampling import SamplingParams
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 
 MOST_SEQUENCES = 256
 _BATCH_TOKENS = 8192

@@ -15,7 +15,7 @@ from benchmarks.gpu.shapes import (
     prefill_flops,
     weight_bytes_per_step,
 )
-from registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.checkpoint import ModelConfig
 
 TEMPERATURE = 0.6
 # Token ids that every vocabulary of the benchmark has.

@@ -18,11 +18,11 @@ from benchmarks.gpu.kernel_cases import (
 )
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import timed
-from workers.kernels.gpu import blocks, heads, rows
-from workers.kernels.gpu.device_batch import CacheLayer
-from workers.kernels.gpu.reference import heads as reference_heads
-from workers.kernels.gpu.reference import rows as reference_rows
-from workers.kernels.operations import HeadNorms
+from millrace.workers.kernels.gpu import blocks, heads, rows
+from millrace.workers.kernels.gpu.device_batch import CacheLayer
+from millrace.workers.kernels.gpu.reference import heads as reference_heads
+from millrace.workers.kernels.gpu.reference import rows as reference_rows
+from millrace.workers.kernels.operations import HeadNorms
 
 _EPSILON = 1e-5
 

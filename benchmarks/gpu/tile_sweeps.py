@@ -16,9 +16,9 @@ from benchmarks.gpu.attention_kernels import Case
 from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Work
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
-from workers.kernels.gpu import attention, attention_tiles, heads, rows, tiles
-from workers.kernels.gpu.attention_tiles import AttentionTile
-from workers.kernels.gpu.tiles import HeadTile, ProductTile, RowTile
+from millrace.workers.kernels.gpu import attention, attention_tiles, heads, rows, tiles
+from millrace.workers.kernels.gpu.attention_tiles import AttentionTile
+from millrace.workers.kernels.gpu.tiles import HeadTile, ProductTile, RowTile
 
 Tile = AttentionTile | HeadTile | ProductTile | RowTile
 

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.gpu_compile.compiling import Compilation
-from schemas.config import EngineConfig
-from schemas.sampling import SamplingParams
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.sampling import SamplingParams
 
 # Every width is a multiple of 16, so that a kernel compiled anew is so for another batch.
 _CONFIG: dict[str, Any] = {
@@ -56,10 +56,10 @@ _MOST_STEPS = 200
 
 def compile_engine(compilation: Compilation, name: str) -> int:
     """Run requests of every kind with the settings ``name``; how many steps that took."""
-    from workers.engine.device import loading as device_loading
-    from workers.engine.engine import Engine
-    from workers.engine.types import EngineRequest
-    from workers.kernels.gpu.kernel_set import triton_kernels
+    from millrace.workers.engine.device import loading as device_loading
+    from millrace.workers.engine.engine import Engine
+    from millrace.workers.engine.types import EngineRequest
+    from millrace.workers.kernels.gpu.kernel_set import triton_kernels
 
     compilation.user = f"engine {name}"
     config = EngineConfig(

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

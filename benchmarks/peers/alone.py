@@ -16,8 +16,8 @@ from benchmarks.peers.loads import Load, measure
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
-from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.threads import configure_threads
 
 Send = Callable[[Load, Sequence[Prompt]], Sequence[RequestTimes]]
 MILLRACE_ENGINE = "millrace-engine"
@@ -33,7 +33,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 def _millrace(path: Path, streams: int) -> Send:
     from benchmarks.support.closed_loop import run_closed_loop
-    from workers.engine.engine import Engine
+    from millrace.workers.engine.engine import Engine
 
     config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=streams)
     engine = Engine.load(path, config)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
     arguments = parser.parse_args()
     configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
-    from registry.checkpoints.checkpoint import read_model_config
+    from millrace.registry.checkpoints.checkpoint import read_model_config
 
     loads = msgspec.json.decode(arguments.loads, type=list[Load])
     vocab_size = read_model_config(arguments.model).vocab_size

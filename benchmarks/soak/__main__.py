@@ -82,7 +82,15 @@ def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float)
     source, target = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(request.fields) + "\n" for request in requests))
     command = [
-        *(sys.executable, "-m", "cli", "generate", "--model", str(model), "--answer-bad-lines"),
+        *(
+            sys.executable,
+            "-m",
+            "millrace.cli",
+            "generate",
+            "--model",
+            str(model),
+            "--answer-bad-lines",
+        ),
         *("--input", str(source), "--output", str(target)),
         *("--max-batch", str(MAX_BATCH), "--num-blocks", str(blocks), "--dtype", "float32"),
         # Full after the first few hundred requests: memory that is still being filled is no leak.

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.support.simulated_system import MODEL
-from bus.api import Bus
-from schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Started, Usage
-from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingParams
+from millrace.bus.api import Bus
+from millrace.schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Started, Usage
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.sampling import SamplingParams
 
 REPLY = "benchmark"
 _AT_ONCE = 64

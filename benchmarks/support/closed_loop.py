@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.support.figures import RequestTimes
 from benchmarks.support.prompts import Prompt
-from schemas.sampling import SamplingParams
-from workers.engine.engine import Engine
-from workers.engine.types import EngineRequest
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineRequest
 
 
 def run_closed_loop(

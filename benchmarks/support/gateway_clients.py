@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.clients.socket_client import frame
 from benchmarks.support.simulated_worker import MODEL
+from millrace.bench.clients.socket_client import frame
 
 TEXT_FRAME = 0x1
 HANDSHAKE = (

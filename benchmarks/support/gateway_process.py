@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class GatewayProcess:
-    """``python -m gateway`` on a free port, and the addresses of what it uses."""
+    """``python -m millrace.gateway`` on a free port, and the addresses of what it uses."""
 
     def __init__(self, nats_url: str, redis_url: str, log: Path, **settings: object) -> None:
         """``settings`` are of the section ``gateway`` of the configuration."""
@@ -40,7 +40,7 @@ class GatewayProcess:
         }
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gateway"],
+                [sys.executable, "-m", "millrace.gateway"],
                 env=environment,
                 stdout=out,
                 stderr=out,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
-from registry.checkpoints.checkpoint import ModelConfig, open_tensors, read_model_config
+from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors, read_model_config
 
 # llama.cpp's names of what computes a family, and whether it turns neighbouring numbers of a head
 # by RoPE where the checkpoint's layout turns the n-th of one half with the n-th of the other.

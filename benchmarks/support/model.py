@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.threads import configure_threads
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,12 +23,12 @@ from nats.aio.msg import Msg
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from bench.files import allow_many_files
 from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
-from bus import subjects
-from gateway.server import tune_gc
-from schemas.frames import Delta, Done, FrameBatch
-from schemas.websocket import SUBPROTOCOL
+from millrace.bench.files import allow_many_files
+from millrace.bus import subjects
+from millrace.gateway.server import tune_gc
+from millrace.schemas.frames import Delta, Done, FrameBatch
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.waiting import eventually
 
 REPLY = "raw"

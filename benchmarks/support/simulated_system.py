@@ -16,10 +16,10 @@ import msgspec
 import yaml
 
 from benchmarks.support.processes import ProcessUsage
-from bus import nats
-from bus.api import Bus
-from schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
-from schemas.control import WorkerStatus
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
+from millrace.schemas.control import WorkerStatus
 from tests.support.servers import NatsServer, RedisServer, die_with_parent
 from tests.support.waiting import eventually
 

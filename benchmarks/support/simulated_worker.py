@@ -17,13 +17,13 @@ from multiprocessing.synchronize import Event
 import uvloop
 
 from benchmarks.support.processes import SPAWN, spawned
-from bus import nats
-from bus.api import Bus
-from bus.nats import NatsBus
-from schemas.config import NatsConfig
-from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started, Usage
-from schemas.jobs import Job
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.bus.nats import NatsBus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started, Usage
+from millrace.schemas.jobs import Job
 from tests.support.model_queue import ModelQueue
 
 MODEL = "demo"

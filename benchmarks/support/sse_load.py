@@ -10,10 +10,15 @@ from typing import Any
 
 import msgspec
 
-from bench.clients.exchange import Exchange
-from bench.clients.http_client import CONNECTION_LOST, HttpConnection, connect, request_bytes
-from bench.settings import Target, target_of
 from benchmarks.support.figures import RequestTimes, percentile
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.http_client import (
+    CONNECTION_LOST,
+    HttpConnection,
+    connect,
+    request_bytes,
+)
+from millrace.bench.settings import Target, target_of
 
 # Routes below the base URL's path.
 CHAT = "/chat/completions"

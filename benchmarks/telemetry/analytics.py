@@ -17,13 +17,13 @@ import msgspec
 
 from benchmarks.support.command import command_parser
 from benchmarks.telemetry.synthetic_requests import fill
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig
-from schemas.control import TelemetryQuery
-from telemetry.http.answers import Answers, SavedQuery, load_queries
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.control import TelemetryQuery
+from millrace.telemetry.http.answers import Answers, SavedQuery, load_queries
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
 
 _GOAL_MS = 300.0
 _RANGES_S = {"15 min": 900, "1 day": 86_400, "30 days": 30 * 86_400}

@@ -1,7 +1,7 @@
 """``python -m benchmarks.telemetry.chaos``: is every record counted once, whatever is killed?
 
 nats-server, a Kafka (Apache's broker where java and its jars can be had, and the embedded one) and
-``python -m telemetry``, all as processes; records are published all the time. In turn, at random
+``python -m millrace.telemetry``, all as processes; records are published all the time. In turn, at random
 moments, the telemetry process (bridge and sink) and Kafka get ``kill -9`` and come back. After a
 kill of the embedded Kafka, which comes back empty and elsewhere, telemetry is started again as
 ``millrace up`` does it. In the end everything is counted, over ``FINAL``, over the views and over

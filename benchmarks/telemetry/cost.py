@@ -29,15 +29,15 @@ import uvloop
 from benchmarks.support.bus_client import Service
 from benchmarks.support.command import command_parser
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
-from bus.nats.stores import NatsOutbox
-from runtime.settings import load_config
-from schemas.config import EngineConfig, SimulationConfig, WorkerConfig
-from schemas.engines import EngineKind
-from schemas.records import Record, RequestRecord
+from millrace.bus.nats.stores import NatsOutbox
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.records import Record, RequestRecord
+from millrace.workers.__main__ import serve
+from millrace.workers.host.endings import finalizer
 from tests.support.servers import die_with_parent
 from tests.support.waiting import eventually
-from workers.__main__ import serve
-from workers.host.endings import finalizer
 
 GOAL_SHARE = 0.01
 _PROMPT = tuple(range(5, 69))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from schemas.config import KafkaConfig
+from millrace.schemas.config import KafkaConfig
 from tests.support.kafka import KafkaBroker, missing_tool
 from tests.support.servers import die_with_parent
 
@@ -55,7 +55,7 @@ class EmbeddedKafkaProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "telemetry.kafka.embedded"],
+            [sys.executable, "-m", "millrace.telemetry.kafka.embedded"],
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=die_with_parent,

@@ -19,10 +19,10 @@ import msgspec
 import uvloop
 
 from benchmarks.support.command import command_parser
-from bus import nats
-from bus.nats import NatsBus
-from schemas.config import NatsConfig
-from schemas.records import DeliveryRecord, RequestRecord
+from millrace.bus import nats
+from millrace.bus.nats import NatsBus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.records import DeliveryRecord, RequestRecord
 from tests.support.servers import die_with_parent
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample
 

@@ -19,17 +19,17 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from benchmarks.support.command import command_parser
 from benchmarks.telemetry.kafka import running_kafka
-from bus import codec, subjects
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
-from schemas.records import RequestRecord
-from telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
-from telemetry.sink.batches import Batch, content_token
-from telemetry.sink.sink import Sink
-from telemetry.store.migrate import migrate
-from telemetry.store.outbox_ledger import OutboxLedger
-from telemetry.store.store import Store
-from telemetry.store.tables import REQUESTS, check
+from millrace.bus import codec, subjects
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
+from millrace.schemas.records import RequestRecord
+from millrace.telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
+from millrace.telemetry.sink.batches import Batch, content_token
+from millrace.telemetry.sink.sink import Sink
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REQUESTS, check
 from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
 

@@ -22,13 +22,13 @@ import msgspec
 from benchmarks.support.command import command_parser
 from benchmarks.telemetry.kafka import CHOICES, available, running_kafka
 from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
-from bus import nats
-from bus.api import Bus
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig
-from telemetry.service import TelemetryService
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store, StoreUnavailableError, TableLike
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig
+from millrace.telemetry.service import TelemetryService
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store, StoreUnavailableError, TableLike
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 

@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.command import command_parser
-from registry.pricing import PriceBook
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig
-from schemas.records import RECORD_VERSION
-from telemetry.rollups.prices import TABLE as PRICES
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
+from millrace.registry.pricing import PriceBook
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.records import RECORD_VERSION
+from millrace.telemetry.rollups.prices import TABLE as PRICES
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from schemas.control import QueueStatus
+from millrace.schemas.control import QueueStatus
 
 # Of what was heard within this, the most counts. Several schedulers publish a figure each, under no
 # name; one that has just started has not seen all that is needed yet.

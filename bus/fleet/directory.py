@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from bus import codec, subjects
-from bus.transport import Message, Subscription, Transport
-from schemas.control import NameLease, PrefixReport, WorkerStatus
-from schemas.errors import MalformedMessageError
+from millrace.bus import codec, subjects
+from millrace.bus.transport import Message, Subscription, Transport
+from millrace.schemas.control import NameLease, PrefixReport, WorkerStatus
+from millrace.schemas.errors import MalformedMessageError
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import math
 import secrets
 import socket
 
-from bus.fleet.directory import HeldName, WorkerDirectory
-from runtime.clock import Clock, until_beat_s
-from schemas.control import NameLease
-from schemas.errors import BusUnavailableError, NameTakenError
+from millrace.bus.fleet.directory import HeldName, WorkerDirectory
+from millrace.runtime.clock import Clock, until_beat_s
+from millrace.schemas.control import NameLease
+from millrace.schemas.errors import BusUnavailableError, NameTakenError
 
 logger = logging.getLogger(__name__)
 

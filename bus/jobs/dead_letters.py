@@ -6,12 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from bus import codec
-from bus.jobs import decoding
-from bus.jobs.refusals import Refusals
-from runtime.clock import Clock
-from schemas.errors import MalformedMessageError
-from schemas.jobs import DeadJob, Job
+from millrace.bus import codec
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.refusals import Refusals
+from millrace.runtime.clock import Clock
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
 

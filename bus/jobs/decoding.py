@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from bus import codec, subjects
-from runtime.json_outline import check_outline
-from runtime.tracing import parse_traceparent
-from schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
-from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
-from schemas.tenants import LOCAL_TENANT, may_reply_to
+from millrace.bus import codec, subjects
+from millrace.runtime.json_outline import check_outline
+from millrace.runtime.tracing import parse_traceparent
+from millrace.schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
+from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
 _ABSENT = msgspec.Raw(b"")
 MALFORMED = "malformed"

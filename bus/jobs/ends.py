@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bus.jobs.decoding import Owner
-from runtime.tracing import recorded_trace_id
-from schemas.jobs import Job, JobResult
-from schemas.records import RequestRecord, Status
+from millrace.bus.jobs.decoding import Owner
+from millrace.runtime.tracing import recorded_trace_id
+from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.records import RequestRecord, Status
 
 _NS_PER_MS = 1e6
 

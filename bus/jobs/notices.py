@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from bus import subjects
-from bus.job_queue import TenantQueue
-from bus.transport import Message, Subscription, Transport
+from millrace.bus import subjects
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.transport import Message, Subscription, Transport
 
 logger = logging.getLogger(__name__)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bus.api import Outbox, Results
-from bus.frames import FrameStreams
-from bus.jobs import decoding
-from bus.jobs.ends import record_of, result_of
-from runtime.clock import Clock
-from schemas.control import EPOCHS_PER_DELIVERY
-from schemas.errors import MalformedMessageError
-from schemas.frames import Failed
-from schemas.jobs import Job
-from schemas.records import Status
+from millrace.bus.api import Outbox, Results
+from millrace.bus.frames import FrameStreams
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.ends import record_of, result_of
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import EPOCHS_PER_DELIVERY
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.frames import Failed
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import Status
 
 
 class Refusals:

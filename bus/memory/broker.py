@@ -6,15 +6,15 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from bus.codec import CONTENT_TYPE
-from bus.memory.journal import MemoryJournal
-from bus.memory.queue import StoredJobs
-from bus.memory.server import MemoryServer
-from bus.memory.stores import MemoryBucket, MemoryOutbox, StoredResults
-from bus.transport import Message, OnMessage
-from runtime.clock import Clock, SystemClock
-from schemas.config import NatsConfig
-from schemas.jobs import DeadJob
+from millrace.bus.codec import CONTENT_TYPE
+from millrace.bus.memory.journal import MemoryJournal
+from millrace.bus.memory.queue import StoredJobs
+from millrace.bus.memory.server import MemoryServer
+from millrace.bus.memory.stores import MemoryBucket, MemoryOutbox, StoredResults
+from millrace.bus.transport import Message, OnMessage
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import DeadJob
 
 DEFAULT_MAX_PAYLOAD_BYTES = 1024 * 1024
 

@@ -6,21 +6,21 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from bus import codec, subjects
-from bus.api import Outbox, Results
-from bus.control import Control
-from bus.fleet.directory import WorkerDirectory
-from bus.frames import FrameStreams
-from bus.job_queue import JobQueue
-from bus.jobs.notices import watch_results
-from bus.jobs.refusals import Refusals
-from bus.memory.broker import MemoryBroker, Subscriber
-from bus.memory.jobs import MemoryJobQueue
-from bus.storage import Storage
-from bus.store.journal import Journal
-from bus.store.objects import Objects
-from bus.transport import Message, OnMessage, Subscription
-from schemas.jobs import JobResult
+from millrace.bus import codec, subjects
+from millrace.bus.api import Outbox, Results
+from millrace.bus.control import Control
+from millrace.bus.fleet.directory import WorkerDirectory
+from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import JobQueue
+from millrace.bus.jobs.notices import watch_results
+from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.memory.broker import MemoryBroker, Subscriber
+from millrace.bus.memory.jobs import MemoryJobQueue
+from millrace.bus.storage import Storage
+from millrace.bus.store.journal import Journal
+from millrace.bus.store.objects import Objects
+from millrace.bus.transport import Message, OnMessage, Subscription
+from millrace.schemas.jobs import JobResult
 
 logger = logging.getLogger(__name__)
 

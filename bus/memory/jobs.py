@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bus import codec, subjects
-from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
-from bus.jobs import decoding
-from bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
-from bus.jobs.notices import watch_stored_jobs
-from bus.jobs.refusals import Refusals
-from bus.memory.broker import MemoryBroker
-from bus.memory.queue import StoredJob, sequence_of
-from bus.storage import NATS
-from bus.transport import Subscription, Transport
-from schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
-from schemas.jobs import DeadJob, Job
+from millrace.bus import codec, subjects
+from millrace.bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
+from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.memory.broker import MemoryBroker
+from millrace.bus.memory.queue import StoredJob, sequence_of
+from millrace.bus.storage import NATS
+from millrace.bus.transport import Subscription, Transport
+from millrace.schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
+from millrace.schemas.jobs import DeadJob, Job
 
 RETRY_AFTER_FULL_S = 5.0
 

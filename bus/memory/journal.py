@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bus.memory.server import MemoryServer
-from bus.store.journal import JournalConflictError, JournalEntry
+from millrace.bus.memory.server import MemoryServer
+from millrace.bus.store.journal import JournalConflictError, JournalEntry
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from bus.job_queue import QueueDepth
-from runtime.clock import Clock
-from runtime.tasks import wait_or_sleep
-from schemas.config import NatsConfig
+from millrace.bus.job_queue import QueueDepth
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.schemas.config import NatsConfig
 
 DUPLICATE_WINDOW_S = 600.0
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.clock import Clock
-from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, PayloadTooLargeError
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
 
 
 class MemoryServer:

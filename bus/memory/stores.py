@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bus import codec, subjects
-from bus.api import OutboxMessage
-from bus.fleet.directory import ENTRY_TTL_S
-from bus.memory.server import MemoryServer
-from runtime.clock import Clock
-from runtime.tasks import wait_or_sleep
-from schemas.records import Record
+from millrace.bus import codec, subjects
+from millrace.bus.api import OutboxMessage
+from millrace.bus.fleet.directory import ENTRY_TTL_S
+from millrace.bus.memory.server import MemoryServer
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.schemas.records import Record
 
 BRIDGE_ACK_WAIT_S = 30.0
 

@@ -1,4 +1,4 @@
-"""``python -m bus.nats.accounts``: the users of a NATS server and their permissions, as
+"""``python -m millrace.bus.nats.accounts``: the users of a NATS server and their permissions, as
 nats-server's configuration.
 
 One user for each part, and one for each ``--service``: a tenant's service, which publishes its jobs
@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bus.nats.permissions import Grants, Part, grants_of, grants_of_service
-from schemas.jobs import Tier
-from schemas.tenants import check_tenant, own_reply
+from millrace.bus.nats.permissions import Grants, Part, grants_of, grants_of_service
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import check_tenant, own_reply
 
 _ACCOUNT = "MILLRACE"
 # A query of telemetry is the longest that anybody waits for.
@@ -39,7 +39,7 @@ def text(services: Sequence[Service] = ()) -> str:
     users = [_user(part.value, grants_of(part)) for part in Part]
     users += [_user(one.user, grants_of_service(*one)) for one in services]
     return (
-        "# Made by: python -m bus.nats.accounts. Include it in nats-server's configuration.\n"
+        "# Made by: python -m millrace.bus.nats.accounts. Include it in nats-server's configuration.\n"
         f"accounts {{\n  {_ACCOUNT} {{\n    jetstream: enabled\n    users: [\n"
         + "".join(users)
         + "    ]\n  }\n}\n"
@@ -85,7 +85,9 @@ def _allowed(what: str, subjects: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the configuration to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m bus.nats.accounts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m millrace.bus.nats.accounts", description=__doc__
+    )
     parser.add_argument(
         "--service",
         action="append",

@@ -6,26 +6,26 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bus.api import Outbox, Results
-from bus.control import Control
-from bus.fleet.directory import WorkerDirectory
-from bus.frames import FrameStreams
-from bus.job_queue import JobQueue
-from bus.jobs.refusals import Refusals
-from bus.nats.connection import Connection
-from bus.nats.jobs import NatsJobQueue
-from bus.nats.journal import NatsJournal
-from bus.nats.permissions import Part, inbox_of
-from bus.nats.pull_inbox import PullInbox
-from bus.nats.storage import NatsStorage
-from bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
-from bus.nats.topology import ensure_streams
-from bus.storage import Storage
-from bus.store.journal import Journal
-from bus.store.objects import Objects
-from runtime.clock import Clock, SystemClock
-from schemas.config import NatsConfig
-from schemas.errors import MillraceError
+from millrace.bus.api import Outbox, Results
+from millrace.bus.control import Control
+from millrace.bus.fleet.directory import WorkerDirectory
+from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import JobQueue
+from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.jobs import NatsJobQueue
+from millrace.bus.nats.journal import NatsJournal
+from millrace.bus.nats.permissions import Part, inbox_of
+from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.storage import NatsStorage
+from millrace.bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
+from millrace.bus.nats.topology import ensure_streams
+from millrace.bus.storage import Storage
+from millrace.bus.store.journal import Journal
+from millrace.bus.store.objects import Objects
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 

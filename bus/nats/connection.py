@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from bus.codec import CONTENT_TYPE
-from bus.nats.inbox import Inbox, OnAnswer
-from bus.nats.link import RETRY_WAIT_S, UNSENT, Link
-from bus.transport import Message, OnMessage
-from schemas.config import NatsConfig
-from schemas.errors import BusForbiddenError, BusUnavailableError, PayloadTooLargeError
+from millrace.bus.codec import CONTENT_TYPE
+from millrace.bus.nats.inbox import Inbox, OnAnswer
+from millrace.bus.nats.link import RETRY_WAIT_S, UNSENT, Link
+from millrace.bus.transport import Message, OnMessage
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, PayloadTooLargeError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 
-from schemas.errors import BusForbiddenError
+from millrace.schemas.errors import BusForbiddenError
 
 logger = logging.getLogger(__name__)
 

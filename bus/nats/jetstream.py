@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.nats.connection import Connection, status_of
-from bus.storage import NATS
-from schemas.errors import BusUnavailableError, StoreFullError
+from millrace.bus.nats.connection import Connection, status_of
+from millrace.bus.storage import NATS
+from millrace.schemas.errors import BusUnavailableError, StoreFullError
 
 API = "$JS.API"
 NOT_FOUND = "404"

@@ -9,30 +9,30 @@ from collections.abc import Callable
 import msgspec
 from nats.aio.msg import Msg
 
-from bus import codec, subjects
-from bus.codec import CONTENT_TYPE
-from bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
-from bus.jobs import decoding
-from bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
-from bus.jobs.notices import watch_stored_jobs
-from bus.jobs.refusals import Refusals
-from bus.nats import jetstream, shedding, topology
-from bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
-from bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
-from bus.nats.leases import read_lease
-from bus.nats.pull_inbox import PullInbox
-from bus.nats.puller import Puller
-from bus.transport import Subscription
-from runtime.clock import Clock
-from runtime.tracing import HEADER as TRACEPARENT
-from schemas.config import NatsConfig
-from schemas.errors import (
+from millrace.bus import codec, subjects
+from millrace.bus.codec import CONTENT_TYPE
+from millrace.bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
+from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.nats import jetstream, shedding, topology
+from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
+from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
+from millrace.bus.nats.leases import read_lease
+from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.puller import Puller
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.runtime.tracing import HEADER as TRACEPARENT
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import (
     BusUnavailableError,
     MalformedMessageError,
     PayloadTooLargeError,
     QueueFullError,
 )
-from schemas.jobs import DeadJob, Job
+from millrace.schemas.jobs import DeadJob, Job
 
 logger = logging.getLogger(__name__)
 

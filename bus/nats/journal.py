@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 from nats.aio.msg import Msg
 
-from bus import subjects
-from bus.nats import jetstream
-from bus.nats.connection import Connection, status_of
-from bus.store.journal import JournalConflictError, JournalEntry
-from schemas.errors import BusUnavailableError
+from millrace.bus import subjects
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import Connection, status_of
+from millrace.bus.store.journal import JournalConflictError, JournalEntry
+from millrace.schemas.errors import BusUnavailableError
 
 _SEQUENCE = "Nats-Sequence"
 _SUBJECT = "Nats-Subject"

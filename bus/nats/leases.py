@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schemas.errors import MalformedMessageError
+from millrace.schemas.errors import MalformedMessageError
 
 
 class Delivery(NamedTuple):

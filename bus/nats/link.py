@@ -10,11 +10,11 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
-from bus.nats.forbidden import Forbidden
-from bus.nats.security import Refusals, SecureClient, connect_options, servers_of
-from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
-from schemas.redaction import redact_urls
+from millrace.bus.nats.forbidden import Forbidden
+from millrace.bus.nats.security import Refusals, SecureClient, connect_options, servers_of
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
+from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What each part may publish and hear on a NATS server, and a tenant's service: no subject more.
 
-``python -m bus.nats.accounts`` writes it down for nats-server.
+``python -m millrace.bus.nats.accounts`` writes it down for nats-server.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from bus import subjects
-from bus.nats.jetstream import API
-from schemas.jobs import Tier
+from millrace.bus import subjects
+from millrace.bus.nats.jetstream import API
+from millrace.schemas.jobs import Tier
 
 _INBOX = "_INBOX"
 _ACK = "$JS.ACK"

@@ -10,10 +10,10 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from bus.nats import jetstream
-from bus.nats.connection import Connection, status_of
-from runtime.tasks import Tasks
-from schemas.errors import MillraceError
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import Connection, status_of
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import MillraceError
 
 _ANSWERS_TIMEOUT_S: Final = 1.0
 

@@ -8,8 +8,8 @@ import logging
 
 from nats.aio.msg import Msg
 
-from bus.nats.connection import NAK, Connection, status_of
-from bus.nats.leases import consumer_of
+from millrace.bus.nats.connection import NAK, Connection, status_of
+from millrace.bus.nats.leases import consumer_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.nats import jetstream
-from bus.nats.connection import Connection
-from bus.nats.jetstream import nanoseconds
-from bus.nats.pull_inbox import PullInbox
-from schemas.errors import BusUnavailableError
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.jetstream import nanoseconds
+from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.schemas.errors import BusUnavailableError
 
 logger = logging.getLogger(__name__)
 

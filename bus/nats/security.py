@@ -14,20 +14,20 @@ import nkeys
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.transport import TcpTransport
 
-from runtime.tls import (
+from millrace.runtime.tls import (
     client_context,
     handshake_refusal,
     has_tls_files,
     read_setting_file,
 )
-from schemas.config import NatsConfig
-from schemas.errors import (
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,
     UntrustedServerError,
 )
-from schemas.redaction import redact_urls
+from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 

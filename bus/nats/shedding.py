@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime, timedelta
 
-from bus import subjects
-from bus.codec import CONTENT_TYPE
-from bus.job_queue import TenantQueue
-from bus.nats import jetstream
-from bus.nats.connection import MESSAGE_ID, Connection
-from bus.nats.jetstream import JetStreamError, RawMessage
+from millrace.bus import subjects
+from millrace.bus.codec import CONTENT_TYPE
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import MESSAGE_ID, Connection
+from millrace.bus.nats.jetstream import JetStreamError, RawMessage
 
 logger = logging.getLogger(__name__)
 

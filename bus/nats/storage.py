@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from bus import subjects
-from bus.nats import jetstream, topology
-from bus.nats.connection import Connection
-from bus.nats.jetstream import JetStreamError
-from schemas.config import NatsConfig
+from millrace.bus import subjects
+from millrace.bus.nats import jetstream, topology
+from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.jetstream import JetStreamError
+from millrace.schemas.config import NatsConfig
 
 # No stream ever comes to it. A stream that was given up says so when it is asked to delete, also
 # what it does not have; an information about it, and an ack, is answered as if nothing were wrong.

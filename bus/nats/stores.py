@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 
 from nats.aio.msg import Msg
 
-from bus import codec, subjects
-from bus.api import OutboxMessage
-from bus.jobs.notices import watch_results
-from bus.nats import jetstream, topology
-from bus.nats.connection import MESSAGE_ID, Connection, status_of
-from bus.nats.jetstream import JetStreamError
-from bus.nats.leases import read_lease
-from bus.nats.publish_batcher import PublishBatcher
-from bus.nats.pull_inbox import PullInbox
-from bus.nats.puller import Puller
-from bus.transport import Subscription
-from schemas.errors import BusUnavailableError
-from schemas.jobs import JobResult
-from schemas.records import Record
+from millrace.bus import codec, subjects
+from millrace.bus.api import OutboxMessage
+from millrace.bus.jobs.notices import watch_results
+from millrace.bus.nats import jetstream, topology
+from millrace.bus.nats.connection import MESSAGE_ID, Connection, status_of
+from millrace.bus.nats.jetstream import JetStreamError
+from millrace.bus.nats.leases import read_lease
+from millrace.bus.nats.publish_batcher import PublishBatcher
+from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.puller import Puller
+from millrace.bus.transport import Subscription
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import JobResult
+from millrace.schemas.records import Record
 
 logger = logging.getLogger(__name__)
 

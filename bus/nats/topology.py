@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from bus import subjects
-from bus.fleet.directory import ENTRY_TTL_S
-from bus.job_queue import TenantQueue
-from bus.nats import jetstream
-from bus.nats.connection import Connection
-from bus.nats.jetstream import JetStreamError, Json, nanoseconds
-from bus.storage import NATS
-from schemas.config import NatsConfig
-from schemas.errors import BusForbiddenError, ConfigError, StoreFullError
+from millrace.bus import subjects
+from millrace.bus.fleet.directory import ENTRY_TTL_S
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.jetstream import JetStreamError, Json, nanoseconds
+from millrace.bus.storage import NATS
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusForbiddenError, ConfigError, StoreFullError
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 
 class JournalConflictError(MillraceError, code="conflict", retryable=True, http_status=409):

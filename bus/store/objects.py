@@ -9,10 +9,10 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 
 import msgspec
 
-from bus import codec, subjects
-from bus.store.journal import Journal, JournalConflictError, JournalEntry
-from runtime.clock import Clock
-from schemas.errors import BusUnavailableError, MillraceError
+from millrace.bus import codec, subjects
+from millrace.bus.store.journal import Journal, JournalConflictError, JournalEntry
+from millrace.runtime.clock import Clock
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 

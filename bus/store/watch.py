@@ -13,12 +13,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from bus.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink
-from runtime.tasks import Tasks
-from schemas.config import StorageConfig
-from schemas.errors import BusUnavailableError, StoreFullError
+from millrace.bus.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import StorageConfig
+from millrace.schemas.errors import BusUnavailableError, StoreFullError
 
 logger = logging.getLogger(__name__)
 

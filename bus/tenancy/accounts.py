@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from bus import redis_keys
-from bus.tenancy.tenants import Stored
-from runtime.redis.link import RedisLink
-from schemas.jobs import Tier
-from schemas.tenants import (
+from millrace.bus import redis_keys
+from millrace.bus.tenancy.tenants import Stored
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import (
     KeyRecord,
     LimitSet,
     TenantRecord,

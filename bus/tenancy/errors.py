@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.tenancy.accounts import (
+from millrace.bus.tenancy.accounts import (
     NEVER,
     NEXT_MONTH,
     Account,
@@ -13,9 +13,9 @@ from bus.tenancy.accounts import (
     LimitDecision,
     next_month_s,
 )
-from runtime.redis.link import RedisUnreachableError
-from schemas.errors import MillraceError
-from schemas.tenants import from_nano
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.tenants import from_nano
 
 _RETRY_AFTER_S = 2.0
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from bus import redis_keys
-from bus.tenancy.accounts import (
+from millrace.bus import redis_keys
+from millrace.bus.tenancy.accounts import (
     Account,
     AccountUsage,
     Charge,
@@ -26,21 +26,21 @@ from bus.tenancy.accounts import (
     read_account_usage,
     tenant_account,
 )
-from bus.tenancy.errors import (
+from millrace.bus.tenancy.errors import (
     KeyGoneError,
     LimitsUnreachableError,
     rate_limit_error,
     tier_context_error,
 )
-from bus.tenancy.local import LocalLimits
-from bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
-from bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from runtime.redis.protocol import Argument
-from schemas.frames import Usage
-from schemas.jobs import Tier
-from schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
+from millrace.bus.tenancy.local import LocalLimits
+from millrace.bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
+from millrace.bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.runtime.redis.protocol import Argument
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
 
 _RESERVE = Script(Path(__file__).with_name("reserve.lua").read_text(encoding="utf-8"))
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bus.tenancy.accounts import (
+from millrace.bus.tenancy.accounts import (
     NEVER,
     NEXT_MONTH,
     TICKS,
@@ -16,7 +16,7 @@ from bus.tenancy.accounts import (
     LimitDecision,
     drain,
 )
-from runtime.clock import Clock
+from millrace.runtime.clock import Clock
 
 _MS_PER_S = 1_000
 _WAIT_MS = 1_000

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from bus import redis_keys
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from runtime.redis.protocol import Argument
-from runtime.tasks import outcomes
+from millrace.bus import redis_keys
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.tasks import outcomes
 
 logger = logging.getLogger(__name__)
 

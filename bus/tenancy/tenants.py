@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from bus import redis_keys
-from runtime.redis.link import RedisLink, Script
-from schemas.jobs import Tier
-from schemas.tenants import (
+from millrace.bus import redis_keys
+from millrace.runtime.redis.link import RedisLink, Script
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import (
     KEY_PREFIX,
     KeyRecord,
     LimitOverrides,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cli.analytics.store import ask_embedded, ask_server
-from cli.endpoints import add_data_argument, read_endpoints
-from schemas.errors import ConfigError, MillraceError
+from millrace.cli.analytics.store import ask_embedded, ask_server
+from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from schemas.config import ClickHouseConfig
+    from millrace.schemas.config import ClickHouseConfig
 
 _NUMBERS = "SELECT number FROM schema_migrations"
 # ClickHouse's codes for an unknown table and an unknown database.
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
     """The store that is meant. Raises ConfigError if that is none, or one that is in use."""
-    from runtime.settings import load_config
+    from millrace.runtime.settings import load_config
 
     config = load_config(arguments.config, os.environ).clickhouse
     if config.url and config.path:
@@ -98,8 +98,8 @@ def _is_locked(data: Path) -> bool:
 
 
 async def _migrate(config: ClickHouseConfig) -> list[str]:
-    from telemetry.store.migrate import migrate
-    from telemetry.store.store import Store
+    from millrace.telemetry.store.migrate import migrate
+    from millrace.telemetry.store.store import Store
 
     store = await Store.open(config)
     try:
@@ -110,14 +110,14 @@ async def _migrate(config: ClickHouseConfig) -> list[str]:
 
 def _pending(config: ClickHouseConfig) -> list[str]:
     """The migrations that the store lacks; nothing is made, nor changed."""
-    from telemetry.store.migrate import lacking
+    from millrace.telemetry.store.migrate import lacking
 
     return [migration.name for migration in lacking(_applied(config), config.database)]
 
 
 def _applied(config: ClickHouseConfig) -> set[int]:
-    from cli.analytics.rows import parse_rows
-    from telemetry.store.reading import QueryError
+    from millrace.cli.analytics.rows import parse_rows
+    from millrace.telemetry.store.reading import QueryError
 
     if config.path and not Path(config.path).is_dir():
         return set()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 _MAX_PLAIN_DIGITS = 30
@@ -64,7 +64,7 @@ def _csv(rows: Rows) -> str:
 
 def table(rows: Rows, totals: Sequence[Sequence[Any]] = ()) -> str:
     """Columns under one another, numbers to the right, ``totals`` below a line of their own."""
-    from runtime.text_table import text_table
+    from millrace.runtime.text_table import text_table
 
     body = [[_shown(value, null="NULL") for value in row] for row in rows.rows]
     foot = [[_shown(value, null="") for value in row] for row in totals]

@@ -7,9 +7,9 @@ import re
 import sys
 from pathlib import Path
 
-from cli.analytics.store import Value, ask, ask_saved
-from cli.endpoints import add_data_argument
-from schemas.errors import MillraceError, ParameterError
+from millrace.cli.analytics.store import Value, ask, ask_saved
+from millrace.cli.endpoints import add_data_argument
+from millrace.schemas.errors import MillraceError, ParameterError
 
 _FORMAT_CLAUSE = re.compile(r"\bFORMAT\s+\w+\s*;?\s*\Z", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -46,8 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if the engine refuses the query. Raises NoStoreError if there is no store."""
-    from cli.analytics.rows import parse_rows, render
-    from telemetry.store.reading import QueryError
+    from millrace.cli.analytics.rows import parse_rows, render
+    from millrace.telemetry.store.reading import QueryError
 
     if arguments.list:
         print(list_queries())
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def list_queries() -> str:
     """The saved queries, one a line: what each answers, and its parameters with their defaults."""
-    from telemetry.http.answers import load_queries
+    from millrace.telemetry.http.answers import load_queries
 
     queries = load_queries()
     width = max(map(len, queries))
@@ -119,8 +119,8 @@ def _statement(arguments: argparse.Namespace) -> str:
 
 
 def _checked(query: str) -> str:
-    from telemetry.store.reading import QueryError
-    from telemetry.store.sql_guard import require_reading
+    from millrace.telemetry.store.reading import QueryError
+    from millrace.telemetry.store.sql_guard import require_reading
 
     try:
         sql = require_reading(query)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import locate, read_endpoints, without_user
-from schemas.errors import MillraceError, ParameterError
+from millrace.cli.endpoints import locate, read_endpoints, without_user
+from millrace.schemas.errors import MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from cli.analytics.rows import Rows
-    from schemas.config import ClickHouseConfig
-    from telemetry.http.answers import SavedQuery
+    from millrace.cli.analytics.rows import Rows
+    from millrace.schemas.config import ClickHouseConfig
+    from millrace.telemetry.http.answers import SavedQuery
 
 Value = str | int | float
 
@@ -54,7 +54,7 @@ def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> 
 
 def saved_query(name: str) -> SavedQuery:
     """A query of ``telemetry/queries``. Raises ParameterError for a name that is none."""
-    from telemetry.http.answers import load_queries
+    from millrace.telemetry.http.answers import load_queries
 
     queries = load_queries()
     if name not in queries:
@@ -65,8 +65,8 @@ def saved_query(name: str) -> SavedQuery:
 def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
     """What a saved query answers. Raises ParameterError for parameters that it cannot have, and
     what ``ask`` does."""
-    from cli.analytics.rows import parse_rows
-    from telemetry.http.parameters import read_values
+    from millrace.cli.analytics.rows import parse_rows
+    from millrace.telemetry.http.parameters import read_values
 
     query = saved_query(name)
     values = read_values(query.name, query.parameters, given, time.time())
@@ -75,9 +75,9 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
-    from runtime.tls import client_context
-    from telemetry.store.clickhouse_server import raise_refusal
-    from telemetry.store.reading import QueryError, escaped
+    from millrace.runtime.tls import client_context
+    from millrace.telemetry.store.clickhouse_server import raise_refusal
+    from millrace.telemetry.store.reading import QueryError, escaped
 
     parameters = {
         "database": config.database,
@@ -107,8 +107,8 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
 
 def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value]) -> bytes:
     """The answer of the store in a folder that no other process has. Raises as ``ask`` does."""
-    from telemetry.store.reading import ReadLimits
-    from telemetry.store.reading_embedded import EmbeddedReader
+    from millrace.telemetry.store.reading import ReadLimits
+    from millrace.telemetry.store.reading_embedded import EmbeddedReader
 
     async def read() -> bytes:
         try:

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from cli.analytics.moments import parse_minute, shown
-from cli.analytics.rows import Rows, render, table
-from cli.analytics.store import ask_saved, saved_query
-from cli.endpoints import add_data_argument
-from schemas.errors import MillraceError, ParameterError
+from millrace.cli.analytics.moments import parse_minute, shown
+from millrace.cli.analytics.rows import Rows, render, table
+from millrace.cli.analytics.store import ask_saved, saved_query
+from millrace.cli.endpoints import add_data_argument
+from millrace.schemas.errors import MillraceError, ParameterError
 
 _BY = ("tenant", "day", "model", "user", "adapter", "refusal")
 _REFUSALS = "refusals"
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if the engine refuses the query. Raises ParameterError and NoStoreError."""
-    from telemetry.store.reading import QueryError
+    from millrace.telemetry.store.reading import QueryError
 
     end = arguments.end if arguments.end is not None else _next_minute(time.time())
     if arguments.begin >= end:
@@ -113,7 +113,7 @@ def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> 
 
 def _for_spreadsheets(rows: Rows) -> Rows:
     """Who uses a tenant's keys calls itself as it likes, and no name may become a formula."""
-    from telemetry.http.spreadsheet import harmless
+    from millrace.telemetry.http.spreadsheet import harmless
 
     cells = tuple(
         tuple(harmless(value) if isinstance(value, str) else value for value in row)

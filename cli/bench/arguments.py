@@ -10,11 +10,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.load_arguments import SPREAD, add_report_arguments, check_folders, parse_slo, seconds
-from schemas.errors import ConfigError
+from millrace.cli.load_arguments import (
+    SPREAD,
+    add_report_arguments,
+    check_folders,
+    parse_slo,
+    seconds,
+)
+from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.settings import Settings
+    from millrace.bench.settings import Settings
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _DEFAULT_DURATION_S = 30.0
@@ -144,11 +150,11 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
     done at all."""
-    from bench.report.compare import render_comparison
-    from bench.report.page import render_page
-    from bench.report.report import read_report, write_file, write_report
-    from bench.report.table import render
-    from bench.runner import run_load
+    from millrace.bench.report.compare import render_comparison
+    from millrace.bench.report.page import render_page
+    from millrace.bench.report.report import read_report, write_file, write_report
+    from millrace.bench.report.table import render
+    from millrace.bench.runner import run_load
 
     if arguments.compare:
         before, after = map(read_report, arguments.compare)
@@ -167,8 +173,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
-    from bench.settings import Api, Settings, target_of
-    from bench.spread import parse_spread
+    from millrace.bench.settings import Api, Settings, target_of
+    from millrace.bench.spread import parse_spread
 
     _check(arguments)
     target_of(arguments.url)

@@ -13,13 +13,13 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cli.endpoints import add_data_argument, locate, read_endpoints, running_config
-from schemas.errors import ConfigError, MillraceError, ParameterError
+from millrace.cli.endpoints import add_data_argument, locate, read_endpoints, running_config
+from millrace.schemas.errors import ConfigError, MillraceError, ParameterError
 
 if TYPE_CHECKING:
-    from runtime.redis.link import RedisLink
-    from schemas.config import Config
-    from schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
+    from millrace.runtime.redis.link import RedisLink
+    from millrace.schemas.config import Config
+    from millrace.schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
 
 _T = TypeVar("_T")
 
@@ -100,9 +100,9 @@ def _add_common(
 def _create(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from bus.tenancy.tenants import TenantStore
-    from schemas.jobs import Tier
-    from schemas.tenants import MAX_KEY_NAME_CHARACTERS, is_above
+    from millrace.bus.tenancy.tenants import TenantStore
+    from millrace.schemas.jobs import Tier
+    from millrace.schemas.tenants import MAX_KEY_NAME_CHARACTERS, is_above
 
     _check_tenant(arguments.tenant)
     overrides = _overrides(arguments)
@@ -155,7 +155,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from bus.tenancy.tenants import TenantStore
+    from millrace.bus.tenancy.tenants import TenantStore
 
     async def read(link: RedisLink) -> list[dict[str, object]]:
         store = TenantStore(link)
@@ -182,7 +182,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _revoke(arguments: argparse.Namespace) -> int:
-    from bus.tenancy.tenants import TenantStore
+    from millrace.bus.tenancy.tenants import TenantStore
 
     async def revoke(link: RedisLink) -> tuple[KeyRecord, TenantRecord] | None:
         store = TenantStore(link)
@@ -205,10 +205,10 @@ def _revoke(arguments: argparse.Namespace) -> int:
 def _tenant(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from bus.tenancy.tenants import TenantStore
-    from cli.keys.tenant_report import as_text, read_usage, tenant_report
-    from schemas.jobs import Tier
-    from schemas.tenants import LimitOverrides
+    from millrace.bus.tenancy.tenants import TenantStore
+    from millrace.cli.keys.tenant_report import as_text, read_usage, tenant_report
+    from millrace.schemas.jobs import Tier
+    from millrace.schemas.tenants import LimitOverrides
 
     _check_tenant(arguments.tenant)
     given = _overrides(arguments).given()
@@ -257,7 +257,7 @@ def _limit(kind: Callable[[str], _T], what: str, text: str) -> _T | str:
 
 
 def _check_tenant(tenant: str) -> None:
-    from schemas.tenants import check_tenant
+    from millrace.schemas.tenants import check_tenant
 
     try:
         check_tenant(tenant)
@@ -267,7 +267,7 @@ def _check_tenant(tenant: str) -> None:
 
 def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
     """The limits that the arguments set. Raises ParameterError."""
-    from schemas.tenants import LimitOverrides
+    from millrace.schemas.tenants import LimitOverrides
 
     given = {name: getattr(arguments, name) for name in (*_COUNTS, _BUDGET)}
     try:
@@ -291,7 +291,7 @@ def _locate(arguments: argparse.Namespace) -> Config:
     reach another system than the one that is meant."""
     import msgspec
 
-    from runtime.settings import load_config
+    from millrace.runtime.settings import load_config
 
     if arguments.config is not None:
         return load_config(arguments.config, os.environ)
@@ -311,7 +311,7 @@ def _locate(arguments: argparse.Namespace) -> Config:
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
-    from runtime.settings import FILE_VARIABLE
+    from millrace.runtime.settings import FILE_VARIABLE
 
     config = _locate(arguments)
     if arguments.config is not None:
@@ -329,7 +329,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
 
 def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
     """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
-    from runtime.redis.link import RedisLink, RedisUnreachableError
+    from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 
     config = _locate(arguments).redis
 

@@ -6,12 +6,12 @@ import time
 
 import msgspec
 
-from bus.tenancy.accounts import month_of, read_account_usage, tenant_account
-from bus.tenancy.tenants import TenantStore
-from gateway.api.limits import AccountLimits, account_limits
-from runtime.redis.link import RedisLink
-from schemas.jobs import Tier
-from schemas.tenants import LimitSet, TenantRecord, TierLimits, limits_of
+from millrace.bus.tenancy.accounts import month_of, read_account_usage, tenant_account
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.api.limits import AccountLimits, account_limits
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitSet, TenantRecord, TierLimits, limits_of
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from bus.fleet.desired_replicas import DesiredReplicas
-from cli.local.supervisor import Process, StartError
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.control import QueueStatus
+from millrace.bus.fleet.desired_replicas import DesiredReplicas
+from millrace.cli.local.supervisor import Process, StartError
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.control import QueueStatus
 
 # How long after a start that failed another one is tried: the first time, and at most.
 _FIRST_PAUSE_S = 1.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from registry.catalogue import CatalogueEngine, load_catalogue
-from registry.served import outline_of
-from registry.source import resolve
+from millrace.registry.catalogue import CatalogueEngine, load_catalogue
+from millrace.registry.served import outline_of
+from millrace.registry.source import resolve
 
 
 def catalogue_for(

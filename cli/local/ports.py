@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
 
 _TRIES = 200
 _PORTS = 65_536

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.errors import ConfigError
-from schemas.redaction import Secret, shown
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.redaction import Secret, shown
 
 FILE_NAME = "credentials.json"
 _FOLDER_MODE = 0o700

@@ -6,16 +6,16 @@ import asyncio
 import os
 import random
 
-from bus.api import Bus
-from registry.catalogue import load_catalogue
-from registry.served import outline_of
-from registry.source import resolve
-from schemas.config import Config
-from schemas.frames import TERMINAL_FRAMES, Frame
-from schemas.jobs import Job, Tier
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingOptions
-from schemas.tenants import own_reply
+from millrace.bus.api import Bus
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import outline_of
+from millrace.registry.source import resolve
+from millrace.schemas.config import Config
+from millrace.schemas.frames import TERMINAL_FRAMES, Frame
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.tenants import own_reply
 
 PROBE_TENANT = "system"
 # For the first answer of a model, whose worker may still warm up.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cli.local.ports import PortPicker
-from cli.local.supervisor import Process, Supervisor
-from schemas.config import MetricsConfig
+from millrace.cli.local.ports import PortPicker
+from millrace.cli.local.supervisor import Process, Supervisor
+from millrace.schemas.config import MetricsConfig
 
 FILE_NAME = "metrics-targets.json"
 # Where exporters of OpenTelemetry are found; for a gateway on another port as far above that.

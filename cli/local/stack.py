@@ -17,22 +17,27 @@ from urllib.parse import quote, urlsplit
 import msgspec
 import yaml
 
-from bus import nats as nats_bus
-from bus.api import Bus
-from cli.endpoints import CONFIG_FILE, Endpoints
-from cli.local.autoscale import WorkerScaler
-from cli.local.ports import PortPicker
-from cli.local.private_files import credentials_of, make_private, write_private
-from cli.local.probe import probe_pooling, serve_one
-from cli.local.scrape_targets import FILE_NAME, ScrapeTargets, TargetedProcesses, metrics_env
-from cli.local.server_files import nats_config, redis_config
-from cli.local.store_recovery import StoreRecovery, with_folders
-from cli.local.supervisor import Process, StartError, Supervisor, python
-from runtime.binaries import nats_server_path, redis_server_path
-from runtime.clock import SystemClock
-from runtime.tasks import first_error
-from schemas.config import Config, GatewayConfig, RedisConfig
-from schemas.control import WorkerStatus
+from millrace.bus import nats as nats_bus
+from millrace.bus.api import Bus
+from millrace.cli.endpoints import CONFIG_FILE, Endpoints
+from millrace.cli.local.autoscale import WorkerScaler
+from millrace.cli.local.ports import PortPicker
+from millrace.cli.local.private_files import credentials_of, make_private, write_private
+from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.scrape_targets import (
+    FILE_NAME,
+    ScrapeTargets,
+    TargetedProcesses,
+    metrics_env,
+)
+from millrace.cli.local.server_files import nats_config, redis_config
+from millrace.cli.local.store_recovery import StoreRecovery, with_folders
+from millrace.cli.local.supervisor import Process, StartError, Supervisor, python
+from millrace.runtime.binaries import nats_server_path, redis_server_path
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.tasks import first_error
+from millrace.schemas.config import Config, GatewayConfig, RedisConfig
+from millrace.schemas.control import WorkerStatus
 
 # For others on this machine that may read our files: addresses with passwords in them.
 NATS_URL_FILE = "nats.url"
@@ -219,7 +224,7 @@ class Stack:
         await self.supervisor.start(
             Process(
                 name="kafka",
-                command=python("telemetry.kafka.embedded", "--write-bootstrap", str(file)),
+                command=python("millrace.telemetry.kafka.embedded", "--write-bootstrap", str(file)),
                 ready=ready,
                 before_start=lambda: file.unlink(missing_ok=True),
                 on_restart=follow,

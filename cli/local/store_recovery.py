@@ -8,12 +8,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from bus.storage import NATS, Storage
-from bus.store.watch import StoreWatch, free_bytes
-from cli.local.supervisor import StartError
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.config import StorageConfig
+from millrace.bus.storage import NATS, Storage
+from millrace.bus.store.watch import StoreWatch, free_bytes
+from millrace.cli.local.supervisor import StartError
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import StorageConfig
 
 _MIB = 1024 * 1024
 # What nats-server may take to come back, before it is started once more.

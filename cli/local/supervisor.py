@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli.local.private_files import make_private
+from millrace.cli.local.private_files import make_private
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_BACKOFF_S = 0.2

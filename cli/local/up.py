@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from cli.endpoints import add_data_argument
-from cli.local.private_files import make_private
-from cli.local.worker_bounds import parse_bounds
-from registry.catalogue import CatalogueEngine
-from runtime.metrics_server import check_exposure
-from runtime.settings import PREFIX, load_config
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.local.private_files import make_private
+from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.registry.catalogue import CatalogueEngine
+from millrace.runtime.metrics_server import check_exposure
+from millrace.runtime.settings import PREFIX, load_config
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from cli.endpoints import Endpoints
-    from cli.local.stack import Plan
-    from schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
+    from millrace.cli.endpoints import Endpoints
+    from millrace.cli.local.stack import Plan
+    from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig, SchedulerConfig
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -118,8 +118,8 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
 
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
-    from cli.local.models import catalogue_for
-    from cli.local.stack import Plan
+    from millrace.cli.local.models import catalogue_for
+    from millrace.cli.local.stack import Plan
 
     config = _settings(arguments)
     catalogue, models = catalogue_for(
@@ -145,7 +145,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
         if name in os.environ:
             raise ConfigError(
                 f"{name} is set, but millrace up starts servers of its own. Unset it, or run the "
-                "parts with python -m gateway, scheduler, workers and telemetry."
+                "parts with python -m millrace.gateway, scheduler, workers and telemetry."
             )
     config = load_config(arguments.config, os.environ)
     check_exposure(config.metrics)
@@ -223,8 +223,8 @@ def _num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
 
 
 async def _run(plan: Plan) -> int:
-    from cli.local.stack import Stack
-    from cli.local.supervisor import StartError, Supervisor
+    from millrace.cli.local.stack import Stack
+    from millrace.cli.local.supervisor import StartError, Supervisor
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -257,9 +257,9 @@ async def _run(plan: Plan) -> int:
 
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
-    from cli.local.scrape_targets import FILE_NAME
-    from cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
-    from gateway.tenancy.identity import demands_keys
+    from millrace.cli.local.scrape_targets import FILE_NAME
+    from millrace.cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
+    from millrace.gateway.tenancy.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
     body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'

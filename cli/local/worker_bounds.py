@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
 
 
 def parse_bounds(text: str, at_most: int) -> tuple[int, int]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from cli.offline.chat_fields import ChatRow, read_chat, tool_calls
-from cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
-from cli.offline.generated import Choice, Generated, OfflineRequest
-from registry.served import ServedModel
-from schemas.errors import MillraceError, ParameterError
-from schemas.frames import TokenLogprob
-from schemas.jobs import Job
-from schemas.sampling import SamplingOptions
+from millrace.cli.offline.chat_fields import ChatRow, read_chat, tool_calls
+from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
+from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingOptions
 
 _MAX_PRIORITY = 1_000
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.request.message_fields import chat_messages, tool_choice_of, tools_of
-from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser, call_grammar
-from schemas.chat.messages import Message
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
-from schemas.openai import FunctionTool
-from schemas.sampling import Grammar
-from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from millrace.gateway.request.message_fields import chat_messages, tool_choice_of, tools_of
+from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser, call_grammar
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.openai import FunctionTool
+from millrace.schemas.sampling import Grammar
+from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 
 class ChatRow(msgspec.Struct, frozen=True):

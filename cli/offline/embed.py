@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
-from cli.offline.engine_options import (
+from millrace.cli.offline.engine_options import (
     BadLine,
     add_bad_lines_argument,
     add_engine_options,
@@ -20,13 +20,13 @@ from cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
-from schemas.errors import ConfigError
-from schemas.pooling import EmbeddingPooling, Pooling
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
-    from cli.offline.embed_file import EmbedText
-    from workers.engine.engine import Engine
-    from workers.engine.types import EngineOutput
+    from millrace.cli.offline.embed_file import EmbedText
+    from millrace.workers.engine.engine import Engine
+    from millrace.workers.engine.types import EngineOutput
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,14 +60,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
     it is to be answered."""
-    from workers.engine.threads import configure_threads
+    from millrace.workers.engine.threads import configure_threads
 
     config = engine_config(arguments)
     # Before anything imports torch: it reads its thread settings once.
     configure_threads(config, shared=False)
-    from cli.offline.embed_file import read_texts
-    from registry.checkpoints.sentence_embedding import read_embedding_defaults
-    from workers.engine.engine import Engine
+    from millrace.cli.offline.embed_file import read_texts
+    from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
+    from millrace.workers.engine.engine import Engine
 
     served = load_served(arguments)
     defaults = read_embedding_defaults(served.path)
@@ -90,7 +90,7 @@ def _embed(
 ) -> Iterator[tuple[EmbedText, EngineOutput] | BadLine]:
     """Each text with what became of it and each bad line, in order, as soon as those before it are
     there."""
-    from workers.engine.types import EngineRequest
+    from millrace.workers.engine.types import EngineRequest
 
     waiting = (line for line in lines if not isinstance(line, BadLine))
     done: dict[str, EngineOutput] = {}
@@ -118,7 +118,7 @@ def _embed(
 def _write(
     embedded: Iterator[tuple[EmbedText, EngineOutput] | BadLine], output: TextIO, *, normalize: bool
 ) -> int:
-    from cli.offline.embed_file import embedding_line
+    from millrace.cli.offline.embed_file import embedding_line
 
     num_failed = 0
     for result in embedded:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
-from registry.served import ServedModel
-from schemas.errors import ContextLengthError, MillraceError, ParameterError
+from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 
 
 class EmbedText(msgspec.Struct, frozen=True):

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from schemas.config import EngineConfig
-from schemas.errors import CheckpointError, ConfigError, MillraceError
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from registry.served import ServedModel
+    from millrace.registry.served import ServedModel
 
 DEFAULTS = EngineConfig()
 _MAX_SHOWN = 20
@@ -69,8 +69,8 @@ def add_bad_lines_argument(parser: argparse.ArgumentParser) -> None:
 def load_served(arguments: argparse.Namespace) -> ServedModel:
     """The model of ``--model``, as ``--catalogue`` describes it. Raises MillraceError, for a GGUF
     file with the command that serves it."""
-    from registry.catalogue import load_catalogue
-    from registry.served import ServedModel
+    from millrace.registry.catalogue import load_catalogue
+    from millrace.registry.served import ServedModel
 
     catalogue = load_catalogue(arguments.catalogue)
     entry = catalogue.entry_for(arguments.model)
@@ -186,6 +186,6 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
 
 def print_start_of_engine() -> None:
     """Have what an engine says of its start (weights, memory, recorded steps, times) printed."""
-    said = logging.getLogger("workers.engine")
+    said = logging.getLogger("millrace.workers.engine")
     said.addHandler(_PRINTER)
     said.setLevel(logging.INFO)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cli.offline.engine_options import (
+from millrace.cli.offline.engine_options import (
     DEFAULTS,
     BadLine,
     BadLinesError,
@@ -20,12 +20,12 @@ from cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from cli.offline.generated import OfflineRequest
-    from cli.offline.offline import OfflineBatch
-    from registry.served import ServedModel
+    from millrace.cli.offline.generated import OfflineRequest
+    from millrace.cli.offline.offline import OfflineBatch
+    from millrace.registry.served import ServedModel
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
     answered: then none has run."""
-    from workers.engine.thread_report import choose_threads
+    from millrace.workers.engine.thread_report import choose_threads
 
     config = engine_config(
         arguments,
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
-    from cli.offline.batch_file import read_requests
+    from millrace.cli.offline.batch_file import read_requests
 
     served = load_served(arguments)
     try:
@@ -110,8 +110,8 @@ def _generate(
 ) -> int:
     import msgspec
 
-    from cli.offline.offline import OfflineBatch
-    from workers.engine.engine import Engine
+    from millrace.cli.offline.offline import OfflineBatch
+    from millrace.workers.engine.engine import Engine
 
     print_start_of_engine()
     engine = Engine.load(served.path, config)
@@ -129,7 +129,7 @@ def _write_answers(
     """In the order of the lines, each as soon as those before it are there; how many were bad."""
     from tqdm import tqdm
 
-    from cli.offline.batch_file import answer_line
+    from millrace.cli.offline.batch_file import answer_line
 
     requests = [line for line in lines if not isinstance(line, BadLine)]
     answers: dict[str, str] = {}

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.frames import FinishReason, TokenLogprob
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
-from schemas.tools import ToolDefinition, ToolFormat
-from workers.engine.types import EngineOutput, EngineRequest
-from workers.host.generations.output_text import TextStream
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tools import ToolDefinition, ToolFormat
+from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.host.generations.output_text import TextStream
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):

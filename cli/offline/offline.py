@@ -11,9 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from cli.offline.generated import Choice, Generated, OfflineRequest
-from registry.tokenizers.tokenizer import Tokenizer
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 
 class Stepping(Protocol):

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bus.frame_reader import Outcome, StreamReader
-from schemas.control import Replay, ResumePoint
-from schemas.errors import MillraceError
+from millrace.bus.frame_reader import Outcome, StreamReader
+from millrace.schemas.control import Replay, ResumePoint
+from millrace.schemas.errors import MillraceError
 
 if TYPE_CHECKING:
-    from bus.api import Bus
-    from schemas.frames import Frame
-    from schemas.jobs import Job, JobResult
+    from millrace.bus.api import Bus
+    from millrace.schemas.frames import Frame
+    from millrace.schemas.jobs import Job, JobResult
 
 _FIRST_POLL_S = 0.02
 _LONGEST_POLL_S = 0.5

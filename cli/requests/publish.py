@@ -9,11 +9,11 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument, locate_nats
-from schemas.errors import ConfigError
+from millrace.cli.endpoints import add_data_argument, locate_nats
+from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from schemas.jobs import Job
+    from millrace.schemas.jobs import Job
 
 TIERS = ("enterprise", "pro", "free", "batch")
 
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build_job(arguments: argparse.Namespace) -> Job:
     """The job that the arguments describe. Raises ParameterError for a bad value."""
-    from schemas.jobs import ChatMessage, Job, Source, Tier
-    from schemas.sampling import SamplingOptions
+    from millrace.schemas.jobs import ChatMessage, Job, Source, Tier
+    from millrace.schemas.sampling import SamplingOptions
 
     prompt = _read_prompt(arguments)
     request_id = f"job-{uuid.uuid4().hex}"
@@ -93,8 +93,8 @@ def build_job(arguments: argparse.Namespace) -> Job:
 
 
 async def _publish(job: Job, arguments: argparse.Namespace) -> int:
-    from bus import nats
-    from cli.requests.answers import print_result, stream_answer
+    from millrace.bus import nats
+    from millrace.cli.requests.answers import print_result, stream_answer
 
     bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-publish")
     try:
@@ -112,7 +112,7 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
 
 
 def _reply(tenant: str, request_id: str) -> str:
-    from schemas.tenants import LOCAL_TENANT, own_reply
+    from millrace.schemas.tenants import LOCAL_TENANT, own_reply
 
     return request_id if tenant == LOCAL_TENANT else own_reply(tenant, request_id)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from cli.endpoints import locate_nats
-from cli.requests.publish import add_bus_arguments
+from millrace.cli.endpoints import locate_nats
+from millrace.cli.requests.publish import add_bus_arguments
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _fetch(arguments: argparse.Namespace) -> int:
-    from bus import nats
-    from cli.requests.answers import print_result
+    from millrace.bus import nats
+    from millrace.cli.requests.answers import print_result
 
     bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-result")
     try:

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.endpoints import add_data_argument
-from cli.load_arguments import SPREAD, add_report_arguments, check_folders
-from schemas.errors import ConfigError
+from millrace.cli.endpoints import add_data_argument
+from millrace.cli.load_arguments import SPREAD, add_report_arguments, check_folders
+from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from simulation.traces.synthesise import Recipe
-    from simulation.traces.trace import TraceRequest
+    from millrace.simulation.traces.synthesise import Recipe
+    from millrace.simulation.traces.trace import TraceRequest
 
 _DESCRIPTION = """\
 Run a trace of requests through the scheduler as it is, with simulated workers, in virtual time, and
@@ -171,9 +171,9 @@ def _add_synthesise(
 def run(arguments: argparse.Namespace) -> int:
     """0 if every request got its end, 1 if some were unfinished. Raises MillraceError for what
     cannot be done at all."""
-    from cli.simulate.command import compare
-    from cli.simulate.options import settings_of
-    from simulation.policies import parse_policies
+    from millrace.cli.simulate.command import compare
+    from millrace.cli.simulate.options import settings_of
+    from millrace.simulation.policies import parse_policies
 
     check_folders(arguments.json, arguments.html, arguments.save_trace)
     policies = parse_policies(arguments.policy)
@@ -183,8 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
-    from cli.simulate.history import read_history
-    from simulation.traces.trace import read_trace, write_trace
+    from millrace.cli.simulate.history import read_history
+    from millrace.simulation.traces.trace import read_trace, write_trace
 
     if (arguments.trace is None) != arguments.from_clickhouse:
         raise ConfigError("give either --trace or --from-clickhouse")
@@ -207,9 +207,9 @@ def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 def run_synthesise(arguments: argparse.Namespace) -> int:
     """Print a trace; 0. Raises ConfigError, naming the argument at fault."""
-    from cli.simulate.options import recipe_of
-    from simulation.traces.synthesise import synthesise
-    from simulation.traces.trace import write_trace
+    from millrace.cli.simulate.options import recipe_of
+    from millrace.simulation.traces.synthesise import synthesise
+    from millrace.simulation.traces.trace import write_trace
 
     recipe: Recipe = recipe_of(arguments)
     write_trace(synthesise(recipe), sys.stdout)

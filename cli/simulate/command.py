@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.report.report import write_file, write_report
-from schemas.errors import ConfigError
-from schemas.jobs import PUBLIC_MODEL_AUTO
-from simulation.policies import Policy
-from simulation.report.measure import policy_report, report_of
-from simulation.report.page import render_page
-from simulation.report.table import render
-from simulation.settings import Settings
-from simulation.traces.trace import TraceRequest
-from simulation.world import simulate
+from millrace.bench.report.report import write_file, write_report
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import PUBLIC_MODEL_AUTO
+from millrace.simulation.policies import Policy
+from millrace.simulation.report.measure import policy_report, report_of
+from millrace.simulation.report.page import render_page
+from millrace.simulation.report.table import render
+from millrace.simulation.settings import Settings
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.world import simulate
 
 _GC_THRESHOLDS = (50_000, 50, 100)
 

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cli.analytics.rows import parse_rows
-from cli.analytics.store import ask
-from schemas.errors import ConfigError
-from schemas.jobs import Tier
-from simulation.traces.trace import TraceRequest
+from millrace.cli.analytics.rows import parse_rows
+from millrace.cli.analytics.store import ask
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import Tier
+from millrace.simulation.traces.trace import TraceRequest
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?Z?)?")
 _PAGE_ROWS = 10_000

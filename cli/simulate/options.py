@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from bench.settings import Slo
-from bench.spread import parse_spread
-from cli.load_arguments import parse_slo, seconds
-from cli.local.worker_bounds import parse_bounds
-from runtime.settings import load_config
-from schemas.config import AutoscaleConfig, Config, EngineConfig
-from schemas.errors import ConfigError
-from simulation.settings import Failure, Settings
-from simulation.traces.synthesise import Kind, Recipe, parse_tenants
-from workers.simulated.latency_model import LatencyModel
+from millrace.bench.settings import Slo
+from millrace.bench.spread import parse_spread
+from millrace.cli.load_arguments import parse_slo, seconds
+from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.simulation.settings import Failure, Settings
+from millrace.simulation.traces.synthesise import Kind, Recipe, parse_tenants
+from millrace.workers.simulated.latency_model import LatencyModel
 
 # What engines of a GPU have where a configuration leaves the choice to the device.
 _ENGINE_DEFAULTS = {"max_num_sequences": 256, "max_batch_tokens": 4_096, "num_blocks": 16_384}

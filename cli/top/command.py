@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import sys
 
-from cli.endpoints import add_data_argument, locate_nats
-from schemas.errors import ParameterError
+from millrace.cli.endpoints import add_data_argument, locate_nats
+from millrace.schemas.errors import ParameterError
 
 _MIN_INTERVAL_S = 0.2
 
@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace) -> int:
-    from bus import nats
-    from cli.top.live import LiveView
-    from cli.top.source import SnapshotSource
-    from cli.top.view import as_text, view
-    from gateway.streams.fleet_view import FleetView
-    from runtime.clock import SystemClock
+    from millrace.bus import nats
+    from millrace.cli.top.live import LiveView
+    from millrace.cli.top.source import SnapshotSource
+    from millrace.cli.top.view import as_text, view
+    from millrace.gateway.streams.fleet_view import FleetView
+    from millrace.runtime.clock import SystemClock
 
     config = locate_nats(arguments.data, arguments.nats)
     bus = await nats.connect(config, "millrace-top")

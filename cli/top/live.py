@@ -6,9 +6,9 @@ import asyncio
 import signal
 import time
 
-from cli.top.screen import CTRL_C, Screen
-from cli.top.source import SnapshotSource
-from cli.top.view import Snapshot, view
+from millrace.cli.top.screen import CTRL_C, Screen
+from millrace.cli.top.source import SnapshotSource
+from millrace.cli.top.view import Snapshot, view
 
 _MIN_PAUSE_S = 0.2
 _INTERRUPTED = 130

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import msgspec
 
-from bus.api import Bus
-from cli.top.view import Snapshot, TenantRow, Totals, WorkerRow
-from gateway.streams.fleet_view import FleetView
-from schemas.control import TelemetryQuery
-from schemas.errors import MillraceError
+from millrace.bus.api import Bus
+from millrace.cli.top.view import Snapshot, TenantRow, Totals, WorkerRow
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.schemas.control import TelemetryQuery
+from millrace.schemas.errors import MillraceError
 
 _T = TypeVar("_T")
 

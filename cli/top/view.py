@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from runtime.text_table import one_line, plain_text
-from schemas.control import QueueStatus, WorkerStatus
+from millrace.runtime.text_table import one_line, plain_text
+from millrace.schemas.control import QueueStatus, WorkerStatus
 
 _BAR_CELLS = 8
 _NOTHING = "-"

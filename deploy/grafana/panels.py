@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from telemetry.http.answers import load_queries, without_comments
+from millrace.telemetry.http.answers import load_queries, without_comments
 
 QUERIES = load_queries()
 CLICKHOUSE = {"type": "grafana-clickhouse-datasource", "uid": "clickhouse"}

@@ -13,16 +13,16 @@ import random
 
 import msgspec
 
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind, EnginePromises, check_supported
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason
-from workers.engine.outputs import finished_output, refusal
-from workers.engine.scheduling.admission import finished_before, longest_total_tokens
-from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
-from workers.engine_like import EngineLike
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind, EnginePromises, check_supported
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.outputs import finished_output, refusal
+from millrace.workers.engine.scheduling.admission import finished_before, longest_total_tokens
+from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
+from millrace.workers.engine_like import EngineLike
 
 _STEP_S = 0.005
 _CAPACITY_TOKENS = 1 << 16

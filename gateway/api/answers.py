@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.api.client_connection import HttpClient
-from gateway.api.event_pump import EventPump
-from gateway.core import Gateway
-from gateway.errors import GOING_AWAY_REFUSAL, Refusal
-from gateway.rendering.rendering import Renderer
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.parts import Part
-from gateway.transport.connection_writer import ResponseWriter
-from gateway.transport.http import (
+from millrace.gateway.api.client_connection import HttpClient
+from millrace.gateway.api.event_pump import EventPump
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import GOING_AWAY_REFUSAL, Refusal
+from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.transport.connection_writer import ResponseWriter
+from millrace.gateway.transport.http import (
     JSON,
     Headers,
     Send,

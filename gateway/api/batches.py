@@ -8,19 +8,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.paging import list_response, page_of
-from gateway.batches.files import Files
-from gateway.batches.ordered_ids import new_ordered_id
-from gateway.batches.store import BatchRecord, BatchStore
-from gateway.core import Gateway
-from gateway.errors import NotFoundError
-from gateway.request.message_fields import check_metadata
-from gateway.transport.decoding import decode
-from gateway.transport.http import json_response, read_body
-from runtime.redis.link import reachable
-from schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
-from schemas.errors import MillraceError, ParameterError
-from schemas.files import FilePurpose
+from millrace.gateway.api.paging import list_response, page_of
+from millrace.gateway.batches.files import Files
+from millrace.gateway.batches.ordered_ids import new_ordered_id
+from millrace.gateway.batches.store import BatchRecord, BatchStore
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import NotFoundError
+from millrace.gateway.request.message_fields import check_metadata
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import json_response, read_body
+from millrace.runtime.redis.link import reachable
+from millrace.schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.files import FilePurpose
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 WINDOW = "24h"

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint, PooledPlan
-from gateway.core import Gateway
-from gateway.models import ServedModelLike
-from gateway.rendering.activation import activated, numbers_of
-from gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
-from gateway.request.message_fields import priority_of
-from gateway.transport.decoding import decode
-from registry.checkpoints.classifier import Activation, ClassifierHead
-from schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
-from schemas.pooling import Pooling
+from millrace.gateway.api.pooled import (
+    AnswerHead,
+    PooledAnswer,
+    PooledAsk,
+    PooledEndpoint,
+    PooledPlan,
+)
+from millrace.gateway.core import Gateway
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.activation import activated, numbers_of
+from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
+from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.transport.decoding import decode
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
+from millrace.schemas.pooling import Pooling
 
 ROUTE = "/classify"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.streams.stream import Client, OpenStream
-from gateway.transport.http import Receive, wait_for_disconnect
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.transport.http import Receive, wait_for_disconnect
 
 ABORT_EXTENSION = "millrace.abort"
 

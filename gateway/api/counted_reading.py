@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from gateway.core import Gateway
-from gateway.tenancy.caller import Caller
-from gateway.transport.http import new_request_id, read_body
+from millrace.gateway.core import Gateway
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.http import new_request_id, read_body
 
 
 @asynccontextmanager

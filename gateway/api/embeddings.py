@@ -7,22 +7,28 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from gateway.api.classify import class_activation
-from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint, PooledPlan
-from gateway.core import Gateway
-from gateway.models import ServedModelLike
-from gateway.rendering.activation import activated, numbers_of
-from gateway.rendering.embedding_jobs import (
+from millrace.gateway.api.classify import class_activation
+from millrace.gateway.api.pooled import (
+    AnswerHead,
+    PooledAnswer,
+    PooledAsk,
+    PooledEndpoint,
+    PooledPlan,
+)
+from millrace.gateway.core import Gateway
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.activation import activated, numbers_of
+from millrace.gateway.rendering.embedding_jobs import (
     classifier_of,
     embedding_pooling,
     form_of,
     inputs_of,
     user_of,
 )
-from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.message_fields import priority_of
-from gateway.transport.decoding import decode
-from schemas.embeddings import (
+from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,
     EmbeddingRequest,
@@ -30,8 +36,8 @@ from schemas.embeddings import (
     PoolingObject,
     PoolingRequest,
 )
-from schemas.errors import ParameterError
-from schemas.pooling import Pooling
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.pooling import Pooling
 
 ROUTE = "/v1/embeddings"
 POOLING_ROUTE = "/pooling"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gateway.api.client_connection import HttpClient
-from gateway.core import Gateway
-from gateway.rendering.chunks import SSE_COMMENT, SSE_KEEP_ALIVE, encode
-from gateway.rendering.rendering import Renderer
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.parts import Part
-from gateway.transport.connection_writer import ResponseWriter
-from gateway.transport.event_ids import event_id_line, with_event_id
+from millrace.gateway.api.client_connection import HttpClient
+from millrace.gateway.core import Gateway
+from millrace.gateway.rendering.chunks import SSE_COMMENT, SSE_KEEP_ALIVE, encode
+from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.transport.connection_writer import ResponseWriter
+from millrace.gateway.transport.event_ids import event_id_line, with_event_id
 
 _KEEP_ALIVE_S = 15.0
 

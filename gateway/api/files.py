@@ -11,16 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.api.paging import list_response, page_of
-from gateway.batches.files import Files
-from gateway.batches.ordered_ids import new_ordered_id
-from gateway.batches.store import BatchStore
-from gateway.core import Gateway
-from gateway.transport.body_deadline import BodyDeadline
-from gateway.transport.http import ClientLeftError, content_length, json_response
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
-from schemas.files import FileDeleted, FileList, FileObject, FilePurpose
+from millrace.gateway.api.paging import list_response, page_of
+from millrace.gateway.batches.files import Files
+from millrace.gateway.batches.ordered_ids import new_ordered_id
+from millrace.gateway.batches.store import BatchStore
+from millrace.gateway.core import Gateway
+from millrace.gateway.transport.body_deadline import BodyDeadline
+from millrace.gateway.transport.http import ClientLeftError, content_length, json_response
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.schemas.files import FileDeleted, FileList, FileObject, FilePurpose
 
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from gateway.api.answers import Answers
-from gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from gateway.core import Gateway
-from gateway.rendering.rendering import Renderer
-from gateway.request.response_reader import ResponseReader
-from gateway.request.resuming import UnknownRequestError
-from gateway.responses.store import ResponseNotFoundError
-from gateway.tenancy.caller import Caller
-from gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
-from gateway.transport.http import Headers, Receive, Scope, Send
+from millrace.gateway.api.answers import Answers
+from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
+from millrace.gateway.core import Gateway
+from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.request.resuming import UnknownRequestError
+from millrace.gateway.responses.store import ResponseNotFoundError
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from millrace.gateway.transport.http import Headers, Receive, Scope, Send
 
 
 async def follow(

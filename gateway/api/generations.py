@@ -8,26 +8,26 @@ import logging
 import re
 from collections.abc import Iterator
 
-from gateway.api.answers import Answers
-from gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from gateway.api.following import follow
-from gateway.core import Gateway
-from gateway.errors import (
+from millrace.gateway.api.answers import Answers
+from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
+from millrace.gateway.api.following import follow
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import (
     InternalError,
     MethodNotAllowedError,
     SlowRequestError,
     refusal_of,
 )
-from gateway.rendering.rendering import Endpoint, Prepared
-from gateway.request.detached_client import DetachedClient
-from gateway.request.index import digest_of
-from gateway.request.response_stream import ResponseStream
-from gateway.request.submitter import Requester
-from gateway.request.tracing import TRACEPARENT, RequestTrace
-from gateway.tenancy.caller import Caller
-from gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
-from gateway.transport.event_ids import parse_event_id
-from gateway.transport.http import (
+from millrace.gateway.rendering.rendering import Endpoint, Prepared
+from millrace.gateway.request.detached_client import DetachedClient
+from millrace.gateway.request.index import digest_of
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.request.submitter import Requester
+from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from millrace.gateway.transport.event_ids import parse_event_id
+from millrace.gateway.transport.http import (
     ACCEPTED,
     CALLER,
     JSON,
@@ -43,7 +43,7 @@ from gateway.transport.http import (
     send_refusal,
     send_response,
 )
-from schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 

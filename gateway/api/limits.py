@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bus.tenancy.accounts import Account, AccountUsage
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import Identity, require_admin
-from gateway.tenancy.limit_headers import remaining
-from gateway.tenancy.limits import Limiter
-from gateway.transport.http import json_response
-from schemas.errors import ParameterError
-from schemas.jobs import Tier
-from schemas.tenants import LimitSet, check_tenant, from_nano
+from millrace.bus.tenancy.accounts import Account, AccountUsage
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Identity, require_admin
+from millrace.gateway.tenancy.limit_headers import remaining
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.transport.http import json_response
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitSet, check_tenant, from_nano
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):

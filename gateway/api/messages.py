@@ -7,23 +7,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.counted_reading import counted_body
-from gateway.core import Gateway
-from gateway.errors import Refusal
-from gateway.generation_request import GenerationRequest
-from gateway.messages.input import generation_request_of
-from gateway.messages.refusals import in_messages_shape
-from gateway.messages.renderer import MessageRenderer
-from gateway.rendering.rendering import Endpoint, Prepared, read_long
-from gateway.request.admission import tier_of
-from gateway.responses.window import num_input_tokens
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from gateway.transport.http import json_response
-from registry.tokenizers.prompt_pool import PromptPool
-from schemas.anthropic.answers import TokenCount
-from schemas.anthropic.requests import MessagesRequest
-from schemas.errors import ParameterError
+from millrace.gateway.api.counted_reading import counted_body
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import Refusal
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.messages.input import generation_request_of
+from millrace.gateway.messages.refusals import in_messages_shape
+from millrace.gateway.messages.renderer import MessageRenderer
+from millrace.gateway.rendering.rendering import Endpoint, Prepared, read_long
+from millrace.gateway.request.admission import tier_of
+from millrace.gateway.responses.window import num_input_tokens
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import json_response
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.anthropic.answers import TokenCount
+from millrace.schemas.anthropic.requests import MessagesRequest
+from millrace.schemas.errors import ParameterError
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.core import Gateway
-from gateway.errors import NotFoundError, TelemetryUnavailableError
-from gateway.tenancy.identity import require_admin
-from runtime.retry import retry
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.errors import MillraceError, ParameterError
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import NotFoundError, TelemetryUnavailableError
+from millrace.gateway.tenancy.identity import require_admin
+from millrace.runtime.retry import retry
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.errors import MillraceError, ParameterError
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.transport.http import json_response
-from schemas.errors import ParameterError
+from millrace.gateway.transport.http import json_response
+from millrace.schemas.errors import ParameterError
 
 
 class Page(NamedTuple):

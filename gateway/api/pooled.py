@@ -13,16 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.core import Gateway
-from gateway.errors import refusal_of, refusal_of_end
-from gateway.models import ServedModelLike
-from gateway.rendering.embedding_jobs import Input, jobs_of
-from gateway.rendering.rendering import read_long
-from gateway.request.job_maker import bare_job
-from gateway.request.tracing import TRACEPARENT, RequestTrace
-from gateway.streams.usage import total_usage
-from gateway.tenancy.caller import Caller
-from gateway.transport.http import (
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import refusal_of, refusal_of_end
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.embedding_jobs import Input, jobs_of
+from millrace.gateway.rendering.rendering import read_long
+from millrace.gateway.request.job_maker import bare_job
+from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
+from millrace.gateway.streams.usage import total_usage
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.http import (
     JSON,
     ClientLeftError,
     Receive,
@@ -32,11 +32,11 @@ from gateway.transport.http import (
     read_body,
     wait_for_disconnect,
 )
-from schemas.embeddings import EmbeddingUsage
-from schemas.errors import MillraceError
-from schemas.frames import Done, TerminalFrame, Usage
-from schemas.jobs import Job
-from schemas.pooling import Pooling
+from millrace.schemas.embeddings import EmbeddingUsage
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Done, TerminalFrame, Usage
+from millrace.schemas.jobs import Job
+from millrace.schemas.pooling import Pooling
 
 # Jobs of one request that are in the queue or run at a time.
 MAX_JOBS_AT_ONCE = 64

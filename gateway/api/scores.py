@@ -9,16 +9,22 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from gateway.api.pooled import AnswerHead, PooledAnswer, PooledAsk, PooledEndpoint, PooledPlan
-from gateway.core import Gateway
-from gateway.models import ServedModelLike
-from gateway.rendering.activation import activated, numbers_of
-from gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
-from gateway.rendering.similarity import Vector, cosine
-from gateway.request.message_fields import priority_of
-from gateway.transport.decoding import decode
-from registry.checkpoints.classifier import Activation, ClassifierHead
-from schemas.embeddings import (
+from millrace.gateway.api.pooled import (
+    AnswerHead,
+    PooledAnswer,
+    PooledAsk,
+    PooledEndpoint,
+    PooledPlan,
+)
+from millrace.gateway.core import Gateway
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.activation import activated, numbers_of
+from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
+from millrace.gateway.rendering.similarity import Vector, cosine
+from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.transport.decoding import decode
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.schemas.embeddings import (
     RerankedText,
     RerankList,
     RerankRequest,
@@ -27,8 +33,8 @@ from schemas.embeddings import (
     ScoreList,
     ScoreRequest,
 )
-from schemas.errors import ParameterError
-from schemas.pooling import Pooling
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.pooling import Pooling
 
 _MadeT = TypeVar("_MadeT")
 

@@ -11,28 +11,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bus.storage import NATS
-from gateway.api.counted_reading import counted_body
-from gateway.core import Gateway
-from gateway.models import ServedModelLike
-from gateway.request.message_fields import chat_messages, tools_of
-from gateway.tenancy.identity import AuthenticationError
-from gateway.transport.decoding import decode
-from gateway.transport.http import json_response
-from gateway.transport.proxies import is_forwarded
-from registry.tokenizers.prompt_pool import num_characters_with
-from runtime.addresses import is_loopback
-from runtime.metrics_server import bears_token, build_version
-from schemas.chat.tokenizing import (
+from millrace.bus.storage import NATS
+from millrace.gateway.api.counted_reading import counted_body
+from millrace.gateway.core import Gateway
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.request.message_fields import chat_messages, tools_of
+from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import json_response
+from millrace.gateway.transport.proxies import is_forwarded
+from millrace.registry.tokenizers.prompt_pool import num_characters_with
+from millrace.runtime.addresses import is_loopback
+from millrace.runtime.metrics_server import bears_token, build_version
+from millrace.schemas.chat.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from schemas.errors import MillraceError, ParameterError
-from schemas.jobs import Tier
-from schemas.openai import ModelCard, ModelList
-from schemas.tenants import lower_limit
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.jobs import Tier
+from millrace.schemas.openai import ModelCard, ModelList
+from millrace.schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
 

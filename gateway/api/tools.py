@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.core import Gateway
-from gateway.transport.http import json_response
+from millrace.gateway.core import Gateway
+from millrace.gateway.transport.http import json_response
 
 
 class ServerTool(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.batches.input import InputLine
-from gateway.errors import Refusal
-from schemas.batches import BatchAnswer, BatchLine, LineError, LineResponse
+from millrace.gateway.batches.input import InputLine
+from millrace.gateway.errors import Refusal
+from millrace.schemas.batches import BatchAnswer, BatchLine, LineError, LineResponse
 
 _OK = 200
 _encoder = msgspec.json.Encoder()

@@ -8,17 +8,28 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from gateway.batches.lines import BatchEndpoint, BatchOrder
-from gateway.core import Gateway
-from gateway.rendering.embedding_jobs import embedding_pooling, form_of, inputs_of, jobs_of, user_of
-from gateway.rendering.embedding_vectors import VectorForm
-from gateway.request.job_maker import bare_job
-from gateway.request.message_fields import priority_of
-from gateway.streams.usage import total_usage
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from schemas.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
-from schemas.jobs import JobResult, Tier
+from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder
+from millrace.gateway.core import Gateway
+from millrace.gateway.rendering.embedding_jobs import (
+    embedding_pooling,
+    form_of,
+    inputs_of,
+    jobs_of,
+    user_of,
+)
+from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.gateway.request.job_maker import bare_job
+from millrace.gateway.request.message_fields import priority_of
+from millrace.gateway.streams.usage import total_usage
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.embeddings import (
+    EmbeddingList,
+    EmbeddingObject,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from millrace.schemas.jobs import JobResult, Tier
 
 
 class EmbeddingBatchEndpoint(BatchEndpoint):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from bus.store.objects import Objects, StoredObject
-from gateway.errors import NotFoundError
-from schemas.files import FileObject, FilePurpose
+from millrace.bus.store.objects import Objects, StoredObject
+from millrace.gateway.errors import NotFoundError
+from millrace.schemas.files import FileObject, FilePurpose
 
 _NS_PER_S = 1_000_000_000
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.transport.decoding import decode
-from schemas.batches import MAX_LINES, BatchError, BatchLine
-from schemas.errors import MillraceError, ParameterError
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.batches import MAX_LINES, BatchError, BatchLine
+from millrace.schemas.errors import MillraceError, ParameterError
 
 _MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARACTERS = 512

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from gateway.batches import answers as batch_answers
-from gateway.batches.input import InputLine, read_line
-from gateway.batches.lines import BatchEndpoint, BatchOrder
-from gateway.batches.log import BatchLog
-from gateway.batches.results import ResultWaiter
-from gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
-from gateway.core import Gateway
-from gateway.errors import InternalError, Refusal, refusal_of
-from runtime.retry import doubling_delays
-from runtime.tasks import wait_or_sleep
-from schemas.batches import BatchLine
-from schemas.errors import MillraceError, QueueFullError
-from schemas.jobs import Job, JobResult
-from schemas.records import Status
+from millrace.gateway.batches import answers as batch_answers
+from millrace.gateway.batches.input import InputLine, read_line
+from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder
+from millrace.gateway.batches.log import BatchLog
+from millrace.gateway.batches.results import ResultWaiter
+from millrace.gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import InternalError, Refusal, refusal_of
+from millrace.runtime.retry import doubling_delays
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.schemas.batches import BatchLine
+from millrace.schemas.errors import MillraceError, QueueFullError
+from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.records import Status
 
 logger = logging.getLogger(__name__)
 

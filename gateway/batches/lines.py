@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gateway.core import Gateway
-from gateway.errors import Refusal, refusal_of_end
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.rendering.rendering import Endpoint, Prepared
-from gateway.request.detached_client import NULL_CLIENT
-from gateway.request.job_maker import bare_job, prompt_token_ids
-from gateway.request.response_reader import AcceptedRequest, ResponseReader
-from gateway.streams.stored_results import end_of, frames_of
-from gateway.streams.stream import OpenStream
-from gateway.tenancy.caller import Caller
-from schemas.errors import MillraceError, ParameterError
-from schemas.frames import Done
-from schemas.jobs import Job, JobResult, Tier
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import Refusal, refusal_of_end
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.rendering import Endpoint, Prepared
+from millrace.gateway.request.detached_client import NULL_CLIENT
+from millrace.gateway.request.job_maker import bare_job, prompt_token_ids
+from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
+from millrace.gateway.streams.stored_results import end_of, frames_of
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.frames import Done
+from millrace.schemas.jobs import Job, JobResult, Tier
 
 _NS_PER_S = 1_000_000_000
 _TIERS = (None, Tier.BATCH)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from bus.store.objects import Objects
-from gateway.batches.store import BatchStore, FinishedLine, LogEntry, PublishedLine
+from millrace.bus.store.objects import Objects
+from millrace.gateway.batches.store import BatchStore, FinishedLine, LogEntry, PublishedLine
 
 _ENTRY_BYTES = 256 * 1024
 _LINE_OVERHEAD_BYTES = 64

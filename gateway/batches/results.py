@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.api import Bus
-from bus.transport import Subscription
-from runtime.clock import Clock
-from runtime.tasks import wait_or_sleep
-from schemas.errors import BusUnavailableError
-from schemas.jobs import JobResult
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import JobResult
 
 _FIRST_POLL_S = 0.1
 _POLL_S = 5.0

@@ -9,24 +9,30 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from bus.store.journal import JournalConflictError
-from bus.store.objects import ObjectLostError
-from gateway.batches import answers as batch_answers
-from gateway.batches.files import Files
-from gateway.batches.input import InputLine, LineTooLongError, check_input, lines_of, read_line
-from gateway.batches.line_run import LineRunner, attempt_id
-from gateway.batches.lines import BatchEndpoint
-from gateway.batches.log import BatchLog
-from gateway.batches.results import ResultWaiter
-from gateway.batches.store import BatchRecord, BatchStore, FinishedLine
-from gateway.core import Gateway
-from gateway.errors import NotFoundError
-from gateway.request.job_maker import job_id
-from runtime.tasks import first_error
-from schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
-from schemas.control import Cancel, CancelReason
-from schemas.errors import MillraceError
-from schemas.files import FilePurpose
+from millrace.bus.store.journal import JournalConflictError
+from millrace.bus.store.objects import ObjectLostError
+from millrace.gateway.batches import answers as batch_answers
+from millrace.gateway.batches.files import Files
+from millrace.gateway.batches.input import (
+    InputLine,
+    LineTooLongError,
+    check_input,
+    lines_of,
+    read_line,
+)
+from millrace.gateway.batches.line_run import LineRunner, attempt_id
+from millrace.gateway.batches.lines import BatchEndpoint
+from millrace.gateway.batches.log import BatchLog
+from millrace.gateway.batches.results import ResultWaiter
+from millrace.gateway.batches.store import BatchRecord, BatchStore, FinishedLine
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import NotFoundError
+from millrace.gateway.request.job_maker import job_id
+from millrace.runtime.tasks import first_error
+from millrace.schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.files import FilePurpose
 
 _log = logging.getLogger(__name__)
 

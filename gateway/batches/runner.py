@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from bus import redis_keys
-from bus.store.journal import JournalConflictError
-from gateway.batches.embeddings import EmbeddingBatchEndpoint
-from gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
-from gateway.batches.ordered_ids import created_ms
-from gateway.batches.run import BatchRun
-from gateway.batches.store import BatchStore
-from gateway.core import Gateway
-from gateway.errors import NotFoundError
-from gateway.rendering.rendering import Endpoint
-from runtime.clock import until_beat_s
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from runtime.tasks import Tasks, wait_or_sleep
-from schemas.errors import BusUnavailableError, MillraceError
+from millrace.bus import redis_keys
+from millrace.bus.store.journal import JournalConflictError
+from millrace.gateway.batches.embeddings import EmbeddingBatchEndpoint
+from millrace.gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
+from millrace.gateway.batches.ordered_ids import created_ms
+from millrace.gateway.batches.run import BatchRun
+from millrace.gateway.batches.store import BatchStore
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import NotFoundError
+from millrace.gateway.rendering.rendering import Endpoint
+from millrace.runtime.clock import until_beat_s
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from bus import subjects
-from bus.store.journal import Journal, JournalConflictError
-from gateway.errors import NotFoundError
-from gateway.tenancy.caller import Caller
-from schemas.batches import Batch, BatchStatus
-from schemas.errors import MillraceError
+from millrace.bus import subjects
+from millrace.bus.store.journal import Journal, JournalConflictError
+from millrace.gateway.errors import NotFoundError
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.batches import Batch, BatchStatus
+from millrace.schemas.errors import MillraceError
 
 _ATTEMPTS = 20
 _AT_ONCE = 500

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.streams.parts import (
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -15,7 +15,7 @@ from gateway.streams.parts import (
     ReasoningPart,
     TextPart,
 )
-from schemas.anthropic.answers import (
+from millrace.schemas.anthropic.answers import (
     AnswerBlock,
     BlockTextDelta,
     ContentBlockDelta,

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.request.message_fields import in_words, refuse_unhonoured, respelled
-from gateway.request.parsing import parse_chat
-from schemas.anthropic.requests import (
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.message_fields import in_words, refuse_unhonoured, respelled
+from millrace.gateway.request.parsing import parse_chat
+from millrace.schemas.anthropic.requests import (
     ContentBlock,
     GivenMessage,
     MessagesRequest,
@@ -22,7 +22,7 @@ from schemas.anthropic.requests import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from schemas.chat.messages import (
+from millrace.schemas.chat.messages import (
     CalledFunction,
     EchoedMessage,
     Message,
@@ -31,8 +31,8 @@ from schemas.chat.messages import (
     ToolMessage,
     UserMessage,
 )
-from schemas.errors import ParameterError
-from schemas.openai import (
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import (
     ChatCompletionRequest,
     FunctionFields,
     FunctionTool,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.errors import Refusal
-from schemas.anthropic.answers import MessagesError, MessagesErrorInfo
+from millrace.gateway.errors import Refusal
+from millrace.schemas.anthropic.answers import MessagesError, MessagesErrorInfo
 
 _TYPES = {
     401: "authentication_error",

@@ -7,12 +7,12 @@ from typing import get_args
 
 import msgspec
 
-from gateway.errors import Refusal
-from gateway.messages.blocks import ContentBlocks
-from gateway.messages.refusals import error_of
-from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import Part
-from schemas.anthropic.answers import (
+from millrace.gateway.errors import Refusal
+from millrace.gateway.messages.blocks import ContentBlocks
+from millrace.gateway.messages.refusals import error_of
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import Part
+from millrace.schemas.anthropic.answers import (
     ContentBlockDelta,
     MessageAnswer,
     MessageEnd,
@@ -24,7 +24,7 @@ from schemas.anthropic.answers import (
     StopReason,
     ThinkingTokensDetails,
 )
-from schemas.frames import FinishReason, Usage
+from millrace.schemas.frames import FinishReason, Usage
 
 _encode = msgspec.json.encode
 _HEADS = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gateway.openapi.operation import ORDER, delete, get, page, post
-from schemas.chat.conversations import (
+from millrace.gateway.openapi.operation import ORDER, delete, get, page, post
+from millrace.schemas.chat.conversations import (
     Conversation,
     ConversationDeleted,
     ConversationRequest,
     ConversationUpdate,
     NewItems,
 )
-from schemas.responses import Item, ItemList
+from millrace.schemas.responses import Item, ItemList
 
 _ONE = "/v1/conversations/{conversation_id}"
 _HELLO = {"type": "message", "role": "user", "content": "Hello!"}

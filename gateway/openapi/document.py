@@ -1,7 +1,7 @@
 """The gateway's contracts as documents, made from the schemas: HTTP as OpenAPI 3.1, the messages of
 the WebSocket as a JSON Schema.
 
-``python -m gateway.openapi.document`` writes docs/openapi.json and docs/websocket.schema.json anew.
+``python -m millrace.gateway.openapi.document`` writes docs/openapi.json and docs/websocket.schema.json anew.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.system import HEALTH_PATHS
-from gateway.openapi.fields import REF, refine
-from gateway.openapi.operation import JSON, Media, Operation
-from gateway.openapi.operations import BY_TAG, OPERATIONS
-from schemas.json_schema import Schema, document_text, without_discriminators
-from schemas.openai import ErrorBody
-from schemas.responses import GivenItem
-from schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
+from millrace.gateway.api.system import HEALTH_PATHS
+from millrace.gateway.openapi.fields import REF, refine
+from millrace.gateway.openapi.operation import JSON, Media, Operation
+from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
+from millrace.schemas.json_schema import Schema, document_text, without_discriminators
+from millrace.schemas.openai import ErrorBody
+from millrace.schemas.responses import GivenItem
+from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _SSE = "text/event-stream"

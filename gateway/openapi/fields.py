@@ -7,14 +7,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from gateway.api.kept.conversations import MAX_NEW_ITEMS
-from gateway.request import grammar_fields, message_fields, parsing
-from gateway.responses import input as responses_input
-from schemas.embeddings import MAX_INPUTS
-from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
-from schemas.json_schema import Schema
-from schemas.responses import GivenItem
-from schemas.sampling import (
+from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
+from millrace.gateway.request import grammar_fields, message_fields, parsing
+from millrace.gateway.responses import input as responses_input
+from millrace.schemas.embeddings import MAX_INPUTS
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
+from millrace.schemas.json_schema import Schema
+from millrace.schemas.responses import GivenItem
+from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LENGTH_PENALTY,
@@ -25,7 +25,7 @@ from schemas.sampling import (
     MAX_STOP_STRINGS,
     MAX_TOP_K,
 )
-from schemas.tools import MAX_TOOLS
+from millrace.schemas.tools import MAX_TOOLS
 
 REF = "#/components/schemas/{name}"
 

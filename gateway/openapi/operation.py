@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
-from schemas.json_schema import Schema
-from schemas.openai import ErrorBody
+from millrace.schemas.json_schema import Schema
+from millrace.schemas.openai import ErrorBody
 
 JSON = "application/json"
 

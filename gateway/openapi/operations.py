@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from itertools import chain
 
-from gateway.api.classify import ROUTE as CLASSIFY_ROUTE
-from gateway.api.embeddings import POOLING_ROUTE
-from gateway.api.kept.sessions import SessionDeleted
-from gateway.api.limits import CallerLimits
-from gateway.api.messages import COUNT_TOKENS
-from gateway.api.scores import RERANK_PATHS, SCORE_PATHS
-from gateway.api.system import (
+from millrace.gateway.api.classify import ROUTE as CLASSIFY_ROUTE
+from millrace.gateway.api.embeddings import POOLING_ROUTE
+from millrace.gateway.api.kept.sessions import SessionDeleted
+from millrace.gateway.api.limits import CallerLimits
+from millrace.gateway.api.messages import COUNT_TOKENS
+from millrace.gateway.api.scores import RERANK_PATHS, SCORE_PATHS
+from millrace.gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
     TOKENIZE_PATHS,
     Health,
     Version,
 )
-from gateway.api.tools import ServerToolList
-from gateway.openapi.conversations import CONVERSATIONS
-from gateway.openapi.fields import closed_object
-from gateway.openapi.operation import (
+from millrace.gateway.api.tools import ServerToolList
+from millrace.gateway.openapi.conversations import CONVERSATIONS
+from millrace.gateway.openapi.fields import closed_object
+from millrace.gateway.openapi.operation import (
     JSON,
     ORDER,
     Media,
@@ -32,18 +32,23 @@ from gateway.openapi.operation import (
     page,
     post,
 )
-from gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
-from schemas.anthropic.answers import MessageAnswer, MessageEvent, MessagesError, TokenCount
-from schemas.anthropic.requests import MessagesRequest
-from schemas.batches import Batch, BatchList, BatchRequest
-from schemas.chat.completions import ChatCompletion
-from schemas.chat.tokenizing import (
+from millrace.gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
+from millrace.schemas.anthropic.answers import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesError,
+    TokenCount,
+)
+from millrace.schemas.anthropic.requests import MessagesRequest
+from millrace.schemas.batches import Batch, BatchList, BatchRequest
+from millrace.schemas.chat.completions import ChatCompletion
+from millrace.schemas.chat.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from schemas.embeddings import (
+from millrace.schemas.embeddings import (
     ClassifyList,
     ClassifyRequest,
     EmbeddingList,
@@ -55,23 +60,23 @@ from schemas.embeddings import (
     ScoreList,
     ScoreRequest,
 )
-from schemas.files import FileDeleted, FileList, FileObject
-from schemas.openai import (
+from millrace.schemas.files import FileDeleted, FileList, FileObject
+from millrace.schemas.openai import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
     ModelCard,
     ModelList,
 )
-from schemas.response_events import ResponseEvent
-from schemas.responses import (
+from millrace.schemas.response_events import ResponseEvent
+from millrace.schemas.responses import (
     InputTokens,
     ItemList,
     Response,
     ResponseDeleted,
     ResponsesRequest,
 )
-from schemas.sessions import SessionHistory
+from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")

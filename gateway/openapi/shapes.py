@@ -7,14 +7,14 @@ from typing import Literal
 
 import msgspec
 
-from schemas.chat.completions import ToolStepInfo
-from schemas.openai import (
+from millrace.schemas.chat.completions import ToolStepInfo
+from millrace.schemas.openai import (
     ChoiceLogprobs,
     CompletionLogprobs,
     TokenIds,
     UsageInfo,
 )
-from schemas.sessions import SessionInfo
+from millrace.schemas.sessions import SessionInfo
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-from registry.checkpoints.classifier import Activation
+from millrace.registry.checkpoints.classifier import Activation
 
 _BYTES_PER_NUMBER = 4
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.errors import Refusal
-from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from gateway.rendering.logprobs import logprob_infos, prompt_tokens
-from gateway.rendering.rendering import BodyEndpoint
-from gateway.rendering.token_ids import ToldTokens
-from gateway.request.parsing import parse_chat
-from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import (
+from millrace.gateway.errors import Refusal
+from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
+from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
+from millrace.gateway.rendering.rendering import BodyEndpoint
+from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.request.parsing import parse_chat
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -20,9 +20,14 @@ from gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from schemas.chat.completions import AssistantMessage, ChatChoice, ChatCompletion, ToolStepInfo
-from schemas.chat.messages import CalledFunction, MessageToolCall
-from schemas.openai import (
+from millrace.schemas.chat.completions import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ToolStepInfo,
+)
+from millrace.schemas.chat.messages import CalledFunction, MessageToolCall
+from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChoiceLogprobs,
     LogprobInfo,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET
 
-from gateway.errors import Refusal
-from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import ChoiceEnd
-from schemas.frames import Usage
-from schemas.openai import CompletionTokensDetails, PromptTokensDetails, StreamOptions, UsageInfo
+from millrace.gateway.errors import Refusal
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import ChoiceEnd
+from millrace.schemas.frames import Usage
+from millrace.schemas.openai import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    StreamOptions,
+    UsageInfo,
+)
 
 encode = msgspec.json.encode
 

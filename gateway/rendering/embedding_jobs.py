@@ -8,14 +8,14 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from gateway.models import ServedModelLike
-from gateway.rendering.embedding_vectors import VectorForm
-from registry.checkpoints.classifier import ClassifierHead
-from registry.tokenizers.prompt_pool import PromptPool
-from schemas.embeddings import MAX_INPUTS, EmbeddingRequest
-from schemas.errors import ParameterError
-from schemas.jobs import MAX_LABEL_CHARACTERS, Job
-from schemas.pooling import EmbeddingPooling, Pooling
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.registry.checkpoints.classifier import ClassifierHead
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.embeddings import MAX_INPUTS, EmbeddingRequest
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job
+from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 _PAIR_FIELD = "text_pair"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.models import TokenizerLike
-from gateway.request.response_reader import ResponseReader
-from schemas.frames import TokenLogprob
-from schemas.openai import (
+from millrace.gateway.models import TokenizerLike
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.openai import (
     CompletionLogprobs,
     LogprobInfo,
     PromptTokenInfo,

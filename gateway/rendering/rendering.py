@@ -9,15 +9,15 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from gateway.errors import Refusal
-from gateway.generation_request import GenerationRequest
-from gateway.request.intake_limits import LONG_BODY_BYTES
-from gateway.request.response_reader import ResponseReader
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.parts import Part
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from registry.tokenizers.prompt_pool import PromptPool
+from millrace.gateway.errors import Refusal
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.registry.tokenizers.prompt_pool import PromptPool
 
 _ReadT = TypeVar("_ReadT")
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.errors import Refusal
-from gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from gateway.rendering.logprobs import completion_logprobs, prompt_tokens
-from gateway.rendering.rendering import BodyEndpoint
-from gateway.rendering.token_ids import ToldTokens
-from gateway.request.parsing import parse_completion
-from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import ChoiceEnd, Part, TextPart
-from schemas.frames import TokenLogprob
-from schemas.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from millrace.gateway.errors import Refusal
+from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
+from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
+from millrace.gateway.rendering.rendering import BodyEndpoint
+from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.request.parsing import parse_completion
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import ChoiceEnd, Part, TextPart
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 
 _AFTER_TEXT = b',"logprobs":null,"finish_reason":null'
 

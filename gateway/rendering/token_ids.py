@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.request.response_reader import ResponseReader
-from gateway.streams.parts import Part, ReasoningPart, TextPart
-from gateway.streams.stored_results import UNKNOWN_TOKEN_ID
-from schemas.openai import TokenIds
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import Part, ReasoningPart, TextPart
+from millrace.gateway.streams.stored_results import UNKNOWN_TOKEN_ID
+from millrace.schemas.openai import TokenIds
 
 
 class ToldTokens:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
-from bus.api import Bus
-from bus.store.watch import StoreWatch
-from gateway.errors import DrainingError
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.request.intake_limits import IntakeLimits
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.usage import total_usage
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.limits import Limiter
-from gateway.transport.http import Headers
-from registry.pricing import cost
-from schemas.errors import BusUnavailableError, ParameterError
-from schemas.frames import Usage
-from schemas.jobs import Job, Tier
+from millrace.bus.api import Bus
+from millrace.bus.store.watch import StoreWatch
+from millrace.gateway.errors import DrainingError
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.request.intake_limits import IntakeLimits
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.usage import total_usage
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.transport.http import Headers
+from millrace.registry.pricing import cost
+from millrace.schemas.errors import BusUnavailableError, ParameterError
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Job, Tier
 
 _URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 

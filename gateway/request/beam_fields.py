@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from gateway.request.grammar_fields import grammar_field
-from schemas.errors import ParameterError
-from schemas.openai import ChatCompletionRequest, ChatFields, CompletionRequest, GenerationFields
+from millrace.gateway.request.grammar_fields import grammar_field
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import (
+    ChatCompletionRequest,
+    ChatFields,
+    CompletionRequest,
+    GenerationFields,
+)
 
 # Those that only ask for something if they are true, or not empty.
 _CHAT_FIELDS = ("logprobs", "top_logprobs", "server_tools")

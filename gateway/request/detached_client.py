@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import Client, OpenStream
 
 
 class DetachedClient(Client):

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.request.message_fields import refuse_unhonoured
-from registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
-from schemas.errors import ParameterError
-from schemas.openai import (
+from millrace.gateway.request.message_fields import refuse_unhonoured
+from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import (
     NOT_GIVEN,
     ChatFields,
     CompletionRequest,
@@ -21,7 +21,7 @@ from schemas.openai import (
     ResponseFormat,
     StructuredOutputs,
 )
-from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
 _FORMAT = "response_format"
 _FORMAT_SCHEMA = f"{_FORMAT}.json_schema.schema"

@@ -6,14 +6,14 @@ import hashlib
 
 import msgspec
 
-from bus import redis_keys
-from gateway.generation_request import GenerationRequest
-from gateway.tools.runner import ToolResult
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import MillraceError
-from schemas.jobs import Source, Tier
-from schemas.sessions import SessionInfo
+from millrace.bus import redis_keys
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.tools.runner import ToolResult
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.sessions import SessionInfo
 
 _STATE_TTL_S = 2 * 3600
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from decimal import Decimal
 
-from bus.tenancy.errors import RateLimitError
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.limits import Limiter
-from registry.tokenizers.prompt_pool import PromptPool
-from schemas.errors import MillraceError
-from schemas.frames import Usage
+from millrace.bus.tenancy.errors import RateLimitError
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Usage
 
 # A longer body costs enough to be counted before it is read as a request.
 LONG_BODY_BYTES = 64 * 1024

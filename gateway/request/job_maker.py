@@ -8,17 +8,17 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.request.index import PromptTokenIds, RequestState
-from gateway.tenancy.caller import Caller
-from gateway.tools.catalogue import ToolCatalogue
-from registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
-from registry.tool_formats import call_grammar
-from schemas.errors import ParameterError
-from schemas.jobs import Job, Source, Tier
-from schemas.sampling import MAX_SEED, SamplingOptions
-from schemas.tools import ToolDefinition, ToolMode
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.request.index import PromptTokenIds, RequestState
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
+from millrace.registry.tool_formats import call_grammar
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Job, Source, Tier
+from millrace.schemas.sampling import MAX_SEED, SamplingOptions
+from millrace.schemas.tools import ToolDefinition, ToolMode
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:

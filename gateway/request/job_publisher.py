@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.stream import OpenStream
-from gateway.streams.streams import StreamTable
-from runtime.clock import Clock
-from schemas.jobs import Job
+from millrace.bus.api import Bus
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.streams.streams import StreamTable
+from millrace.runtime.clock import Clock
+from millrace.schemas.jobs import Job
 
 
 class JobPublisher:

@@ -6,22 +6,22 @@ import asyncio
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from bus.frame_reader import StreamReader
-from gateway.errors import DrainingError, refusal_of_end
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models
-from gateway.request.admission import Admission
-from gateway.request.job_maker import JobMaker, bare_job, with_prompt
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.streams import StreamTable
-from gateway.streams.token_gaps import TokenGaps
-from gateway.tenancy.caller import Caller
-from runtime.clock import Clock
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
-from schemas.frames import Done
-from schemas.jobs import Job, Tier
+from millrace.bus.api import Bus
+from millrace.bus.frame_reader import StreamReader
+from millrace.gateway.errors import DrainingError, refusal_of_end
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models
+from millrace.gateway.request.admission import Admission
+from millrace.gateway.request.job_maker import JobMaker, bare_job, with_prompt
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.tenancy.caller import Caller
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Done
+from millrace.schemas.jobs import Job, Tier
 
 _NS_PER_S = 1_000_000_000
 

@@ -8,11 +8,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from schemas.chat.messages import DeveloperMessage, EchoedMessage, Message, ToolMessage, UserMessage
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, check_priority
-from schemas.openai import FunctionTool
-from schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
+from millrace.schemas.chat.messages import (
+    DeveloperMessage,
+    EchoedMessage,
+    Message,
+    ToolMessage,
+    UserMessage,
+)
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, check_priority
+from millrace.schemas.openai import FunctionTool
+from millrace.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
 
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARACTERS = 64

@@ -6,14 +6,14 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models
-from gateway.sessions.sessions import Sessions
-from gateway.streams.fleet_view import FleetView
-from registry.routing.router import Chosen, ModelState, check_routable
-from registry.routing.score import Question, question_of
-from schemas.jobs import Tier
-from schemas.tools import ToolMode
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models
+from millrace.gateway.sessions.sessions import Sessions
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.registry.routing.router import Chosen, ModelState, check_routable
+from millrace.registry.routing.score import Question, question_of
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tools import ToolMode
 
 
 class ModelChoice:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from gateway.request.index import RequestState
-from gateway.request.response_reader import ResponseReader
-from runtime.tasks import Tasks
+from millrace.gateway.request.index import RequestState
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.runtime.tasks import Tasks
 
 _ResponseT = TypeVar("_ResponseT", bound=ResponseReader)
 

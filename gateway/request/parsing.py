@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.request.beam_fields import check_beam_search
-from gateway.request.grammar_fields import grammar_of
-from gateway.request.message_fields import (
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.beam_fields import check_beam_search
+from millrace.gateway.request.grammar_fields import grammar_of
+from millrace.gateway.request.message_fields import (
     NOTHING,
     chat_messages,
     check_metadata,
@@ -18,17 +18,17 @@ from gateway.request.message_fields import (
     tool_choice_of,
     tools_of,
 )
-from schemas.chat.messages import Message
-from schemas.errors import ParameterError
-from schemas.jobs import Tier
-from schemas.openai import (
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Tier
+from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
     CompletionRequest,
     GenerationFields,
 )
-from schemas.sampling import MAX_SEED, SamplingOptions
-from schemas.websocket import Generate
+from millrace.schemas.sampling import MAX_SEED, SamplingOptions
+from millrace.schemas.websocket import Generate
 
 _T = TypeVar("_T")
 

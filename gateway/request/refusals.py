@@ -8,14 +8,14 @@ import logging
 from collections import Counter
 from typing import NamedTuple
 
-from bus.api import Outbox
-from gateway.errors import Refusal
-from gateway.metrics import Metrics
-from gateway.tenancy.caller import Caller
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.errors import MillraceError
-from schemas.records import OTHER_REFUSALS, RefusalRecord
+from millrace.bus.api import Outbox
+from millrace.gateway.errors import Refusal
+from millrace.gateway.metrics import Metrics
+from millrace.gateway.tenancy.caller import Caller
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.records import OTHER_REFUSALS, RefusalRecord
 
 _log = logging.getLogger(__name__)
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gateway.errors import Refusal, refusal_of_end
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.request.index import PromptTokenIds, RequestState
-from gateway.streams.beam_choice import BeamChoice
-from gateway.streams.choice import Choice
-from gateway.streams.parts import Part
-from gateway.streams.stream import OpenStream
-from gateway.streams.token_gaps import TokenGaps
-from gateway.streams.usage import total_usage
-from gateway.tenancy.caller import Caller
-from schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
-from schemas.sampling import SamplingOptions
-from schemas.sessions import SessionInfo
-from schemas.tools import ToolDefinition, ToolMode
+from millrace.gateway.errors import Refusal, refusal_of_end
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.request.index import PromptTokenIds, RequestState
+from millrace.gateway.streams.beam_choice import BeamChoice
+from millrace.gateway.streams.choice import Choice
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.usage import total_usage
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
+from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.sessions import SessionInfo
+from millrace.schemas.tools import ToolDefinition, ToolMode
 
 _NS_PER_S = 1_000_000_000
 

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from gateway.request.admission import Admission
-from gateway.request.detached_client import NULL_CLIENT, DetachedClient
-from gateway.request.job_maker import job_id
-from gateway.request.model_choice import route_headers
-from gateway.request.open_responses import OpenResponses
-from gateway.request.response_reader import AcceptedRequest, ResponseReader
-from gateway.request.tracing import RequestTrace
-from gateway.sessions.sessions import Sessions
-from gateway.streams.choice import Choice
-from gateway.streams.delivery_statistics import DeliveryHistory
-from gateway.streams.parts import Part
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.streams import TAKEN_OVER, StreamTable
-from gateway.streams.token_gaps import TokenGaps
-from gateway.streams.usage import usage_so_far
-from gateway.tools.catalogue import ToolCatalogue
-from runtime.clock import Clock
-from schemas.control import CancelReason
-from schemas.frames import Cancelled, Failed, TerminalFrame, Usage
-from schemas.tools import ToolDefinition
+from millrace.gateway.request.admission import Admission
+from millrace.gateway.request.detached_client import NULL_CLIENT, DetachedClient
+from millrace.gateway.request.job_maker import job_id
+from millrace.gateway.request.model_choice import route_headers
+from millrace.gateway.request.open_responses import OpenResponses
+from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
+from millrace.gateway.request.tracing import RequestTrace
+from millrace.gateway.sessions.sessions import Sessions
+from millrace.gateway.streams.choice import Choice
+from millrace.gateway.streams.delivery_statistics import DeliveryHistory
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.streams import TAKEN_OVER, StreamTable
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.usage import usage_so_far
+from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import CancelReason
+from millrace.schemas.frames import Cancelled, Failed, TerminalFrame, Usage
+from millrace.schemas.tools import ToolDefinition
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,19 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from gateway.models import Models
-from gateway.request.index import RequestIndex, RequestState
-from gateway.request.job_maker import job_id, job_of
-from gateway.request.response_reader import AcceptedRequest
-from gateway.request.response_stream import ResponseContext, ResponseStream
-from gateway.streams.delivery_statistics import continue_statistics, statistics_of
-from gateway.streams.stream import Client
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import Identity
-from schemas.config import GatewayConfig
-from schemas.control import DeliveryStatistics, HandedOver
-from schemas.errors import MillraceError, ParameterError
+from millrace.bus.api import Bus
+from millrace.gateway.models import Models
+from millrace.gateway.request.index import RequestIndex, RequestState
+from millrace.gateway.request.job_maker import job_id, job_of
+from millrace.gateway.request.response_reader import AcceptedRequest
+from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
+from millrace.gateway.streams.delivery_statistics import continue_statistics, statistics_of
+from millrace.gateway.streams.stream import Client
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Identity
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import DeliveryStatistics, HandedOver
+from millrace.schemas.errors import MillraceError, ParameterError
 
 _HANDOVER_TIMEOUT_S = 0.5
 

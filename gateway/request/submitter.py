@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models, ServedModelLike
-from gateway.request.admission import tier_of
-from gateway.request.index import RequestIndex, RequestState
-from gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
-from gateway.request.job_publisher import JobPublisher
-from gateway.request.model_choice import ModelChoice
-from gateway.request.response_reader import AcceptedRequest
-from gateway.request.response_stream import ResponseContext, ResponseStream
-from gateway.request.tracing import RequestTrace
-from gateway.streams.stream import Client
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import Identity
-from schemas.config import GatewayConfig
-from schemas.jobs import Source
-from schemas.sessions import SessionInfo
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models, ServedModelLike
+from millrace.gateway.request.admission import tier_of
+from millrace.gateway.request.index import RequestIndex, RequestState
+from millrace.gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
+from millrace.gateway.request.job_publisher import JobPublisher
+from millrace.gateway.request.model_choice import ModelChoice
+from millrace.gateway.request.response_reader import AcceptedRequest
+from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
+from millrace.gateway.request.tracing import RequestTrace
+from millrace.gateway.streams.stream import Client
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Identity
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.jobs import Source
+from millrace.schemas.sessions import SessionInfo
 
 _NS_PER_S = 1_000_000_000
 

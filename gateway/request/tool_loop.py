@@ -11,22 +11,22 @@ import logging
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from gateway.request.index import RequestIndex
-from gateway.request.job_maker import JobMaker, job_id, with_prompt
-from gateway.request.job_publisher import JobPublisher
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.choice import TOOL_CALLS, Choice
-from gateway.streams.delivery_statistics import continue_statistics
-from gateway.streams.parts import StepPart
-from gateway.streams.stream import OpenStream
-from gateway.tools.runner import ToolResult, ToolRunner
-from runtime.clock import Clock
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
-from schemas.frames import Failed
-from schemas.jobs import ChatMessage, Job
-from schemas.tools import ToolCall, ToolChoice, ToolMode
+from millrace.bus.api import Bus
+from millrace.gateway.request.index import RequestIndex
+from millrace.gateway.request.job_maker import JobMaker, job_id, with_prompt
+from millrace.gateway.request.job_publisher import JobPublisher
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.choice import TOOL_CALLS, Choice
+from millrace.gateway.streams.delivery_statistics import continue_statistics
+from millrace.gateway.streams.parts import StepPart
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.tools.runner import ToolResult, ToolRunner
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Failed
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.tools import ToolCall, ToolChoice, ToolMode
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus import subjects
-from gateway.errors import Refusal
-from gateway.generation_request import GenerationRequest
-from gateway.streams.choice import Choice
-from gateway.transport.http import Event, Headers, Send
-from runtime.clock import Clock
-from runtime.tracing import (
+from millrace.bus import subjects
+from millrace.gateway.errors import Refusal
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.streams.choice import Choice
+from millrace.gateway.transport.http import Event, Headers, Send
+from millrace.runtime.clock import Clock
+from millrace.runtime.tracing import (
     HEADER,
     Span,
     SpanEvent,
@@ -26,9 +26,9 @@ from runtime.tracing import (
     Value,
     parse_traceparent,
 )
-from schemas.config import GatewayConfig
-from schemas.frames import Usage
-from schemas.jobs import Job
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Job
 
 TRACEPARENT = HEADER.encode()
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}

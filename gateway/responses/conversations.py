@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus import redis_keys
-from gateway.responses.store import MAX_INLINE_BYTES, insist
-from runtime.redis.link import RedisLink, Script, reachable
-from runtime.redis.protocol import Argument
-from runtime.tasks import in_thread_if
-from schemas.chat.conversations import Conversation
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError, PayloadTooLargeError
-from schemas.jobs import MAX_NAME_CHARACTERS
-from schemas.responses import Item
+from millrace.bus import redis_keys
+from millrace.gateway.responses.store import MAX_INLINE_BYTES, insist
+from millrace.runtime.redis.link import RedisLink, Script, reachable
+from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.tasks import in_thread_if
+from millrace.schemas.chat.conversations import Conversation
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError, PayloadTooLargeError
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS
+from millrace.schemas.responses import Item
 
 _HEAD = b"head"
 _ITEM = b"i:"

@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from schemas.openai import LogprobInfo
-from schemas.response_events import ArgumentsDelta, ReasoningDelta, ResponseEvent, TextDelta
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.response_events import (
+    ArgumentsDelta,
+    ReasoningDelta,
+    ResponseEvent,
+    TextDelta,
+)
 
 
 def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[ResponseEvent]:

@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.request.message_fields import in_words, respelled
-from gateway.request.parsing import parse_chat
-from gateway.transport.decoding import decode
-from schemas.chat.messages import (
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.message_fields import in_words, respelled
+from millrace.gateway.request.parsing import parse_chat
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.chat.messages import (
     MESSAGE_OF_ROLE,
     CalledFunction,
     EchoedMessage,
@@ -20,8 +20,8 @@ from schemas.chat.messages import (
     SystemMessage,
     ToolMessage,
 )
-from schemas.errors import MillraceError, ParameterError
-from schemas.openai import (
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.openai import (
     ChatCompletionRequest,
     FunctionFields,
     FunctionTool,
@@ -30,7 +30,7 @@ from schemas.openai import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from schemas.responses import (
+from millrace.schemas.responses import (
     Content,
     EchoedText,
     FlatFunctionTool,

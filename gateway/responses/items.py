@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gateway.streams.parts import (
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -13,9 +13,9 @@ from gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from schemas.frames import TokenLogprob
-from schemas.openai import LogprobInfo
-from schemas.response_events import (
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.response_events import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPartAdded,
@@ -28,7 +28,7 @@ from schemas.response_events import (
     TextDelta,
     TextDone,
 )
-from schemas.responses import (
+from millrace.schemas.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,

@@ -8,18 +8,18 @@ from typing import get_args
 
 import msgspec
 
-from gateway.errors import Refusal
-from gateway.request.response_reader import ResponseReader
-from gateway.responses.conversations import ConversationNotFoundError, ConversationStore
-from gateway.responses.cursor import events_after
-from gateway.responses.input import named
-from gateway.responses.items import LENGTH, Describe, OutputItems
-from gateway.responses.store import ResponseStore
-from gateway.streams.parts import Part
-from runtime.redis.link import RedisUnreachableError
-from schemas.frames import Cancelled, Usage
-from schemas.openai import TextFormat
-from schemas.response_events import (
+from millrace.gateway.errors import Refusal
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
+from millrace.gateway.responses.cursor import events_after
+from millrace.gateway.responses.input import named
+from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
+from millrace.gateway.responses.store import ResponseStore
+from millrace.gateway.streams.parts import Part
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.schemas.frames import Cancelled, Usage
+from millrace.schemas.openai import TextFormat
+from millrace.schemas.response_events import (
     ResponseCompleted,
     ResponseCreated,
     ResponseEvent,
@@ -28,7 +28,7 @@ from schemas.response_events import (
     ResponseInProgress,
     StreamError,
 )
-from schemas.responses import (
+from millrace.schemas.responses import (
     ConversationReference,
     FailureInfo,
     IncompleteDetails,

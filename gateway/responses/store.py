@@ -10,15 +10,15 @@ from typing import TypeVar
 
 import msgspec
 
-from bus import redis_keys
-from runtime.redis.link import RedisLink, reachable
-from runtime.redis.protocol import Argument
-from runtime.retry import retry
-from runtime.tasks import in_thread_if
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError, PayloadTooLargeError
-from schemas.jobs import MAX_NAME_CHARACTERS
-from schemas.responses import (
+from millrace.bus import redis_keys
+from millrace.runtime.redis.link import RedisLink, reachable
+from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.retry import retry
+from millrace.runtime.tasks import in_thread_if
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError, PayloadTooLargeError
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS
+from millrace.schemas.responses import (
     Item,
     Response,
     ResponsesRequest,

@@ -7,13 +7,13 @@ from functools import partial
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.sessions.context_window import Counted, count_for, fit, window_of
-from gateway.tenancy.caller import Caller
-from registry.tokenizers.prompt_pool import PromptPool
-from schemas.config import GatewayConfig
-from schemas.tools import ToolDefinition, ToolMode
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.sessions.context_window import Counted, count_for, fit, window_of
+from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.tools import ToolDefinition, ToolMode
 
 
 async def fit_window(

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import ServedModelLike
-from gateway.tenancy.caller import Caller
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import ServedModelLike
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage
 
 SYSTEM = "system"
 _SUMMARY_HEADING = "Summary of the earlier conversation:\n"

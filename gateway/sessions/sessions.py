@@ -10,9 +10,9 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models, ServedModelLike
-from gateway.sessions.context_window import (
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models, ServedModelLike
+from millrace.gateway.sessions.context_window import (
     Counted,
     Fitted,
     Window,
@@ -21,18 +21,18 @@ from gateway.sessions.context_window import (
     fit,
     window_of,
 )
-from gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
-from gateway.sessions.summaries import Generate, Summaries
-from gateway.tenancy.caller import Caller
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from runtime.tasks import Tasks
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError, ParameterError
-from schemas.jobs import ChatMessage
-from schemas.sessions import SessionHistory, SessionInfo
-from schemas.tools import ToolDefinition
+from millrace.gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
+from millrace.gateway.sessions.summaries import Generate, Summaries
+from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.sessions import SessionHistory, SessionInfo
+from millrace.schemas.tools import ToolDefinition
 
 _log = logging.getLogger(__name__)
 

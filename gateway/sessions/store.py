@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import msgspec
 
-from bus import redis_keys
-from gateway.sessions.context_window import Counted, continue_with, num_leading
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, Script, reachable
-from runtime.tasks import in_thread_if
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
-from schemas.jobs import Tier
+from millrace.bus import redis_keys
+from millrace.gateway.sessions.context_window import Counted, continue_with, num_leading
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, Script, reachable
+from millrace.runtime.tasks import in_thread_if
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Tier
 
 _Value = TypeVar("_Value")
 

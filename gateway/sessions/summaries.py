@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from gateway.generation_request import GenerationRequest
-from gateway.sessions.context_window import Counted, text_of, turns
-from gateway.sessions.store import Session, SessionStore, Turn
-from gateway.transport.http import new_request_id
-from runtime.redis.link import RedisUnreachableError
-from runtime.tasks import Tasks
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
-from schemas.jobs import ChatMessage
-from schemas.sampling import SamplingOptions
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.sessions.context_window import Counted, text_of, turns
+from millrace.gateway.sessions.store import Session, SessionStore, Turn
+from millrace.gateway.transport.http import new_request_id
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.sampling import SamplingOptions
 
 _log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from gateway.streams.choice import Choice
-from gateway.streams.parts import Part
-from gateway.streams.stream import OpenStream
-from gateway.streams.token_gaps import TokenGaps
-from schemas.frames import Done, Usage
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.gateway.streams.choice import Choice
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.schemas.frames import Done, Usage
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class BeamChoice(Choice):

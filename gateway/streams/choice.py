@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from bus.frame_reader import Progress
-from gateway.streams.parts import (
+from millrace.bus.frame_reader import Progress
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -16,11 +16,11 @@ from gateway.streams.parts import (
     ReasoningPart,
     TextPart,
 )
-from gateway.streams.stream import OpenStream
-from gateway.streams.token_gaps import TokenGaps
-from gateway.streams.usage import total_usage, usage_so_far
-from registry.reasoning import ReasoningParser
-from registry.tool_formats import (
+from millrace.gateway.streams.stream import OpenStream
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.usage import total_usage, usage_so_far
+from millrace.registry.reasoning import ReasoningParser
+from millrace.registry.tool_formats import (
     ArgumentsPiece,
     CallPiece,
     ContentPiece,
@@ -28,9 +28,9 @@ from registry.tool_formats import (
     ToolCallParser,
     new_call_id,
 )
-from schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+from millrace.schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 TOOL_CALLS = "tool_calls"
 _LENGTH = FinishReason.LENGTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gateway.streams.stream import OpenStream
+from millrace.gateway.streams.stream import OpenStream
 
 
 class StreamCopies:

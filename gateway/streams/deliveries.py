@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 
-from bus.api import Outbox
-from runtime.clock import Clock
-from runtime.retry import doubling_delays, is_retryable, retry
-from runtime.tasks import Tasks
-from schemas.errors import MillraceError
-from schemas.records import DeliveryRecord
+from millrace.bus.api import Outbox
+from millrace.runtime.clock import Clock
+from millrace.runtime.retry import doubling_delays, is_retryable, retry
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.records import DeliveryRecord
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from gateway.streams.stream import OpenStream, status_of
-from runtime.clock import Clock
-from schemas.control import DeliveryStatistics
-from schemas.records import DeliveryRecord
+from millrace.gateway.streams.stream import OpenStream, status_of
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import DeliveryStatistics
+from millrace.schemas.records import DeliveryRecord
 
 _MS_PER_S = 1e3
 _NS_PER_S = 1e9

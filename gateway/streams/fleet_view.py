@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bus.api import Bus
-from bus.fleet.desired_replicas import DesiredReplicas
-from bus.transport import Subscription
-from runtime.clock import Clock
-from schemas.control import QueueStatus, WorkerStatus
-from schemas.errors import QueueFullError
+from millrace.bus.api import Bus
+from millrace.bus.fleet.desired_replicas import DesiredReplicas
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import QueueStatus, WorkerStatus
+from millrace.schemas.errors import QueueFullError
 
 _WORKER_SILENCE_S = 3.0
 _QUEUE_SILENCE_S = 5.0

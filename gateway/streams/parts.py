@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schemas.frames import TokenLogprob
+from millrace.schemas.frames import TokenLogprob
 
 
 class TextPart(NamedTuple):

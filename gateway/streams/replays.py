@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from bus.api import Bus
-from bus.running_requests import RunningRequest
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.stored_results import frames_of
-from gateway.streams.stream import OpenStream
-from runtime.clock import Clock
-from schemas.control import Replay
-from schemas.errors import MillraceError
-from schemas.frames import Failed, Frame
+from millrace.bus.api import Bus
+from millrace.bus.running_requests import RunningRequest
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.stored_results import frames_of
+from millrace.gateway.streams.stream import OpenStream
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import Replay
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Failed, Frame
 
 _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2

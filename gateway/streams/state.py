@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from schemas.control import CancelReason
-from schemas.records import STALL_MS
+from millrace.schemas.control import CancelReason
+from millrace.schemas.records import STALL_MS
 
 _STALL_S = STALL_MS / 1e3
 _UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from schemas.frames import (
+from millrace.schemas.frames import (
     Beam,
     BeamEnd,
     Cancelled,
@@ -22,8 +22,8 @@ from schemas.frames import (
     TerminalFrame,
     Usage,
 )
-from schemas.jobs import BeamResult, JobResult
-from schemas.records import Status
+from millrace.schemas.jobs import BeamResult, JobResult
+from millrace.schemas.records import Status
 
 UNKNOWN_TOKEN_ID = -1
 _SHED_RETRY_S = 1.0

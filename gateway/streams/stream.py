@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from bus.frame_reader import Outcome, Progress, StreamReader
-from gateway.streams.state import Cancellation, DeliveryFigures, Phase, ReplayState
-from gateway.streams.token_gaps import TokenGaps
-from schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
-from schemas.jobs import Job
-from schemas.records import Status
+from millrace.bus.frame_reader import Outcome, Progress, StreamReader
+from millrace.gateway.streams.state import Cancellation, DeliveryFigures, Phase, ReplayState
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import Status
 
 # An attribute of an enum takes longer to look up, and each frame does so.
 _ATTACHED, _, _ABORTED = Phase

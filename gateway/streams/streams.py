@@ -9,21 +9,21 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from bus.frame_reader import Outcome
-from bus.transport import Subscription
-from gateway.streams.copies import StreamCopies
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import Replays, RunningRequestIndex
-from gateway.streams.state import Cancellation, Phase
-from gateway.streams.stream import Client, OpenStream
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from schemas.config import GatewayConfig
-from schemas.control import Cancel, CancelReason, ResumePoint
-from schemas.errors import MillraceError
-from schemas.frames import Cancelled, Failed, Frame, TerminalFrame
-from schemas.jobs import Job
+from millrace.bus.api import Bus
+from millrace.bus.frame_reader import Outcome
+from millrace.bus.transport import Subscription
+from millrace.gateway.streams.copies import StreamCopies
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.replays import Replays, RunningRequestIndex
+from millrace.gateway.streams.state import Cancellation, Phase
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import Cancel, CancelReason, ResumePoint
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Cancelled, Failed, Frame, TerminalFrame
+from millrace.schemas.jobs import Job
 
 _log = logging.getLogger(__name__)
 

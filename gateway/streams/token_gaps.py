@@ -8,7 +8,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import PER_TOKEN_S, Histogram
+from millrace.runtime.histogram import PER_TOKEN_S, Histogram
 
 
 class TokenGaps(Collector):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bus.frame_reader import StreamReader
-from schemas.frames import Usage
+from millrace.bus.frame_reader import StreamReader
+from millrace.schemas.frames import Usage
 
 
 def usage_so_far(reader: StreamReader) -> Usage | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.jobs import Tier
-from schemas.tenants import LOCAL_TENANT
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LOCAL_TENANT
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,16 +8,16 @@ from collections import OrderedDict
 
 import msgspec
 
-from bus.tenancy.tenants import TenantStore, digest_of, parse_token
-from gateway.tenancy.caller import LOCAL, Caller
-from gateway.transport.http import CALLER, Scope
-from gateway.transport.proxies import is_forwarded
-from runtime.addresses import is_loopback
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
-from schemas.tenants import (
+from millrace.bus.tenancy.tenants import TenantStore, digest_of, parse_token
+from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.transport.http import CALLER, Scope
+from millrace.gateway.transport.proxies import is_forwarded
+from millrace.runtime.addresses import is_loopback
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.tenants import (
     KEY_PREFIX,
     KeyRecord,
     TenantRecord,

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Set
 from functools import partial
 
-from bus.tenancy.tenants import TenantStore
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from runtime.tasks import Tasks
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.runtime.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 

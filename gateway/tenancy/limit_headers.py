@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.tenancy.accounts import TICKS, Account, AccountUsage
-from gateway.transport.http import Headers
+from millrace.bus.tenancy.accounts import TICKS, Account, AccountUsage
+from millrace.gateway.transport.http import Headers
 
 _MS_PER_S = 1_000
 _MS_PER_MINUTE = 60 * _MS_PER_S

@@ -6,17 +6,17 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.tenancy.accounts import Account, AccountUsage
-from bus.tenancy.errors import KeyGoneError, RateLimitError
-from bus.tenancy.keeper import LimitKeeper
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import AuthenticationError, revoked_key, unknown_key
-from gateway.tenancy.limit_headers import rate_headers
-from gateway.transport.http import Headers
-from runtime.clock import Clock
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig
-from schemas.jobs import Tier
+from millrace.bus.tenancy.accounts import Account, AccountUsage
+from millrace.bus.tenancy.errors import KeyGoneError, RateLimitError
+from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import AuthenticationError, revoked_key, unknown_key
+from millrace.gateway.tenancy.limit_headers import rate_headers
+from millrace.gateway.transport.http import Headers
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.jobs import Tier
 
 # The openai client tries again by itself unless it is told not to.
 _DO_NOT_RETRY = (b"x-should-retry", b"false")

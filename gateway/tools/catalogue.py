@@ -14,8 +14,8 @@ import msgspec
 import yaml
 from referencing import Registry
 
-from schemas.errors import ConfigError, ParameterError
-from schemas.tools import ToolDefinition
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.tools import ToolDefinition
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7E\t]*")

@@ -13,11 +13,11 @@ import httpcore
 import jsonschema
 import msgspec
 
-from gateway.tools.catalogue import Headers, Origin, ServerTool, ToolCatalogue, origin_of
-from gateway.tools.network import CheckedNetwork, ForbiddenAddressError, Resolve, resolve
-from runtime.clock import Clock
-from schemas.config import GatewayConfig
-from schemas.errors import ConfigError
+from millrace.gateway.tools.catalogue import Headers, Origin, ServerTool, ToolCatalogue, origin_of
+from millrace.gateway.tools.network import CheckedNetwork, ForbiddenAddressError, Resolve, resolve
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ConfigError
 
 MAX_REDIRECTS = 3
 

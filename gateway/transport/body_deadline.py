@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.errors import SlowRequestError
-from schemas.config import GatewayConfig
+from millrace.gateway.errors import SlowRequestError
+from millrace.schemas.config import GatewayConfig
 
 
 class BodyDeadline:

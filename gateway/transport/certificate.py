@@ -7,9 +7,9 @@ import logging
 import ssl
 from pathlib import Path
 
-from runtime.tls import load_own_certificate
-from schemas.config import GatewayConfig
-from schemas.errors import ConfigError
+from millrace.runtime.tls import load_own_certificate
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidJsonError
-from runtime.json_outline import check_outline
-from schemas.chat.messages import MESSAGE_OF_ROLE
-from schemas.errors import ParameterError
+from millrace.gateway.errors import InvalidJsonError
+from millrace.runtime.json_outline import check_outline
+from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
+from millrace.schemas.errors import ParameterError
 
 _T = TypeVar("_T")
 

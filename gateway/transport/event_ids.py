@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 
 _FORM = re.compile(r"([A-Za-z0-9_.-]{1,128})/([0-9]{1,9}(?:,[0-9]{1,9}){0,1023})")
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from gateway.errors import MediaTypeError, Refusal
-from gateway.transport.body_deadline import BodyDeadline
-from schemas.config import GatewayConfig
-from schemas.errors import ParameterError, PayloadTooLargeError
+from millrace.gateway.errors import MediaTypeError, Refusal
+from millrace.gateway.transport.body_deadline import BodyDeadline
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ParameterError, PayloadTooLargeError
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]

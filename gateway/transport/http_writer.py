@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway.transport.connection_writer import chunk
+from millrace.gateway.transport.connection_writer import chunk
 
 
 class ResponseTransport:

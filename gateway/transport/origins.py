@@ -12,8 +12,8 @@ import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from gateway.errors import Refusal, refusal_of
-from gateway.transport.http import (
+from millrace.gateway.errors import Refusal, refusal_of
+from millrace.gateway.transport.http import (
     JSON,
     AsgiApp,
     Event,
@@ -23,9 +23,9 @@ from gateway.transport.http import (
     header_of,
     refuse_handshake,
 )
-from runtime.addresses import is_loopback
-from schemas.config import GatewayConfig
-from schemas.errors import MillraceError
+from millrace.runtime.addresses import is_loopback
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import MillraceError
 
 _ANY = "*"
 _MAX_AGE_S = b"600"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 
-from gateway.transport.http import AsgiApp, Receive, Scope, Send
-from runtime.connection_settings import parse_networks
-from schemas.config import GatewayConfig
+from millrace.gateway.transport.http import AsgiApp, Receive, Scope, Send
+from millrace.runtime.connection_settings import parse_networks
+from millrace.schemas.config import GatewayConfig
 
 _FORWARDED = "millrace.forwarded"
 # What proxies add. One of them is enough to know that a request is not its sender's own.

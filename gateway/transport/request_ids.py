@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gateway.transport.http import (
+from millrace.gateway.transport.http import (
     AsgiApp,
     Event,
     Headers,

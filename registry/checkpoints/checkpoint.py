@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from registry.checkpoints.classifier import ClassifierHead, read_classifier
-from registry.checkpoints.expert_layers import ExpertsConfig, read_experts
-from registry.checkpoints.families import (
+from millrace.registry.checkpoints.classifier import ClassifierHead, read_classifier
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig, read_experts
+from millrace.registry.checkpoints.families import (
     CLASSIFIER_ARCHITECTURES,
     EMBEDDING_ARCHITECTURES,
     SUPPORTED_ARCHITECTURES,
@@ -17,12 +17,12 @@ from registry.checkpoints.families import (
     Family,
     family_of,
 )
-from registry.checkpoints.json_fields import JsonFields, read_json_object
-from registry.checkpoints.layer_windows import read_windows
-from registry.checkpoints.rope_scaling import extended_window, read_rope
-from registry.checkpoints.side_files import refuse_side_files
-from registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
+from millrace.registry.checkpoints.layer_windows import read_windows
+from millrace.registry.checkpoints.rope_scaling import extended_window, read_rope
+from millrace.registry.checkpoints.side_files import refuse_side_files
+from millrace.registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
+from millrace.schemas.errors import CheckpointError
 
 __all__ = [
     "GGUF_FILE",

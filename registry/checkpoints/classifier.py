@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from registry.checkpoints.json_fields import JsonFields
+from millrace.registry.checkpoints.json_fields import JsonFields
 
 # transformers' number of labels of a config.json that does not say.
 _USUAL_NUM_LABELS = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from registry.checkpoints.families import Experts, Family
-from registry.checkpoints.json_fields import JsonFields
+from millrace.registry.checkpoints.families import Experts, Family
+from millrace.registry.checkpoints.json_fields import JsonFields
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):

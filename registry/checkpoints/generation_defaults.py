@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from registry.checkpoints.json_fields import read_json_object
-from schemas.errors import CheckpointError, ParameterError
-from schemas.sampling import SamplingDefaults, SamplingOptions
+from millrace.registry.checkpoints.json_fields import read_json_object
+from millrace.schemas.errors import CheckpointError, ParameterError
+from millrace.schemas.sampling import SamplingDefaults, SamplingOptions
 
 _FILE = "generation_config.json"
 _MAX_TOKENS = "max_new_tokens"

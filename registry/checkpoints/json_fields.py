@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import CheckpointError
+from millrace.schemas.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

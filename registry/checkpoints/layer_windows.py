@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from registry.checkpoints.families import Family, Windows
-from registry.checkpoints.json_fields import JsonFields
+from millrace.registry.checkpoints.families import Family, Windows
+from millrace.registry.checkpoints.json_fields import JsonFields
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"

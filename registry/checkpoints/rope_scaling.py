@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from registry.checkpoints.json_fields import JsonFields
+from millrace.registry.checkpoints.json_fields import JsonFields
 
 SUPPORTED_ROPE_TYPES = ("linear", "dynamic", "yarn", "llama3")
 _ORIGINAL = "original_max_position_embeddings"

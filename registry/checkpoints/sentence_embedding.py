@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from registry.checkpoints.json_fields import JsonFields, read_json_object
-from schemas.errors import CheckpointError
-from schemas.pooling import Pooling
+from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
+from millrace.schemas.errors import CheckpointError
+from millrace.schemas.pooling import Pooling
 
 _MODULES = "modules.json"
 _POOLING = "1_Pooling"

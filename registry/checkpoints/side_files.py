@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from registry.checkpoints.json_fields import read_json_object
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.json_fields import read_json_object
+from millrace.schemas.errors import CheckpointError
 
 _QUANTIZED = (
     "says that the weights are quantized, which the engine does not compute; take the checkpoint "

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from registry.checkpoints.json_fields import read_json_object
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.json_fields import read_json_object
+from millrace.schemas.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """The model card of the demo model, written with the accuracy that was measured."""
 
-from registry.demo.evaluate import Report
-from registry.demo.faq import Pair
+from millrace.registry.demo.evaluate import Report
+from millrace.registry.demo.faq import Pair
 
 
 def model_card(pairs: list[Pair], report: Report, num_parameters: int, runs: list[str]) -> str:
@@ -57,14 +57,14 @@ their accuracy was looked at between runs, which makes it slightly optimistic: p
 wordings that the model gets wrong more often than the table says. `natural_questions.yaml` beside
 the FAQ has questions as newcomers type them, with the answers and what a reader said of each.
 
-    python -m registry.demo.evaluate --model registry/demo/model
-    python -m registry.demo.evaluate --model registry/demo/model --natural
+    python -m millrace.registry.demo.evaluate --model registry/demo/model
+    python -m millrace.registry.demo.evaluate --model registry/demo/model --natural
 
 In JSON, as a grammar or a schema makes it answer, its texts are clauses of its answers.
 
 ## Training
 
-    python -m registry.demo.train --out registry/demo/model
+    python -m millrace.registry.demo.train --out registry/demo/model
 
 trains tokenizer and weights from nothing, with fixed seeds, in under 45 minutes on two CPU cores,
 and writes this card; `--weights` goes on from an earlier run. These weights were made by:

@@ -7,10 +7,10 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from registry.demo.augment import rephrase
-from registry.demo.faq import Pair, held_out_phrasings, natural_phrasings, normalise
-from registry.demo.forms import json_answer
-from registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
+from millrace.registry.demo.augment import rephrase
+from millrace.registry.demo.faq import Pair, held_out_phrasings, natural_phrasings, normalise
+from millrace.registry.demo.forms import json_answer
+from millrace.registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
 
 CONTEXT_TOKENS: Final[int] = 2048
 

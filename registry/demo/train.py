@@ -1,4 +1,4 @@
-"""Trains the demo model on the FAQ: `python -m registry.demo.train --out DIR`.
+"""Trains the demo model on the FAQ: `python -m millrace.registry.demo.train --out DIR`.
 
 Runs on the CPU in under 45 minutes with two cores, or on a GPU if there is one. `transformers` is
 needed here and in the measure only; serving does not use it.
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from registry.demo.answers import Answerer, make_answerer
-from registry.demo.card import model_card
-from registry.demo.evaluate import measure
-from registry.demo.faq import Pair, load_pairs
-from registry.demo.samples import (
+from millrace.registry.demo.answers import Answerer, make_answerer
+from millrace.registry.demo.card import model_card
+from millrace.registry.demo.evaluate import measure
+from millrace.registry.demo.faq import Pair, load_pairs
+from millrace.registry.demo.samples import (
     ANSWERS,
     CONTEXT_TOKENS,
     QUESTIONS,
@@ -34,7 +34,14 @@ from registry.demo.samples import (
     SampleMaker,
     batches,
 )
-from registry.demo.tokens import BOS, END, PAD, known_token_id, tokenizer_config, train_tokenizer
+from millrace.registry.demo.tokens import (
+    BOS,
+    END,
+    PAD,
+    known_token_id,
+    tokenizer_config,
+    train_tokenizer,
+)
 
 VOCAB_SIZE: Final[int] = 4096
 _NOT_LEARNT: Final[int] = -100
@@ -281,7 +288,9 @@ def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m registry.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m millrace.registry.demo.train", description=__doc__
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--minutes", type=float, default=40, help="longest time to train")

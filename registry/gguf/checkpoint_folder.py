@@ -11,14 +11,14 @@ from typing import Any
 
 from gguf.constants import Keys
 
-from registry.checkpoints.checkpoint import GGUF_FILE
-from registry.checkpoints.json_fields import JsonFields
-from registry.gguf.gguf_file import GgufFile, read_gguf
-from registry.gguf.parts import model_name_of, parts_of
-from registry.gguf.tokenizer import read_tokenizer
-from registry.gguf.vocabulary import Vocabulary
-from runtime.binaries import cache_folder
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.checkpoint import GGUF_FILE
+from millrace.registry.checkpoints.json_fields import JsonFields
+from millrace.registry.gguf.gguf_file import GgufFile, read_gguf
+from millrace.registry.gguf.parts import model_name_of, parts_of
+from millrace.registry.gguf.tokenizer import read_tokenizer
+from millrace.registry.gguf.vocabulary import Vocabulary
+from millrace.runtime.binaries import cache_folder
+from millrace.schemas.errors import CheckpointError
 
 _EMBEDDING = "token_embd.weight"
 _KIND = "general.type"

@@ -24,7 +24,7 @@ from gguf.constants import (
     Keys,
 )
 
-from schemas.errors import CheckpointError
+from millrace.schemas.errors import CheckpointError
 
 _VERSIONS = (2, 3)
 # Vocabularies of 256,000 tokens with their merges have 20 MB.

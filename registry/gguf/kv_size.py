@@ -7,8 +7,8 @@ from typing import Any
 
 from gguf.constants import Keys
 
-from registry.checkpoints.json_fields import JsonFields
-from registry.gguf.gguf_file import read_gguf
+from millrace.registry.checkpoints.json_fields import JsonFields
+from millrace.registry.gguf.gguf_file import read_gguf
 
 _KV_NUMBER_BYTES = 2
 

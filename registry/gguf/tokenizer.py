@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import tokenizers
 from gguf.constants import Keys, TokenType
 
-from registry.chat_template import ChatTemplate
-from registry.checkpoints.json_fields import JsonFields
-from registry.gguf.splitters import SPLITTERS
-from registry.gguf.vocabulary import Vocabulary, array, read_vocabulary
-from schemas.errors import CheckpointError
+from millrace.registry.chat_template import ChatTemplate
+from millrace.registry.checkpoints.json_fields import JsonFields
+from millrace.registry.gguf.splitters import SPLITTERS
+from millrace.registry.gguf.vocabulary import Vocabulary, array, read_vocabulary
+from millrace.schemas.errors import CheckpointError
 
 _BYTE_LEVEL, _SENTENCEPIECE, _SENTENCEPIECE_MERGES = "gpt2", "llama", "gemma4"
 _SUPPORTED = (_BYTE_LEVEL, _SENTENCEPIECE, _SENTENCEPIECE_MERGES)

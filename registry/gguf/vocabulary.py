@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from gguf.constants import Keys, TokenType
 
-from registry.checkpoints.json_fields import JsonFields
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.json_fields import JsonFields
+from millrace.schemas.errors import CheckpointError
 
 # Tokens that end an answer wherever there are any, by their spelling: what llama.cpp goes by beside
 # the ids that a file names, since not all files name all of theirs.

@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from registry.routing.score import Cue, Question, score
-from schemas.config import TierPolicies, TierPolicy
-from schemas.errors import ParameterError
-from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingOptions
+from millrace.registry.routing.score import Cue, Question, score
+from millrace.schemas.config import TierPolicies, TierPolicy
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.sampling import SamplingOptions
 
 Size = Literal["small", "large"]
 

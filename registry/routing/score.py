@@ -13,9 +13,9 @@ from itertools import islice
 
 import msgspec
 
-from registry.routing import cues
-from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import GrammarKind, SamplingOptions
+from millrace.registry.routing import cues
+from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
 _BASE = 0.3
 _HEAD_CHARACTERS = _TAIL_CHARACTERS = 512

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from registry.tokenizers.tokenizer import Tokenizer
+    from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 # No prefix of a character is longer.
 _LONGEST_PREFIX_BYTES = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 # Where a tokenizer's own rules are not known.
 _WORD_END = re.compile(r"\S(?=\s)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from schemas.errors import CheckpointError
+from millrace.schemas.errors import CheckpointError
 
 # What the places of special tokens are found by: texts that differ, of a token or a few each.
 _FIRST, _SECOND = "a", "b"

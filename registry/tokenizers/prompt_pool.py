@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from schemas.errors import MillraceError
-from schemas.jobs import Job
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Job
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
 
 # Canonical composition makes three bytes of UTF-8 into one at most.
 _COMPOSED_BYTES = 3

@@ -13,21 +13,21 @@ from typing import Any, Literal, Self
 import msgspec
 import tokenizers
 
-from registry.chat_template import NO_ARGUMENTS, ChatTemplate, given_template
-from registry.checkpoints.json_fields import JsonFields, read_json_object
-from registry.tokenizers.pairs import AroundPair, around_pair, cut_pair
-from registry.tokenizers.text_rules import TextRules, text_rules
-from registry.tokenizers.token_bytes import (
+from millrace.registry.chat_template import NO_ARGUMENTS, ChatTemplate, given_template
+from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
+from millrace.registry.tokenizers.pairs import AroundPair, around_pair, cut_pair
+from millrace.registry.tokenizers.text_rules import TextRules, text_rules
+from millrace.registry.tokenizers.token_bytes import (
     SUPPORTED_DECODERS,
     TokenBytes,
     UnsupportedDecoderError,
     token_bytes,
 )
-from registry.tool_formats.syntax import TAGS
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import CheckpointError, ParameterError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.syntax import TAGS
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import CheckpointError, ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 # So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
 _PIECE_CHARACTERS = 16_384

@@ -1,9 +1,9 @@
 """Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
 
-from registry.tool_formats.call_ids import new_call_id
-from registry.tool_formats.grammar import call_grammar
-from registry.tool_formats.parser import ToolCallParser
-from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+from millrace.registry.tool_formats.call_ids import new_call_id
+from millrace.registry.tool_formats.grammar import call_grammar
+from millrace.registry.tool_formats.parser import ToolCallParser
+from millrace.registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
 
 __all__ = [
     "ArgumentsPiece",

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from registry.tool_formats.argument_types import TEXT, kinds_of
-from registry.tool_formats.flat_schema import FlatSchema, flat_schemas, listed, resolved
-from registry.tool_formats.scanners.xml_calls import (
+from millrace.registry.tool_formats.argument_types import TEXT, kinds_of
+from millrace.registry.tool_formats.flat_schema import FlatSchema, flat_schemas, listed, resolved
+from millrace.registry.tool_formats.scanners.xml_calls import (
     FUNCTION_END,
     FUNCTION_TAG,
     KEY_END,
@@ -19,9 +19,9 @@ from registry.tool_formats.scanners.xml_calls import (
     VALUE_END,
     VALUE_TAG,
 )
-from registry.tool_formats.text_rules import fits_without_quotes, text_pattern
-from schemas.errors import ParameterError
-from schemas.tools import ToolDefinition
+from millrace.registry.tool_formats.text_rules import fits_without_quotes, text_pattern
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.tools import ToolDefinition
 
 _KEYWORD = re.compile(r"\w[\w-]*")
 _TAG_NAME = re.compile(r"[^<>\s](?:[^<>\n]*[^<>\s])?")

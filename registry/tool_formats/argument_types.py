@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from registry.tool_formats.flat_schema import Walk, flat_schemas, listed, resolved
-from registry.tool_formats.python_literals import json_of
-from schemas.tools import ToolDefinition
+from millrace.registry.tool_formats.flat_schema import Walk, flat_schemas, listed, resolved
+from millrace.registry.tool_formats.python_literals import json_of
+from millrace.schemas.tools import ToolDefinition
 
 Kinds = frozenset[str]
 

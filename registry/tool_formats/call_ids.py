@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from schemas.tools import ToolFormat
+from millrace.schemas.tools import ToolFormat
 
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 # Templates of these models refuse all ids but of nine letters and digits.

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from registry.tool_formats.call_ids import short_id
-from registry.tool_formats.manners import CallManners
-from registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.call_ids import short_id
+from millrace.registry.tool_formats.manners import CallManners
+from millrace.registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

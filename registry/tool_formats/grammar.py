@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from registry.tool_formats.argument_rules import literal
-from registry.tool_formats.grammar_rules import STYLE, rules_of_call
-from registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
-from registry.tool_formats.scanners.mistral_calls import CALLS_TAG
-from registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
-from schemas.errors import ParameterError
-from schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
-from schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from millrace.registry.tool_formats.argument_rules import literal
+from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
+from millrace.registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
+from millrace.registry.tool_formats.scanners.mistral_calls import CALLS_TAG
+from millrace.registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 MAX_PARALLEL_CALLS = 16
 

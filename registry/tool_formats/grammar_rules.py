@@ -6,25 +6,25 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from registry.tool_formats.argument_rules import (
+from millrace.registry.tool_formats.argument_rules import (
     GLM_TAGS,
     QWEN_TAGS,
     literal,
     rules_in_python,
     rules_in_tags,
 )
-from registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
-from registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
+from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     FENCE,
     JSON_FENCE,
     SEPARATOR,
 )
-from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, ID_TAG
-from schemas.errors import ParameterError
-from schemas.sampling import SCHEMA_SETTINGS
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, ID_TAG
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.sampling import SCHEMA_SETTINGS
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 # As Python's json writes, which is what models have seen.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

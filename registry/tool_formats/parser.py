@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from registry.tool_formats.argument_types import ArgumentTypes
-from registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
-from registry.tool_formats.scanners.base import BLANKS, Status, start_of_partial
-from registry.tool_formats.syntax import SYNTAXES
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.argument_types import ArgumentTypes
+from millrace.registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+from millrace.registry.tool_formats.scanners.base import BLANKS, Status, start_of_partial
+from millrace.registry.tool_formats.syntax import SYNTAXES
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class ToolCallParser:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from registry.tool_formats.scanners.deepseek_calls import JSON_FENCE, SEPARATOR
-from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
-from registry.tool_formats.scanners.xml_calls import KEY_TAG, OPENING_TAG, PARAMETER_TAG
-from schemas.tools import ToolFormat
+from millrace.registry.tool_formats.scanners.deepseek_calls import JSON_FENCE, SEPARATOR
+from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
+from millrace.registry.tool_formats.scanners.xml_calls import KEY_TAG, OPENING_TAG, PARAMETER_TAG
+from millrace.schemas.tools import ToolFormat
 
 # As templates tell a model what to write: [name(parameter=value, …)].
 _CALL_IN_PYTHON = re.compile(r"\[[A-Za-z_]\w*\([A-Za-z_]\w*=")

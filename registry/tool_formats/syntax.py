@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from registry.tool_formats.argument_types import ArgumentTypes
-from registry.tool_formats.scanners.base import Scanner
-from registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.argument_types import ArgumentTypes
+from millrace.registry.tool_formats.scanners.base import Scanner
+from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
@@ -17,15 +17,15 @@ from registry.tool_formats.scanners.deepseek_calls import (
     SEPARATOR,
     DeepseekScanner,
 )
-from registry.tool_formats.scanners.json_calls import CallScanner
-from registry.tool_formats.scanners.mistral_calls import (
+from millrace.registry.tool_formats.scanners.json_calls import CallScanner
+from millrace.registry.tool_formats.scanners.mistral_calls import (
     ARGUMENTS_TAG,
     CALLS_TAG,
     ID_TAG,
     BracketScanner,
 )
-from registry.tool_formats.scanners.python_calls import PythonScanner
-from registry.tool_formats.scanners.xml_calls import (
+from millrace.registry.tool_formats.scanners.python_calls import PythonScanner
+from millrace.registry.tool_formats.scanners.xml_calls import (
     CLOSING_TAG,
     FUNCTION_TAG,
     KEY_END,
@@ -36,7 +36,7 @@ from registry.tool_formats.scanners.xml_calls import (
     GlmScanner,
     QwenScanner,
 )
-from schemas.tools import ToolFormat
+from millrace.schemas.tools import ToolFormat
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _JSON_BEGINS = re.compile(r"\{")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from registry.tool_formats.argument_types import TEXT, kinds_on
-from registry.tool_formats.flat_schema import Walk, listed, resolved
-from schemas.errors import ParameterError
+from millrace.registry.tool_formats.argument_types import TEXT, kinds_on
+from millrace.registry.tool_formats.flat_schema import Walk, listed, resolved
+from millrace.schemas.errors import ParameterError
 
 _ANY = r"(.|\n)"
 _YEAR, _MONTH, _DAY = "[0-9]{4}", "(0[1-9]|1[0-2])", "(0[1-9]|[12][0-9]|3[01])"

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from registry.tool_formats.python_literals import as_literal
-from registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.python_literals import as_literal
+from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
@@ -16,8 +16,8 @@ from registry.tool_formats.scanners.deepseek_calls import (
     JSON_FENCE,
     SEPARATOR,
 )
-from registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
-from registry.tool_formats.scanners.xml_calls import (
+from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
+from millrace.registry.tool_formats.scanners.xml_calls import (
     CLOSING_TAG,
     FUNCTION_END,
     FUNCTION_TAG,
@@ -29,7 +29,7 @@ from registry.tool_formats.scanners.xml_calls import (
     VALUE_END,
     VALUE_TAG,
 )
-from schemas.tools import ToolCall, ToolFormat
+from millrace.schemas.tools import ToolCall, ToolFormat
 
 INSTRUCTIONS = {
     ToolFormat.HERMES: (

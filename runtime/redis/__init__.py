@@ -1,6 +1,6 @@
 """A client of Redis as configured, and one connection that never makes its callers wait long."""
 
-from runtime.imports import without
+from millrace.runtime.imports import without
 
 # Its client's own metrics, which nobody reads here, are a tenth of a second of a start.
 with without("opentelemetry.sdk.metrics"):

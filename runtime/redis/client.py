@@ -20,14 +20,14 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from runtime.tls import client_context, handshake_refusal, has_tls_files
-from schemas.config import RedisConfig
-from schemas.errors import (
+from millrace.runtime.tls import client_context, handshake_refusal, has_tls_files
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,
 )
-from schemas.redaction import redact_urls
+from millrace.schemas.redaction import redact_urls
 
 _ERRORS: dict[str, type[RedisError]] = {
     "LOADING": BusyLoadingError,

@@ -12,12 +12,12 @@ from typing import Any
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
-from runtime.clock import Clock, SystemClock
-from runtime.redis.client import error_of, open_redis, why_refused
-from runtime.redis.protocol import Argument, ErrorReply, Reply, pack
-from runtime.redis.wire import RedisWire
-from schemas.config import RedisConfig
-from schemas.errors import MillraceError
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.redis.client import error_of, open_redis, why_refused
+from millrace.runtime.redis.protocol import Argument, ErrorReply, Reply, pack
+from millrace.runtime.redis.wire import RedisWire
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from runtime.redis.protocol import MalformedReplyError, Reply, ReplyReader
+from millrace.runtime.redis.protocol import MalformedReplyError, Reply, ReplyReader
 
 _SentT = TypeVar("_SentT")
 

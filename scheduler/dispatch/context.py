@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from bus.api import Bus
-from runtime.clock import Clock
-from runtime.tasks import Tasks
-from scheduler.fleet.fleet import Fleet
-from scheduler.jobs.admission import JobAdmission
-from scheduler.jobs.cancel_memory import CancelMemory
-from scheduler.jobs.finalizer import Finalizer
-from scheduler.jobs.running_requests import RunningRequests
-from scheduler.jobs.scheduled_job import JobTable, ScheduledJob
-from scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled
-from scheduler.jobs.tracing import JobTraces
-from scheduler.placement.prefix_index import PrefixIndex
-from schemas.config import SchedulerConfig
+from millrace.bus.api import Bus
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.cancel_memory import CancelMemory
+from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.scheduler.placement.prefix_index import PrefixIndex
+from millrace.schemas.config import SchedulerConfig
 
 
 class SchedulerContext:

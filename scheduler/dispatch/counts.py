@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from enum import StrEnum
 
-from runtime.histogram import FIRST_TOKEN_S, STEP_S, Histogram
-from schemas.jobs import Tier
+from millrace.runtime.histogram import FIRST_TOKEN_S, STEP_S, Histogram
+from millrace.schemas.jobs import Tier
 
 
 class Rerun(StrEnum):

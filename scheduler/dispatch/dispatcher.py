@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.job_runner import JobRunner
-from scheduler.dispatch.migration import Migration
-from scheduler.dispatch.placement_round import PlacementRound
-from scheduler.dispatch.preemption import PreemptionPolicy
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.prompt_keys import PromptKeys
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
-from scheduler.queues.arrivals import Arrivals
-from scheduler.queues.fair_queue import FairQueue
-from scheduler.queues.output_lengths import OutputLengths
-from scheduler.queues.throughput import Throughput
-from schemas.control import Served
-from schemas.jobs import Tier
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.job_runner import JobRunner
+from millrace.scheduler.dispatch.migration import Migration
+from millrace.scheduler.dispatch.placement_round import PlacementRound
+from millrace.scheduler.dispatch.preemption import PreemptionPolicy
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.prompt_keys import PromptKeys
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.queues.arrivals import Arrivals
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.scheduler.queues.output_lengths import OutputLengths
+from millrace.scheduler.queues.throughput import Throughput
+from millrace.schemas.control import Served
+from millrace.schemas.jobs import Tier
 
 
 class Dispatcher:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from runtime.clock import until_beat_s
-from runtime.tasks import Tasks, wait_or_sleep
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.fleet.fleet import Departed
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from schemas.errors import BusUnavailableError
+from millrace.runtime.clock import until_beat_s
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.fleet.fleet import Departed
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.schemas.errors import BusUnavailableError
 
 logger = logging.getLogger(__name__)
 

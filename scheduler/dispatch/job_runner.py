@@ -6,16 +6,16 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.counts import DispatchCounts, Rerun
-from scheduler.dispatch.sender import DispatchOutcome, DispatchResult, Sender
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.poison_pills import PoisonPillDetector
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from scheduler.jobs.terminal_status import TerminalStatus, failed, poison_pill
-from scheduler.queues.fair_queue import FairQueue
-from schemas.control import Cancel
-from schemas.errors import BusUnavailableError, MillraceError
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.counts import DispatchCounts, Rerun
+from millrace.scheduler.dispatch.sender import DispatchOutcome, DispatchResult, Sender
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, poison_pill
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.schemas.control import Cancel
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from scheduler.dispatch.context import SchedulerContext
-from schemas.control import WorkerStatus
-from schemas.errors import BusUnavailableError, MillraceError
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 

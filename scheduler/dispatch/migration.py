@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.placement_round import PlacementRound
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from scheduler.placement import placement
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.placement_round import PlacementRound
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.placement import placement
 
 # A worker gets no more of them while its prompts before theirs take longer than this: what waits
 # there for its turn would go on where it was meanwhile.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.preemption import PreemptionPolicy
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import TerminalStatus, refused
-from scheduler.placement import placement
-from schemas.errors import ContextLengthError
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.preemption import PreemptionPolicy
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
+from millrace.scheduler.placement import placement
+from millrace.schemas.errors import ContextLengthError
 
 # Jobs that fit nowhere just now, and yet let others go, in a round.
 _MAX_KEPT_FOR = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.jobs.resource_request import TIER_RANKS
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
-from schemas.jobs import Tier
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.jobs.resource_request import TIER_RANKS
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
+from millrace.schemas.jobs import Tier
 
 # Without measurements.
 _STEP_S = 0.02

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 
-from registry.routing.router import ModelState
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from scheduler.jobs.terminal_status import too_slow
-from scheduler.placement import placement
-from scheduler.queues.arrivals import JobSize, size_of
-from scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
-from scheduler.queues.throughput import WINDOW_S, eta_s
-from schemas.config import TierPolicy
-from schemas.errors import MillraceError
-from schemas.frames import Queued
-from schemas.jobs import Tier
+from millrace.registry.routing.router import ModelState
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.jobs.terminal_status import too_slow
+from millrace.scheduler.placement import placement
+from millrace.scheduler.queues.arrivals import JobSize, size_of
+from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
+from millrace.scheduler.queues.throughput import WINDOW_S, eta_s
+from millrace.schemas.config import TierPolicy
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Queued
+from millrace.schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 

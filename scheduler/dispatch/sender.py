@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.jobs.poison_pills import MAX_FAILURES
-from scheduler.jobs.running_requests import last_worker
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import TerminalStatus, cancelled, failed, refused
-from schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
-from schemas.errors import PayloadTooLargeError
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.jobs.poison_pills import MAX_FAILURES
+from millrace.scheduler.jobs.running_requests import last_worker
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, cancelled, failed, refused
+from millrace.schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
+from millrace.schemas.errors import PayloadTooLargeError
 
 # How long an attempt waits for the report of the one before it, if that worker lives: it reports
 # when its step is over.

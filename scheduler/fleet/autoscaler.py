@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from schemas.config import AutoscaleConfig
+from millrace.schemas.config import AutoscaleConfig
 
 # Slots that are used beyond this share leave too little for a burst.
 _TARGET_SLOT_SHARE = 0.8

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from scheduler.fleet.worker_view import WorkerView
-from schemas.control import WorkerStatus
-from schemas.jobs import Tier
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.jobs import Tier
 
 _NS_PER_S = 1_000_000_000
 _MAX_PAST_WORKERS = 4_096

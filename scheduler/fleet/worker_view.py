@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scheduler.fleet.step_times import StepTimes
-from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
-from schemas.control import WorkerStatus
-from schemas.jobs import Tier
+from millrace.scheduler.fleet.step_times import StepTimes
+from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.jobs import Tier
 
 # A worker reports less than we think it holds while an answer or the notice of an end is on its
 # way; longer than this, a notice was lost.

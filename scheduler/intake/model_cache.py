@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from registry.pricing import UNPRICED, PriceBook
-from registry.tokenizers.prompt_pool import PromptPool, num_characters
-from schemas.jobs import Job
+from millrace.registry.pricing import UNPRICED, PriceBook
+from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters
+from millrace.schemas.jobs import Job
 
 
 class Preparer(Protocol):

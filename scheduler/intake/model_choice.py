@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from registry.routing.router import ModelState, Router, check_routable, routed
-from registry.routing.score import question_of
-from scheduler.jobs.running_requests import RunningRequests
-from schemas.jobs import Job, Tier
+from millrace.registry.routing.router import ModelState, Router, check_routable, routed
+from millrace.registry.routing.score import question_of
+from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.schemas.jobs import Job, Tier
 
 
 class ModelChooser:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from bus.job_queue import LeasedJob, TenantQueue
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from scheduler.jobs.terminal_status import refused
-from schemas.errors import ModelNotFoundError
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.terminal_status import refused
+from millrace.schemas.errors import ModelNotFoundError
 
 _MAX_AT_ONCE = 64
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from bus.running_requests import RunningRequest
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.intake.model_cache import ModelCache
-from scheduler.jobs.running_requests import last_worker
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import failed, refused
-from schemas.errors import MillraceError
+from millrace.bus.running_requests import RunningRequest
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.intake.model_cache import ModelCache
+from millrace.scheduler.jobs.running_requests import last_worker
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import failed, refused
+from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from bus.job_queue import LeasedJob, TenantQueue
-from runtime.tasks import Tasks
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.intake.preparation import Preparation
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
-from scheduler.queues.backlog import Backlog, Pullable
-from schemas.errors import BusUnavailableError
-from schemas.jobs import Tier
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.intake.preparation import Preparation
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.queues.backlog import Backlog, Pullable
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -8,21 +8,21 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import chain
 
-from bus.job_queue import TenantQueue
-from runtime.clock import until_beat_s
-from runtime.tasks import Tasks, wait_or_sleep
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.dispatch.queue_estimate import QueueEstimate
-from scheduler.fleet.autoscaler import Autoscaler, Signals
-from scheduler.intake.orphan_reaper import OrphanReaper
-from scheduler.intake.puller import Puller
-from scheduler.jobs.scheduled_job import Tenant
-from scheduler.jobs.terminal_status import shed
-from scheduler.queues.fair_queue import weights_of
-from scheduler.queues.throughput import eta_s, retry_after_s
-from schemas.control import QueueStatus
-from schemas.errors import BusUnavailableError
+from millrace.bus.job_queue import TenantQueue
+from millrace.runtime.clock import until_beat_s
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
+from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
+from millrace.scheduler.intake.orphan_reaper import OrphanReaper
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.jobs.scheduled_job import Tenant
+from millrace.scheduler.jobs.terminal_status import shed
+from millrace.scheduler.queues.fair_queue import weights_of
+from millrace.scheduler.queues.throughput import eta_s, retry_after_s
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.errors import BusUnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from bus.job_queue import LeasedJob
-from scheduler.dispatch.context import SchedulerContext
-from scheduler.dispatch.dispatcher import Dispatcher
-from scheduler.intake.model_choice import ModelChooser
-from scheduler.intake.preparation import Preparation
-from scheduler.intake.puller import Puller
-from scheduler.jobs.terminal_status import refused
-from schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+from millrace.bus.job_queue import LeasedJob
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.preparation import Preparation
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.jobs.terminal_status import refused
+from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from decimal import Decimal
 import msgspec
 from msgspec.structs import replace
 
-from bus.redis_keys import job_reservation, spent_key, tenant_account
-from bus.tenancy.accounts import month_of
-from bus.tenancy.errors import RateLimitError
-from bus.tenancy.keeper import LimitKeeper
-from registry.pricing import PriceBook, cost
-from runtime.clock import Clock
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import TerminalStatus, failed, over_limit, refused
-from schemas.control import Reservation
-from schemas.errors import MillraceError
-from schemas.jobs import Job, Tier
-from schemas.tenants import may_reply_to
+from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
+from millrace.bus.tenancy.accounts import month_of
+from millrace.bus.tenancy.errors import RateLimitError
+from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.registry.pricing import PriceBook, cost
+from millrace.runtime.clock import Clock
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, over_limit, refused
+from millrace.schemas.control import Reservation
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.tenants import may_reply_to
 
 # What a job without a deadline has set aside frees its place and its share of the budget after this
 # time. What it used is charged whenever it ends.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from schemas.control import Served
-from schemas.records import Attempt
+from millrace.schemas.control import Served
+from millrace.schemas.records import Attempt
 
 # Beyond this many, the two oldest are kept as one.
 MAX_ATTEMPTS_KEPT = 16

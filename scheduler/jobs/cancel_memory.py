@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from schemas.control import CancelReason
+from millrace.schemas.control import CancelReason
 
 _MAX_REMEMBERED = 100_000
 

@@ -8,22 +8,22 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from bus import codec, subjects
-from bus.api import Bus
-from bus.jobs import decoding
-from bus.jobs.ends import record_of, result_of
-from registry.pricing import PriceBook, device_cost
-from runtime.clock import Clock
-from runtime.retry import doubling_delays, retry
-from scheduler.jobs.admission import JobAdmission
-from scheduler.jobs.running_requests import RunningRequests
-from scheduler.jobs.scheduled_job import ScheduledJob
-from scheduler.jobs.terminal_status import REPEATED, TerminalStatus
-from scheduler.jobs.tracing import JobTraces
-from schemas.errors import BusUnavailableError, ModelNotFoundError
-from schemas.jobs import DeadJob, Job, JobResult
-from schemas.records import RequestRecord, Status
-from schemas.tenants import may_reply_to
+from millrace.bus import codec, subjects
+from millrace.bus.api import Bus
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.ends import record_of, result_of
+from millrace.registry.pricing import PriceBook, device_cost
+from millrace.runtime.clock import Clock
+from millrace.runtime.retry import doubling_delays, retry
+from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import REPEATED, TerminalStatus
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
+from millrace.schemas.jobs import DeadJob, Job, JobResult
+from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.tenants import may_reply_to
 
 logger = logging.getLogger(__name__)
 

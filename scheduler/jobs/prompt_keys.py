@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from schemas.jobs import Job
-from schemas.pooling import Pooling
-from schemas.prefix import REPORTED_BYTES, extend_keys, root_key, salt_of
+from millrace.schemas.jobs import Job
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key, salt_of
 
 # Reported keys are read as numbers, in this machine's order, of jobs and of reports alike. Below
 # 2**60 they take a third less memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from schemas.jobs import Tier
+from millrace.schemas.jobs import Tier
 
 # Blocks are asked for the tokens there are and this many to come, not for all that may come: most
 # completions end long before max_tokens, and a worker that runs out preempts.

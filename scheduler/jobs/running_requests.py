@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from bus.running_requests import RunningRequest
-from scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.bus.running_requests import RunningRequest
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 
 
 class RunningRequests(Protocol):

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from bus.job_queue import LeasedJob, TenantQueue
-from scheduler.jobs.attempts import AttemptHistory
-from scheduler.jobs.poison_pills import PoisonSuspicion
-from scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
-from scheduler.jobs.resource_request import ResourceRequest
-from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from scheduler.jobs.tracing import JobTrace
-from schemas.control import EPOCHS_PER_DELIVERY, Reservation
-from schemas.jobs import Job, Tier
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.scheduler.jobs.attempts import AttemptHistory
+from millrace.scheduler.jobs.poison_pills import PoisonSuspicion
+from millrace.scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
+from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.tracing import JobTrace
+from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation
+from millrace.schemas.jobs import Job, Tier
 
 
 class Phase(Enum):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from bus.tenancy.errors import RateLimitError
-from schemas.control import CancelReason
-from schemas.errors import MillraceError
-from schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
-from schemas.records import Status
+from millrace.bus.tenancy.errors import RateLimitError
+from millrace.schemas.control import CancelReason
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
+from millrace.schemas.records import Status
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from bus import subjects
-from runtime.clock import Clock
-from runtime.tracing import (
+from millrace.bus import subjects
+from millrace.runtime.clock import Clock
+from millrace.runtime.tracing import (
     Span,
     SpanEvent,
     SpanKind,
@@ -20,7 +20,7 @@ from runtime.tracing import (
     parse_traceparent,
     record_span,
 )
-from schemas.jobs import Job, Source
+from millrace.schemas.jobs import Job, Source
 
 _WORKER_LOST = "worker_lost"
 

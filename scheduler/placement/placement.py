@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
-from scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from millrace.scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
+from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
 
 Policy = Literal["affine", "least_loaded"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import xor
 
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.prompt_keys import PromptKeys, read_keys
-from schemas.control import PrefixReport
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.prompt_keys import PromptKeys, read_keys
+from millrace.schemas.control import PrefixReport
 
 logger = logging.getLogger(__name__)
 

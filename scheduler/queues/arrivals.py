@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 
 _WINDOW_S = 20.0
 _LEAST_S = 1.0

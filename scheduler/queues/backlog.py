@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
-from bus.job_queue import TenantQueue
-from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from schemas.jobs import Tier
+from millrace.bus.job_queue import TenantQueue
+from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.schemas.jobs import Tier
 
 # All jobs of a tenant queue seem to be held: a lease may have lapsed, so it is tried now and then.
 _TRY_AGAIN_S = 1.0

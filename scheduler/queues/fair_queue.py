@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from scheduler.jobs.resource_request import TIER_RANKS
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from scheduler.queues.lazy_min import LazyMin
-from scheduler.queues.tenant_jobs import TenantJobs
-from scheduler.queues.virtual_tokens import VirtualTokens
-from schemas.config import SchedulerConfig, TierPolicies
-from schemas.jobs import Tier
+from millrace.scheduler.jobs.resource_request import TIER_RANKS
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.queues.lazy_min import LazyMin
+from millrace.scheduler.queues.tenant_jobs import TenantJobs
+from millrace.scheduler.queues.virtual_tokens import VirtualTokens
+from millrace.schemas.config import SchedulerConfig, TierPolicies
+from millrace.schemas.jobs import Tier
 
 INTERACTIVE = (Tier.ENTERPRISE, Tier.PRO, Tier.FREE)
 _NEVER_NS = 2**63

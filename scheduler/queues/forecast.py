@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, repeat
 from typing import NamedTuple
 
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from scheduler.queues.arrivals import JobSize, size_of
-from scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
-from schemas.config import TierPolicies
-from schemas.jobs import Tier
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.queues.arrivals import JobSize, size_of
+from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
+from millrace.schemas.config import TierPolicies
+from millrace.schemas.jobs import Tier
 
 # Jobs that are looked at one by one; those behind them follow at the mean distance of these.
 _MAX_JOBS = 512

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import deque
 
-from scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 
 # A tenant's first job goes at the latest when so many others of the tenant went before it.
 MAX_OVERTAKING = 3

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from scheduler.queues.lazy_min import LazyMin
+from millrace.scheduler.queues.lazy_min import LazyMin
 
 Member = TypeVar("Member", bound=Hashable)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from schemas.chat.messages import TextPart
+from millrace.schemas.chat.messages import TextPart
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from schemas.chat.messages import MessageToolCall
-from schemas.openai import ChoiceLogprobs, PromptTokens, TokenIds, UsageInfo
-from schemas.sessions import SessionInfo
+from millrace.schemas.chat.messages import MessageToolCall
+from millrace.schemas.openai import ChoiceLogprobs, PromptTokens, TokenIds, UsageInfo
+from millrace.schemas.sessions import SessionInfo
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):

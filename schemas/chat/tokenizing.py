@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from schemas.chat.messages import Message
-from schemas.openai import FunctionTool
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.openai import FunctionTool
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,18 +6,23 @@ file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made 
 
 from __future__ import annotations
 
-from schemas.config.gateway import GatewayConfig, SessionContexts
-from schemas.config.scheduler import AutoscaleConfig, SchedulerConfig, TierPolicies, TierPolicy
-from schemas.config.section import Section
-from schemas.config.stores import (
+from millrace.schemas.config.gateway import GatewayConfig, SessionContexts
+from millrace.schemas.config.scheduler import (
+    AutoscaleConfig,
+    SchedulerConfig,
+    TierPolicies,
+    TierPolicy,
+)
+from millrace.schemas.config.section import Section
+from millrace.schemas.config.stores import (
     ClickHouseConfig,
     KafkaConfig,
     NatsConfig,
     RedisConfig,
     StorageConfig,
 )
-from schemas.config.telemetry import MetricsConfig, TelemetryConfig, TracingConfig
-from schemas.config.worker import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.config.telemetry import MetricsConfig, TelemetryConfig, TracingConfig
+from millrace.schemas.config.worker import EngineConfig, SimulationConfig, WorkerConfig
 
 __all__ = [
     "AutoscaleConfig",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schemas.config.section import Section
-from schemas.tenants import TierLimits
+from millrace.schemas.config.section import Section
+from millrace.schemas.tenants import TierLimits
 
 OldTurns = Literal["window", "summary"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schemas.config.section import Section
+from millrace.schemas.config.section import Section
 
 
 class TierPolicy(Section, frozen=True, kw_only=True):

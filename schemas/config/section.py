@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.redaction import shown
+from millrace.schemas.redaction import shown
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schemas.config.section import Section, TlsFiles
-from schemas.redaction import Secret
+from millrace.schemas.config.section import Section, TlsFiles
+from millrace.schemas.redaction import Secret
 
 
 class NatsConfig(TlsFiles, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from schemas.config.section import Section
-from schemas.redaction import Secret
+from millrace.schemas.config.section import Section
+from millrace.schemas.redaction import Secret
 
 
 class TelemetryConfig(Section, frozen=True, kw_only=True):

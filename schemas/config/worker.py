@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from schemas.config.section import Section
-from schemas.engines import EngineKind
-from schemas.redaction import Secret
+from millrace.schemas.config.section import Section
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.redaction import Secret
 
 
 class SimulationConfig(Section, frozen=True, kw_only=True):

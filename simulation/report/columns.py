@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from schemas.jobs import Tier
-from schemas.records import Status
-from simulation.outcomes import NEVER_S, RequestOutcome
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.simulation.outcomes import NEVER_S, RequestOutcome
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

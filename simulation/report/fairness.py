@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 
-from schemas.jobs import Tier
-from simulation.report.columns import Columns, Flags, Floats
-from simulation.report.report import Fairness
+from millrace.schemas.jobs import Tier
+from millrace.simulation.report.columns import Columns, Flags, Floats
+from millrace.simulation.report.report import Fairness
 
 _MAX_BINS = 600
 # Of shorter times there is no telling who got more: answers come whole.

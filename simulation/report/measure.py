@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.settings import Slo
-from schemas.jobs import Tier
-from schemas.records import Status
-from simulation.report.columns import UNFINISHED, Columns, Flags, Floats, columns_of
-from simulation.report.fairness import fairness_of
-from simulation.report.report import (
+from millrace.bench.settings import Slo
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.simulation.report.columns import UNFINISHED, Columns, Flags, Floats, columns_of
+from millrace.simulation.report.fairness import fairness_of
+from millrace.simulation.report.report import (
     SCHEMA,
     Bin,
     Cost,
@@ -21,10 +21,10 @@ from simulation.report.report import (
     Report,
     Setup,
 )
-from simulation.settings import Settings
-from simulation.traces.trace import TraceRequest
-from simulation.workers.fleet import WorkerIncarnation
-from simulation.world import Result
+from millrace.simulation.settings import Settings
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.workers.fleet import WorkerIncarnation
+from millrace.simulation.world import Result
 
 _MAX_BINS = 120
 # Of more tenants than these, the ones with the most tokens are told of.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bench.report.document import card, document, escape, figure, table
-from bench.report.plots import Marker, Series, line_chart, number
-from simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
-from simulation.report.table import render, shown_at
+from millrace.bench.report.document import card, document, escape, figure, table
+from millrace.bench.report.plots import Marker, Series, line_chart, number
+from millrace.simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
+from millrace.simulation.report.table import render, shown_at
 
 # The style sheet has as many colours of lines.
 _COLOURS = "abcd"

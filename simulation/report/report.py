@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from bench.settings import Slo
-from schemas.config import SchedulerConfig, WorkerConfig
-from simulation.settings import Failure
+from millrace.bench.settings import Slo
+from millrace.schemas.config import SchedulerConfig, WorkerConfig
+from millrace.simulation.settings import Failure
 
 SCHEMA = "millrace.simulate/1"
 

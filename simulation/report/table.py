@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from runtime.text_table import text_table
-from simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
+from millrace.runtime.text_table import text_table
+from millrace.simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
 
 _SHARES = ("p50", "p90", "p99")
 _LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))

@@ -11,11 +11,11 @@ from itertools import accumulate
 
 import msgspec
 
-from bench.arrivals import arrival_times
-from bench.spread import Spread
-from schemas.errors import ConfigError
-from schemas.jobs import Tier
-from simulation.traces.trace import TraceRequest
+from millrace.bench.arrivals import arrival_times
+from millrace.bench.spread import Spread
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import Tier
+from millrace.simulation.traces.trace import TraceRequest
 
 _MAX_TENANTS = 100_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from simulation.traces.trace import TraceRequest
+from millrace.simulation.traces.trace import TraceRequest
 
 _NUM_STARTS = 1 << 30
 

@@ -9,8 +9,8 @@ from typing import TextIO
 
 import msgspec
 
-from schemas.errors import ConfigError
-from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Tier, check_length
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Tier, check_length
 
 _MAX_TOKENS = 10_000_000
 _MAX_AT_S = 10 * 365 * 86_400.0

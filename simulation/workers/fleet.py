@@ -6,16 +6,16 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from bus.api import Bus
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
-from schemas.control import Cancel, QueueStatus
-from simulation.outcomes import Outcomes
-from simulation.settings import Settings
-from simulation.workers.heartbeats import Heartbeats, WorkerIdentity
-from simulation.workers.leaps import LeapingBatch
-from simulation.workers.worker import SimulatedWorker, Spawn
-from workers.simulated.latency_model import LatencyModel
+from millrace.bus.api import Bus
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import WorkerConfig
+from millrace.schemas.control import Cancel, QueueStatus
+from millrace.simulation.outcomes import Outcomes
+from millrace.simulation.settings import Settings
+from millrace.simulation.workers.heartbeats import Heartbeats, WorkerIdentity
+from millrace.simulation.workers.leaps import LeapingBatch
+from millrace.simulation.workers.worker import SimulatedWorker, Spawn
+from millrace.workers.simulated.latency_model import LatencyModel
 
 
 @dataclass

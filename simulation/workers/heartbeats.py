@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from bus.api import Bus
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
-from schemas.control import PrefixReport, WorkerStatus
-from schemas.jobs import Tier
-from schemas.prefix import REPORTED_BYTES
-from simulation.workers.leaps import LeapingBatch
+from millrace.bus.api import Bus
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import WorkerConfig
+from millrace.schemas.control import PrefixReport, WorkerStatus
+from millrace.schemas.jobs import Tier
+from millrace.schemas.prefix import REPORTED_BYTES
+from millrace.simulation.workers.leaps import LeapingBatch
 
 # As the real worker: more room than this share beyond what was announced is told at once.
 _NOTABLE_SHARE = 1 / 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from workers.simulated.batch import SimulatedBatch, StepOutputs
-from workers.simulated.latency_model import LatencyModel
-from workers.simulated.sequence import SimulatedSequence
-from workers.simulated.tokens import SimulatedTokens
+from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.latency_model import LatencyModel
+from millrace.workers.simulated.sequence import SimulatedSequence
+from millrace.workers.simulated.tokens import SimulatedTokens
 
 
 class ConsecutiveTokens(SimulatedTokens):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bus.jobs.ends import record_of
-from schemas.control import Dispatch, Served
-from schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Started, Usage
-from schemas.jobs import Tier
-from schemas.records import RequestRecord, Status
-from simulation.outcomes import RequestOutcome
-from workers.simulated.sequence import GenerationLimits, SimulatedSequence
+from millrace.bus.jobs.ends import record_of
+from millrace.schemas.control import Dispatch, Served
+from millrace.schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Started, Usage
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import RequestRecord, Status
+from millrace.simulation.outcomes import RequestOutcome
+from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 # As the real worker ranks tiers for its engine.
 PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}

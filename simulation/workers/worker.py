@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from bus.api import Bus
-from bus.transport import Subscription
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
-from schemas.control import (
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import WorkerConfig
+from millrace.schemas.control import (
     Cancel,
     CancelReason,
     Dispatch,
@@ -22,14 +22,14 @@ from schemas.control import (
     WorkerCommand,
     WorkerReply,
 )
-from schemas.frames import Delta, Frame
-from schemas.jobs import Tier
-from schemas.records import Status
-from simulation.outcomes import REPLY, Outcomes
-from simulation.workers.heartbeats import Heartbeats
-from simulation.workers.leaps import LeapingBatch
-from simulation.workers.runs import Run
-from workers.simulated.sequence import SimulatedSequence
+from millrace.schemas.frames import Delta, Frame
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.simulation.outcomes import REPLY, Outcomes
+from millrace.simulation.workers.heartbeats import Heartbeats
+from millrace.simulation.workers.leaps import LeapingBatch
+from millrace.simulation.workers.runs import Run
+from millrace.workers.simulated.sequence import SimulatedSequence
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 # Those that make way for higher tiers wait here too: so many times the capacity in all.

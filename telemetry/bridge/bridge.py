@@ -10,16 +10,16 @@ import msgspec
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from bus import subjects
-from bus.api import Bus, OutboxMessage
-from runtime.clock import Clock
-from runtime.tasks import Tasks, outcome_unless, wait_or_sleep
-from schemas.config import KafkaConfig
-from schemas.errors import MillraceError
-from telemetry.bridge.in_flight_bytes import Backlog
-from telemetry.bridge.producer_batch import ProducerBatch
-from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
-from telemetry.kafka.kafka import (
+from millrace.bus import subjects
+from millrace.bus.api import Bus, OutboxMessage
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks, outcome_unless, wait_or_sleep
+from millrace.schemas.config import KafkaConfig
+from millrace.schemas.errors import MillraceError
+from millrace.telemetry.bridge.in_flight_bytes import Backlog
+from millrace.telemetry.bridge.producer_batch import ProducerBatch
+from millrace.telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
+from millrace.telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
     Offsets,
     ensure_topics,
@@ -28,7 +28,7 @@ from telemetry.kafka.kafka import (
     sign_cluster,
     stop_client,
 )
-from telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.outbox_ledger import OutboxLedger
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from aiokafka import TopicPartition
 
-from telemetry.bridge.producer_batch import Landed
-from telemetry.kafka.kafka import Offsets
+from millrace.telemetry.bridge.producer_batch import Landed
+from millrace.telemetry.kafka.kafka import Offsets
 
 # The embedded cluster drops a partition's oldest messages past 5 MB. The outbox holds the rest.
 _MOST_BYTES = 3_000_000

@@ -16,8 +16,8 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
-from bus.api import OutboxMessage
-from telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER
+from millrace.bus.api import OutboxMessage
+from millrace.telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER
 
 
 class _Key(msgspec.Struct):

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError
 
 _AUTHENTICATION_FAILED = 516
 _ACCESS_DENIED = 497

@@ -11,11 +11,11 @@ from importlib.resources.abc import Traversable
 
 import msgspec
 
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.errors import ParameterError
-from telemetry.http.parameters import Parameter, parameters_of, read_values
-from telemetry.http.spreadsheet import csv_of
-from telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reader
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.errors import ParameterError
+from millrace.telemetry.http.parameters import Parameter, parameters_of, read_values
+from millrace.telemetry.http.spreadsheet import csv_of
+from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reader
 
 logger = logging.getLogger(__name__)
 

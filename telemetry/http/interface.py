@@ -17,12 +17,18 @@ from urllib.parse import parse_qsl
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from runtime.http_server import ManagedServer
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError
-from telemetry.http.access import AccessCheck, Refusal, header_of
-from telemetry.store.reading import TOO_MANY_QUERIES, UNKNOWN_ERROR, EscapedText, QueryError, Reader
-from telemetry.store.sql_guard import READONLY, require_reading
+from millrace.runtime.http_server import ManagedServer
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError
+from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
+from millrace.telemetry.store.reading import (
+    TOO_MANY_QUERIES,
+    UNKNOWN_ERROR,
+    EscapedText,
+    QueryError,
+    Reader,
+)
+from millrace.telemetry.store.sql_guard import READONLY, require_reading
 
 logger = logging.getLogger(__name__)
 

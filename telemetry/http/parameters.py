@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 
 MAX_STEPS = 2_000
 # DateTime64(6) ends in 2299.

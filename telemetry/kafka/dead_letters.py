@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 
-from bus import subjects
-from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES, SEQUENCE_HEADER
+from millrace.bus import subjects
+from millrace.telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES, SEQUENCE_HEADER
 
 logger = logging.getLogger(__name__)
 

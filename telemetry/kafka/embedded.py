@@ -1,6 +1,6 @@
 """Kafka's protocol on one machine without a broker: librdkafka's in-memory cluster.
 
-``python -m telemetry.kafka.embedded [--write-bootstrap FILE]`` prints the bootstrap address (and
+``python -m millrace.telemetry.kafka.embedded [--write-bootstrap FILE]`` prints the bootstrap address (and
 writes it to FILE) and serves until it is told to stop or its parent dies. What it holds is gone
 then; the bridge replays the outbox.
 """
@@ -46,7 +46,7 @@ def die_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="telemetry.kafka.embedded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="millrace.telemetry.kafka.embedded", description=__doc__)
     parser.add_argument(
         "--write-bootstrap",
         "--port-file",

@@ -16,9 +16,9 @@ from aiokafka import (
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaConnectionError, TopicAlreadyExistsError, for_code
 
-from bus import subjects
-from schemas.config import KafkaConfig
-from telemetry.kafka.security import connection_options, why_refused
+from millrace.bus import subjects
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.kafka.security import connection_options, why_refused
 
 SEQUENCE_HEADER = "outbox-sequence"
 SUBJECT_HEADER = "subject"

@@ -14,9 +14,9 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
-from runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
-from schemas.config import KafkaConfig
-from schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
+from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
+from millrace.schemas.config import KafkaConfig
+from millrace.schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
 
 _TRY_TIMEOUT_MS = 5_000
 

@@ -7,10 +7,10 @@ from decimal import Decimal
 
 import msgspec
 
-from registry.catalogue import Catalogue
-from registry.pricing import PriceBook
-from runtime.clock import Clock
-from telemetry.store.store import PlainTable, Store
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.pricing import PriceBook
+from millrace.runtime.clock import Clock
+from millrace.telemetry.store.store import PlainTable, Store
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 
-from runtime.clock import Clock
-from runtime.tasks import wait_or_sleep
-from telemetry.rollups.statements import LAST_VERSION, USAGE, WORKERS, Rollup
-from telemetry.store.store import Store
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.telemetry.rollups.statements import LAST_VERSION, USAGE, WORKERS, Rollup
+from millrace.telemetry.store.store import Store
 
 logger = logging.getLogger(__name__)
 

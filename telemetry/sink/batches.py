@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 from aiokafka import ConsumerRecord, TopicPartition
 
-from bus import codec
-from schemas.errors import MalformedMessageError
-from schemas.records import Record
-from telemetry.kafka.dead_letters import DeadLetterRecord
-from telemetry.kafka.kafka import SEQUENCE_HEADER
-from telemetry.store.tables import Table, check, table_of
+from millrace.bus import codec
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.records import Record
+from millrace.telemetry.kafka.dead_letters import DeadLetterRecord
+from millrace.telemetry.kafka.kafka import SEQUENCE_HEADER
+from millrace.telemetry.store.tables import Table, check, table_of
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):

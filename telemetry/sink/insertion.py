@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from runtime.clock import Clock
-from runtime.histogram import DURATION_S, ROWS, Histogram
-from runtime.retry import doubling_delays, retry
-from runtime.tasks import wait_or_sleep
-from telemetry.sink.batches import Row, content_token
-from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
-from telemetry.store.tables import Table
+from millrace.runtime.clock import Clock
+from millrace.runtime.histogram import DURATION_S, ROWS, Histogram
+from millrace.runtime.retry import doubling_delays, retry
+from millrace.runtime.tasks import wait_or_sleep
+from millrace.telemetry.sink.batches import Row, content_token
+from millrace.telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
+from millrace.telemetry.store.tables import Table
 
 logger = logging.getLogger(__name__)
 

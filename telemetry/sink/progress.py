@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import IllegalStateError, KafkaError
 
-from bus import subjects
-from telemetry.kafka.kafka import Offsets
+from millrace.bus import subjects
+from millrace.telemetry.kafka.kafka import Offsets
 
 logger = logging.getLogger(__name__)
 

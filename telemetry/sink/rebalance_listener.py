@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 
-from runtime.clock import Clock
+from millrace.runtime.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -10,20 +10,26 @@ from functools import partial
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
-from runtime.clock import Clock
-from runtime.tasks import Tasks, wait_or_sleep
-from schemas.config import KafkaConfig, TelemetryConfig
-from schemas.records import RequestRecord
-from telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
-from telemetry.kafka.kafka import Offsets, ensure_topics, make_producer, start_consumer, stop_client
-from telemetry.sink.batches import Batch
-from telemetry.sink.insertion import Insertion
-from telemetry.sink.progress import Progress
-from telemetry.sink.rebalance_listener import RebalanceListener
-from telemetry.sink.tracing import StoredTraces
-from telemetry.store.outbox_ledger import OutboxLedger
-from telemetry.store.store import Store
-from telemetry.store.tables import WORKER_SAMPLES
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.schemas.config import KafkaConfig, TelemetryConfig
+from millrace.schemas.records import RequestRecord
+from millrace.telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
+from millrace.telemetry.kafka.kafka import (
+    Offsets,
+    ensure_topics,
+    make_producer,
+    start_consumer,
+    stop_client,
+)
+from millrace.telemetry.sink.batches import Batch
+from millrace.telemetry.sink.insertion import Insertion
+from millrace.telemetry.sink.progress import Progress
+from millrace.telemetry.sink.rebalance_listener import RebalanceListener
+from millrace.telemetry.sink.tracing import StoredTraces
+from millrace.telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import WORKER_SAMPLES
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from runtime.clock import Clock
-from runtime.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, record_span
-from schemas.records import RequestRecord
-from telemetry.sink.batches import Row
+from millrace.runtime.clock import Clock
+from millrace.runtime.tracing import Span, SpanEvent, SpanKind, TraceContext, Tracing, record_span
+from millrace.schemas.records import RequestRecord
+from millrace.telemetry.sink.batches import Row
 
 # A batch has thousands of rows: of the requests that are traced, so many get a span of their own,
 # and so many a link from the batch's.

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import clickhouse_connect
 from clickhouse_connect.driver.client import Client
 
-from runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError, CredentialsRefusedError
-from schemas.redaction import redact_urls
+from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError, CredentialsRefusedError
+from millrace.schemas.redaction import redact_urls
 
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
 _TLS_PORT = 8443

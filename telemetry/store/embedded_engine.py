@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 import chdb
 
-from telemetry.store.reading import quote
+from millrace.telemetry.store.reading import quote
 
 # At rest the engine would look at its memory twenty times a second, and for each table every ten
 # seconds at what might be merged, which an insert has it do at once.

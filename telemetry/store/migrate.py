@@ -7,8 +7,8 @@ from importlib import resources
 
 import msgspec
 
-from schemas.errors import MillraceError
-from telemetry.store.store import PlainTable, Store
+from millrace.schemas.errors import MillraceError
+from millrace.telemetry.store.store import PlainTable, Store
 
 APPLIED = PlainTable("schema_migrations", ("number", "name"), ("UInt32", "String"))
 _NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")

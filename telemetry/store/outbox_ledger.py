@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from telemetry.store.store import PlainTable, Store
+from millrace.telemetry.store.store import PlainTable, Store
 
 Range = tuple[int, int]
 TABLE = PlainTable("outbox_ledger", ("first_sequence", "last_sequence"), ("UInt64", "UInt64"))

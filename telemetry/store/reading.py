@@ -13,7 +13,7 @@ import msgspec
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 UNKNOWN_ERROR = 1002
 TOO_MANY_QUERIES = 202

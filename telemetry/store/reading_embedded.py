@@ -7,9 +7,16 @@ from typing import Any
 
 from chdb import ChdbError
 
-from telemetry.store.embedded_engine import connect, connect_again
-from telemetry.store.reading import Parameters, QueryError, Reader, ReadLimits, escaped, quote
-from telemetry.store.sql_guard import require_plain_names, require_reading
+from millrace.telemetry.store.embedded_engine import connect, connect_again
+from millrace.telemetry.store.reading import (
+    Parameters,
+    QueryError,
+    Reader,
+    ReadLimits,
+    escaped,
+    quote,
+)
+from millrace.telemetry.store.sql_guard import require_plain_names, require_reading
 
 _UNKNOWN_FORMAT = 73
 # What chDB makes Python's objects of: no bytes to hand on.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from telemetry.store.reading import QueryError
+from millrace.telemetry.store.reading import QueryError
 
 READONLY = 164
 EMPTY_QUERY = 62

@@ -19,11 +19,11 @@ import msgspec
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError, MillraceError
-from schemas.redaction import redact_urls
-from telemetry.store.clickhouse_server import raise_refusal, server_connect
-from telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.redaction import redact_urls
+from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
+from millrace.telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
@@ -127,7 +127,7 @@ class Store:
         writing = connect_to_database()
         reader: Reader
         if config.path:
-            from telemetry.store.reading_embedded import EmbeddedReader
+            from millrace.telemetry.store.reading_embedded import EmbeddedReader
 
             reader = EmbeddedReader(config.path, config.database, limits)
         else:
@@ -205,7 +205,7 @@ def _is_full(error: Exception) -> bool:
 
 def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:
     # The engine is an extra, which a telemetry process on a server does without.
-    from telemetry.store.embedded_engine import engine_options
+    from millrace.telemetry.store.embedded_engine import engine_options
 
     with engine_options(config.database) as restrictions:
         return clickhouse_connect.get_client(

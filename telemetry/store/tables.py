@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from schemas.errors import MalformedMessageError
-from schemas.records import (
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.records import (
     Attempt,
     DeliveryRecord,
     Record,

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.support.gguf_files import write_gguf
-from registry.checkpoints.checkpoint import open_tensors
+from millrace.registry.checkpoints.checkpoint import open_tensors
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.checkpoints import save_model
 

@@ -16,8 +16,11 @@ from benchmarks.support.processes import Reading, read, role_of
 @pytest.mark.parametrize(
     ("command", "role"),
     [
-        (("/usr/bin/python3", "-m", "telemetry", "--config", "c.yaml"), "telemetry"),
-        (("python", "-m", "workers.process.engine_process", "7"), "workers.process.engine_process"),
+        (("/usr/bin/python3", "-m", "millrace.telemetry", "--config", "c.yaml"), "telemetry"),
+        (
+            ("python", "-m", "millrace.workers.process.engine_process", "7"),
+            "millrace.workers.process.engine_process",
+        ),
         (("/opt/nats-server", "--config", "nats.conf"), "nats-server"),
         (("redis-server 127.0.0.1:6380",), "redis-server"),
         ((), "ended"),

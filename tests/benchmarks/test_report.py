@@ -64,4 +64,4 @@ def test_import_times_are_added_up_by_package() -> None:
         ]
     )
     assert own_ms == {"torch": 2.0, "workers": 0.1}
-    assert cumulative_ms == {"workers.engine.engine": 2.1}
+    assert cumulative_ms == {"millrace.workers.engine.engine": 2.1}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fairness import largest_gap
-from simulation.report.fairness import jain
+from millrace.simulation.report.fairness import jain
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {

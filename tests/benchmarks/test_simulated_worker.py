@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from benchmarks.support.simulated_worker import MODEL, WORKER_ID, SimulatedWorker
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.control import Cancel, Replay
-from schemas.frames import Cancelled, Delta, Done, Frame, Started, Usage
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.control import Cancel, Replay
+from millrace.schemas.frames import Cancelled, Delta, Done, Frame, Started, Usage
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
 from tests.support.waiting import eventually
 
 REPLY = "reader"

@@ -11,13 +11,13 @@ import pytest
 from nats.aio.client import Client
 from nats.js.api import RawStreamMsg
 
-from bus.api import Bus
-from bus.codec import CONTENT_TYPE, Codec, is_json
-from bus.memory import MemoryBroker, MemoryBus
-from bus.memory.jobs import MemoryJobQueue
-from bus.nats import connect
-from schemas.config import NatsConfig
-from schemas.jobs import DeadJob
+from millrace.bus.api import Bus
+from millrace.bus.codec import CONTENT_TYPE, Codec, is_json
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.memory.jobs import MemoryJobQueue
+from millrace.bus.nats import connect
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import DeadJob
 from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer
 

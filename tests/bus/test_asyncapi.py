@@ -11,10 +11,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from bus import asyncapi, subjects
-from bus.job_queue import TenantQueue
-from schemas.frames import Delta, Done, FinishReason
-from schemas.jobs import Job, Tier
+from millrace.bus import asyncapi, subjects
+from millrace.bus.job_queue import TenantQueue
+from millrace.schemas.frames import Delta, Done, FinishReason
+from millrace.schemas.jobs import Job, Tier
 from tests.support.repository import ROOT
 
 CHECKED_IN = ROOT / "docs" / "asyncapi.json"
@@ -41,7 +41,7 @@ def validator(message: str) -> Draft202012Validator:
 
 
 def test_it_is_not_stale() -> None:
-    stale = "run: python -m bus.asyncapi > docs/asyncapi.json"
+    stale = "run: python -m millrace.bus.asyncapi > docs/asyncapi.json"
     assert CHECKED_IN.read_text(encoding="utf-8") == asyncapi.text(), stale
 
 

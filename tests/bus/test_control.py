@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from bus.api import Bus
-from schemas.control import (
+from millrace.bus.api import Bus
+from millrace.schemas.control import (
     Cancel,
     CancelReason,
     Dispatch,
@@ -25,8 +25,8 @@ from schemas.control import (
     WorkerCommand,
     WorkerReply,
 )
-from schemas.errors import PayloadTooLargeError
-from schemas.jobs import Job
+from millrace.schemas.errors import PayloadTooLargeError
+from millrace.schemas.jobs import Job
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 

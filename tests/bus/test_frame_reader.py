@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.frame_reader import Outcome, StreamReader
-from schemas.frames import (
+from millrace.bus.frame_reader import Outcome, StreamReader
+from millrace.schemas.frames import (
     Beam,
     BeamEnd,
     Cancelled,

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from bus.api import Bus
-from schemas.frames import Accepted, Delta, Done, FinishReason, Frame, Started, TokenLogprob, Usage
+from millrace.bus.api import Bus
+from millrace.schemas.frames import (
+    Accepted,
+    Delta,
+    Done,
+    FinishReason,
+    Frame,
+    Started,
+    TokenLogprob,
+    Usage,
+)
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 

@@ -8,13 +8,13 @@ import time
 import msgspec
 import pytest
 
-from bus import codec
-from bus.api import Bus
-from bus.job_queue import LeasedJob, TenantQueue
-from schemas.errors import PayloadTooLargeError, QueueFullError
-from schemas.frames import Failed, Frame
-from schemas.jobs import DeadJob, Job, Tier
-from schemas.records import RequestRecord, Status
+from millrace.bus import codec
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.schemas.errors import PayloadTooLargeError, QueueFullError
+from millrace.schemas.frames import Failed, Frame
+from millrace.schemas.jobs import DeadJob, Job, Tier
+from millrace.schemas.records import RequestRecord, Status
 from tests.bus.conftest import ACK_WAIT_S, MAX_DELIVER, Broker
 from tests.support.waiting import eventually
 

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from bus.running_requests import TTL_S, RunningRequest, RunningRequestIndex
-from schemas.config import RedisConfig
+from millrace.bus.running_requests import TTL_S, RunningRequest, RunningRequestIndex
+from millrace.schemas.config import RedisConfig
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
@@ -83,7 +83,7 @@ async def test_many_at_once(index: RunningRequestIndex) -> None:
 
 async def test_without_redis_nothing_is_known(caplog: pytest.LogCaptureFixture) -> None:
     index = RunningRequestIndex(RedisConfig(url=f"redis://127.0.0.1:{free_port()}/0"))
-    with caplog.at_level(logging.INFO, "bus.running_requests"):
+    with caplog.at_level(logging.INFO, "millrace.bus.running_requests"):
         for _ in range(5):
             await index.start("r1", "w1", 1)
             assert await index.lookup("r1") is None

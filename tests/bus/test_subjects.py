@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import redis_keys, subjects
-from bus.job_queue import TenantQueue
-from schemas.jobs import Source, Tier
-from schemas.records import (
+from millrace.bus import redis_keys, subjects
+from millrace.bus.job_queue import TenantQueue
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import (
     DeliveryRecord,
     Record,
     RefusalRecord,

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-from bus import codec, subjects
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from schemas.frames import Failed, Frame
-from schemas.jobs import Job, Tier
+from millrace.bus import codec, subjects
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.schemas.frames import Failed, Frame
+from millrace.schemas.jobs import Job, Tier
 from tests.bus.conftest import ACK_WAIT_S, Broker
 from tests.support.waiting import eventually
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import redis
 
-from cli.main import main
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import AuthenticationError, Identity
-from runtime.clock import SystemClock
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.jobs import Tier
+from millrace.cli.main import main
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import AuthenticationError, Identity
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.jobs import Tier
 from tests.support.servers import RedisServer, free_port
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.endpoints import Endpoints, locate, read_endpoints
-from cli.main import main
-from schemas.errors import ConfigError
+from millrace.cli.endpoints import Endpoints, locate, read_endpoints
+from millrace.cli.main import main
+from millrace.schemas.errors import ConfigError
 
 ENDPOINTS = {
     "http": "http://127.0.0.1:8001",
@@ -96,7 +96,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_whoever_reads_may_stop_reading(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m cli --help | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m millrace.cli --help | head -1; exit ${{PIPESTATUS[0]}}"
     finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert finished.returncode == 0
     assert "Traceback" not in finished.stderr

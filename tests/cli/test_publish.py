@@ -9,14 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from bus import nats
-from bus.api import Bus
-from cli.main import main
-from cli.requests.answers import StreamPrinter
-from schemas.config import NatsConfig
-from schemas.control import Replay, WorkerCommand, WorkerReply
-from schemas.frames import Accepted, Delta, Done, Failed, FinishReason, Frame, Started, Usage
-from schemas.jobs import BeamResult, Job, JobResult
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.cli.main import main
+from millrace.cli.requests.answers import StreamPrinter
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import Replay, WorkerCommand, WorkerReply
+from millrace.schemas.frames import (
+    Accepted,
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    Frame,
+    Started,
+    Usage,
+)
+from millrace.schemas.jobs import BeamResult, Job, JobResult
 from tests.support.model_queue import pull_one
 from tests.support.waiting import eventually
 

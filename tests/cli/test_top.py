@@ -22,14 +22,14 @@ from typing import Any
 
 import pytest
 
-from bus import nats
-from bus.nats import NatsBus
-from cli.main import main
-from cli.top.view import Snapshot, TenantRow, Totals, WorkerRow, as_text, view
-from runtime.text_table import plain_text
-from schemas.config import NatsConfig
-from schemas.control import QueueStatus, TelemetryAnswer, TelemetryQuery, WorkerStatus
-from schemas.jobs import Tier
+from millrace.bus import nats
+from millrace.bus.nats import NatsBus
+from millrace.cli.main import main
+from millrace.cli.top.view import Snapshot, TenantRow, Totals, WorkerRow, as_text, view
+from millrace.runtime.text_table import plain_text
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import QueueStatus, TelemetryAnswer, TelemetryQuery, WorkerStatus
+from millrace.schemas.jobs import Tier
 from tests.support.servers import NatsServer, free_port
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -183,7 +183,7 @@ async def system(server: NatsServer) -> AsyncIterator[NatsBus]:
 
 
 def command(server: NatsServer, *more: str) -> list[str]:
-    return [sys.executable, "-m", "cli", "top", "--nats", server.url, *more]
+    return [sys.executable, "-m", "millrace.cli", "top", "--nats", server.url, *more]
 
 
 async def test_once_as_plain_text(nats_server: NatsServer) -> None:

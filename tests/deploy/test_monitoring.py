@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cli.local.scrape_targets import FILE_NAME
-from runtime.metrics_server import check_exposure
-from runtime.settings import load_config
+from millrace.cli.local.scrape_targets import FILE_NAME
+from millrace.runtime.metrics_server import check_exposure
+from millrace.runtime.settings import load_config
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
 from tests.deploy.known_metrics import Known, known_metrics
 from tests.deploy.promql import SyntaxProblemError, named_in
@@ -63,7 +63,7 @@ async def test_every_expression_names_what_there_is() -> None:
 
 
 async def test_histograms_are_asked_at_bounds_that_they_have() -> None:
-    from runtime.histogram import FIRST_TOKEN_S
+    from millrace.runtime.histogram import FIRST_TOKEN_S
 
     for _, expression in _expressions():
         for metric, bound in re.findall(r'(\w+)_bucket\{le="([^"]+)"\}', expression):

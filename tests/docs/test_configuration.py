@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from runtime import settings_reference
-from runtime.settings import load_config
-from schemas.errors import ConfigError
+from millrace.runtime import settings_reference
+from millrace.runtime.settings import load_config
+from millrace.schemas.errors import ConfigError
 from tests.support.repository import ROOT
 
 CHECKED_IN = ROOT / "docs" / "configuration.md"
@@ -21,7 +21,7 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def test_it_is_not_stale() -> None:
-    stale = "run: python -m runtime.settings_reference > docs/configuration.md"
+    stale = "run: python -m millrace.runtime.settings_reference > docs/configuration.md"
     assert CHECKED_IN.read_text(encoding="utf-8") == settings_reference.text(), stale
 
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from runtime.settings import load_config
-from schemas.config import (
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
     KafkaConfig,

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.workers.custom_engine import load_engine_class
+from millrace.workers.engine_like import EngineLike
 from tests.workers.conformance import EngineConformance, running
 from tests.workers.scripted import served_model
-from workers.custom_engine import load_engine_class
-from workers.engine_like import EngineLike
 
 _FILE = Path(__file__).parents[2] / "docs" / "examples" / "echo_engine.py"
 _NAME = f"{_FILE}:EchoEngine"
@@ -44,7 +44,7 @@ class TestEchoEngine(EngineConformance):
         ("nowhere.py:Engine", "cannot be imported: ImportError"),
         (f"{_FILE}:Missing", "has no class Missing"),
         (f"{_FILE}:Clock", "derives from EngineLike"),
-        ("workers.engine_like:EngineLike", "no class method"),
+        ("millrace.workers.engine_like:EngineLike", "no class method"),
     ],
 )
 def test_a_name_that_leads_to_no_engine_is_explained(name: str, says: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import Config
+from millrace.schemas.config import Config
 from tests.support.repository import PACKAGES, ROOT, python_files
 
 DOCS = ROOT / "docs"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import build_parser
-from schemas.config import EngineConfig
+from millrace.cli.main import build_parser
+from millrace.schemas.config import EngineConfig
 from tests.support.repository import ROOT
 
 DOCUMENTS = [

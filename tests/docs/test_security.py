@@ -9,8 +9,8 @@ from operator import attrgetter
 
 import pytest
 
-from bus.nats.topology import streams
-from schemas.config import Config, NatsConfig
+from millrace.bus.nats.topology import streams
+from millrace.schemas.config import Config, NatsConfig
 from tests.docs.security_page import TEXT, kept_s, references, statements
 from tests.support.repository import ROOT
 

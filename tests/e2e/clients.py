@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import websockets
 
-from bus.api import Bus
-from schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Usage
-from schemas.jobs import ChatMessage, Job
-from schemas.sampling import SamplingParams
+from millrace.bus.api import Bus
+from millrace.schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Usage
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import SamplingParams
 
 
 @dataclass

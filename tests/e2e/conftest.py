@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from bus import nats as nats_bus
-from bus.api import Bus
-from schemas.config import NatsConfig
+from millrace.bus import nats as nats_bus
+from millrace.bus.api import Bus
+from millrace.schemas.config import NatsConfig
 from tests.e2e.weather import weather_tools
 from tests.support.system import System
 

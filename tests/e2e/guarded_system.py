@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from bus import nats as nats_bus
-from bus.api import Bus
-from bus.nats.permissions import Part
-from schemas.config import (
+from millrace.bus import nats as nats_bus
+from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
+from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
     EngineConfig,
@@ -31,9 +31,9 @@ from schemas.config import (
     SimulationConfig,
     WorkerConfig,
 )
-from schemas.control import WorkerStatus
-from schemas.engines import EngineKind
-from telemetry.kafka.embedded import EmbeddedKafka
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.engines import EngineKind
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.nats.users import NatsWithUsers, nats_with_users
 from tests.support.servers import RedisServer, die_with_parent, free_port
 from tests.support.waiting import eventually

@@ -9,9 +9,9 @@ import openai
 import psutil
 import pytest
 
-from bus.api import Bus
-from schemas.jobs import ChatMessage, Job
-from schemas.sampling import SamplingOptions
+from millrace.bus.api import Bus
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import SamplingOptions
 from tests.support.system import System
 from tests.support.waiting import eventually
 

@@ -18,13 +18,13 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus import subjects
-from bus.nats.permissions import service_inbox
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.jobs import Tier
-from schemas.records import RequestRecord
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus import subjects
+from millrace.bus.nats.permissions import service_inbox
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import RequestRecord
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.e2e.guarded_system import GuardedSystem, guarded_system
 from tests.support.nats.users import ACME
 from tests.support.waiting import eventually

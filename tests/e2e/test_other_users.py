@@ -20,8 +20,8 @@ import psutil
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from bus import subjects
-from cli.local.private_files import Credentials
+from millrace.bus import subjects
+from millrace.cli.local.private_files import Credentials
 from tests.support.system import System
 from tests.support.waiting import eventually
 

@@ -7,7 +7,7 @@ import uuid
 import httpx
 import pytest
 
-from bus.api import Bus
+from millrace.bus.api import Bus
 from tests.e2e.clients import ask_nats, ask_sse, ask_websocket
 from tests.support.system import System
 from tests.support.waiting import eventually

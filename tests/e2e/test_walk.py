@@ -14,8 +14,8 @@ import nats
 import openai
 import pytest
 
-from bus.api import Bus
-from schemas.control import WorkerStatus
+from millrace.bus.api import Bus
+from millrace.schemas.control import WorkerStatus
 from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_body
 from tests.support.system import System
 from tests.support.waiting import eventually

@@ -12,8 +12,8 @@ from typing import Literal
 import pytest
 from playwright.async_api import expect
 
-from bus import nats
-from schemas.config import NatsConfig
+from millrace.bus import nats
+from millrace.schemas.config import NatsConfig
 from tests.gateway.test_process import ready
 from tests.support.chromium import chromium
 from tests.support.echo_worker import EchoWorker
@@ -63,7 +63,7 @@ async def test_a_killed_gateway_costs_no_token(
 
     async def start() -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gateway"),
+            *(sys.executable, "-m", "millrace.gateway"),
             env=os.environ | environment,
             stderr=asyncio.subprocess.PIPE,
         )

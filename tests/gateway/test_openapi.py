@@ -15,17 +15,17 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Mount, Route
 from websockets.asyncio.client import connect
 
-from gateway import app
-from gateway.api.classify import ROUTE as CLASSIFY_ROUTE
-from gateway.openapi import document as openapi
-from gateway.openapi.fields import FIELDS, SAMPLING
-from gateway.openapi.operations import OPERATIONS
-from gateway.request.parsing import parse_chat, parse_completion, parse_generate
-from gateway.transport.decoding import decode
-from schemas.chat.messages import MESSAGE_OF_ROLE
-from schemas.errors import ParameterError
-from schemas.openai import ChatCompletionRequest, CompletionRequest
-from schemas.websocket import SUBPROTOCOL, Generate
+from millrace.gateway import app
+from millrace.gateway.api.classify import ROUTE as CLASSIFY_ROUTE
+from millrace.gateway.openapi import document as openapi
+from millrace.gateway.openapi.fields import FIELDS, SAMPLING
+from millrace.gateway.openapi.operations import OPERATIONS
+from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
+from millrace.schemas.websocket import SUBPROTOCOL, Generate
 from tests.support.running_gateway import MODEL, RunningGateway
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -66,7 +66,7 @@ def references(node: object) -> set[str]:
     ],
 )
 def test_it_is_not_stale(name: str, made: Any) -> None:
-    stale = "run: python -m gateway.openapi.document"
+    stale = "run: python -m millrace.gateway.openapi.document"
     assert (_DOCS / name).read_text(encoding="utf-8") == made(), stale
 
 

@@ -1,4 +1,4 @@
-"""``python -m gateway`` as a process, on a real nats-server."""
+"""``python -m millrace.gateway`` as a process, on a real nats-server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bus import nats
-from bus.nats import NatsBus
-from schemas.config import NatsConfig
+from millrace.bus import nats
+from millrace.bus.nats import NatsBus
+from millrace.schemas.config import NatsConfig
 from tests.support.echo_worker import EchoWorker
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port

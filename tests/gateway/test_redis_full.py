@@ -11,9 +11,9 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.tools.catalogue import load_tools
-from schemas.config import RedisConfig
-from schemas.jobs import Job
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.jobs import Job
 from tests.support.running_gateway import MODEL, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.tool_server import reply, tool_server

@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 
-from schemas.control import QueueStatus
-from schemas.jobs import Tier
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.jobs import Tier
 from tests.support.running_gateway import MODEL, RunningGateway
 from tests.support.waiting import eventually
 

@@ -11,8 +11,8 @@ import httpx
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from schemas.config import GatewayConfig
-from schemas.websocket import SUBPROTOCOL
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

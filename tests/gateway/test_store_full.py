@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from schemas.config import RedisConfig, StorageConfig
+from millrace.schemas.config import RedisConfig, StorageConfig
 from tests.gateway.api.test_websocket import opened
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from bus import subjects
-from bus.codec import JOB_RESULT, JSON
-from schemas.frames import Failed
-from schemas.records import RequestRecord, Status
+from millrace.bus import subjects
+from millrace.bus.codec import JOB_RESULT, JSON
+from millrace.schemas.frames import Failed
+from millrace.schemas.records import RequestRecord, Status
+from millrace.workers.engine_like import EngineFailedError
 from tests.protocol.clients import Asked
 from tests.protocol.system import System
-from workers.engine_like import EngineFailedError
 
 # Ends are told by notices; one that was missed is found within half a minute.
 _REST_WITHIN_S = 90.0

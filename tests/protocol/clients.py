@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.token_gaps import TokenGaps
-from schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
-from schemas.jobs import Job
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
+from millrace.schemas.jobs import Job
 
 # What may become of a request whose workers keep dying, or whose answer nobody kept.
 _FAILURES = frozenset(

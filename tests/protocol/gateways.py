@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from bus.api import Bus
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.replays import RunningRequestIndex
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.streams import StreamTable
-from gateway.streams.token_gaps import TokenGaps
-from runtime.clock import Clock
-from schemas.config import GatewayConfig
-from schemas.control import Cancel, HandedOver
-from schemas.errors import MillraceError
+from millrace.bus.api import Bus
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.replays import RunningRequestIndex
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import Cancel, HandedOver
+from millrace.schemas.errors import MillraceError
 from tests.protocol.clients import Asked, Reader
 from tests.protocol.processes import Process
 

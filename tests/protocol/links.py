@@ -6,23 +6,23 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from bus.api import Outbox, OutboxMessage, Results
-from bus.control import Control
-from bus.fleet.directory import WorkerDirectory
-from bus.frames import FrameStreams
-from bus.job_queue import JobQueue, LeasedJob, PublishedJob, QueueDepth, TenantQueue
-from bus.jobs.refusals import Refusals
-from bus.memory import MemoryBroker, MemoryBus
-from bus.memory.jobs import MemoryJobQueue
-from bus.running_requests import RunningRequest
-from bus.storage import Storage
-from bus.store.journal import Journal
-from bus.store.objects import Objects
-from bus.transport import Subscription
-from runtime.clock import Clock
-from schemas.errors import BusUnavailableError
-from schemas.jobs import DeadJob, Job, JobResult
-from schemas.records import Record
+from millrace.bus.api import Outbox, OutboxMessage, Results
+from millrace.bus.control import Control
+from millrace.bus.fleet.directory import WorkerDirectory
+from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import JobQueue, LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.memory.jobs import MemoryJobQueue
+from millrace.bus.running_requests import RunningRequest
+from millrace.bus.storage import Storage
+from millrace.bus.store.journal import Journal
+from millrace.bus.store.objects import Objects
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import DeadJob, Job, JobResult
+from millrace.schemas.records import Record
 from tests.protocol.network import FaultyTransport, Weather
 from tests.protocol.processes import Process
 

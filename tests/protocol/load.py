@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from schemas.jobs import Tier
-from schemas.sampling import SamplingParams
+from millrace.schemas.jobs import Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.protocol.system import System
 
 GATEWAYS = ("gateway-1", "gateway-2")

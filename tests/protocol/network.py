@@ -8,11 +8,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bus import codec, subjects
-from bus.memory.broker import MemoryBroker, Subscriber
-from bus.transport import Message, OnMessage
-from runtime.clock import Clock
-from schemas.control import CancelReason
+from millrace.bus import codec, subjects
+from millrace.bus.memory.broker import MemoryBroker, Subscriber
+from millrace.bus.transport import Message, OnMessage
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import CancelReason
 from tests.protocol.processes import Process
 
 _CANCELS = subjects.ALL_CANCELS.removesuffix("*")

@@ -14,12 +14,12 @@ from unittest import mock
 
 import msgspec
 
-from bus.memory import MemoryBroker
-from registry.served import ServedModel
-from runtime.clock import Clock
-from runtime.virtual_time import VirtualClock, VirtualTimeLoop
-from scheduler.scheduler import ModelCatalogue, Scheduler
-from schemas.config import (
+from millrace.bus.memory import MemoryBroker
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.runtime.virtual_time import VirtualClock, VirtualTimeLoop
+from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.schemas.config import (
     EngineConfig,
     NatsConfig,
     SchedulerConfig,
@@ -28,21 +28,21 @@ from schemas.config import (
     TierPolicy,
     WorkerConfig,
 )
-from schemas.engines import EngineKind
-from schemas.errors import MillraceError
-from schemas.jobs import Job
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Job
+from millrace.workers.host.generations.output_text import TextStream
+from millrace.workers.host.worker import Worker
+from millrace.workers.process.keeper import EngineKeeper
+from millrace.workers.simulated.engine import SimulatedEngine
+from millrace.workers.simulated.tokens import SimulatedTokens
+from millrace.workers.simulated.words import readable_token_ids
 from tests.protocol.clients import Asked, Question
 from tests.protocol.doubles import watch_for_doubles
 from tests.protocol.gateways import Gateway
 from tests.protocol.links import FaultyBus, IndexLink, SharedIndex
 from tests.protocol.network import Weather
 from tests.protocol.processes import Process, task_factory
-from workers.host.generations.output_text import TextStream
-from workers.host.worker import Worker
-from workers.process.keeper import EngineKeeper
-from workers.simulated.engine import SimulatedEngine
-from workers.simulated.tokens import SimulatedTokens
-from workers.simulated.words import readable_token_ids
 
 MODEL = "demo"
 _RECONNECT_S = 0.05
@@ -126,7 +126,7 @@ class System:
         self._log = _ErrorLog(self.wrongs)
         logging.getLogger().addHandler(self._log)
         ids = (uuid.UUID(int=number << 96) for number in itertools.count(1))
-        self._ids = mock.patch("workers.host.worker.uuid.uuid4", side_effect=ids)
+        self._ids = mock.patch("millrace.workers.host.worker.uuid.uuid4", side_effect=ids)
         self._ids.start()
         self.errand(watch_for_doubles(self))
 

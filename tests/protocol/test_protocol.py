@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from registry.served import ServedModel
+from millrace.registry.served import ServedModel
 from tests.protocol.checks import check_now, come_to_rest
 from tests.protocol.load import GATEWAYS, LENGTHS_TOKENS, LIVES_S, ask_something, keep_asking
 from tests.protocol.processes import Process, Trap

@@ -11,11 +11,11 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from registry.catalogue import Catalogue, load_catalogue
-from registry.pricing import PriceBook, cost
-from registry.source import ModelSourceError, resolve
-from schemas.errors import CheckpointError, ConfigError, ModelNotFoundError, ParameterError
-from schemas.jobs import Tier
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.pricing import PriceBook, cost
+from millrace.registry.source import ModelSourceError, resolve
+from millrace.schemas.errors import CheckpointError, ConfigError, ModelNotFoundError, ParameterError
+from millrace.schemas.jobs import Tier
 
 PRICES = """
     prices:

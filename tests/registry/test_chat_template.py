@@ -11,9 +11,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer as Backend
 
-from registry.chat_template import ChatTemplate
-from schemas.errors import CheckpointError, ParameterError
-from schemas.jobs import ChatMessage
+from millrace.registry.chat_template import ChatTemplate
+from millrace.schemas.errors import CheckpointError, ParameterError
+from millrace.schemas.jobs import ChatMessage
 from tests.support.engine.tokenizers_made import byte_level
 
 CHAT = [

@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from registry.checkpoints.checkpoint import CheckpointError, open_tensors, read_model_config
-from registry.checkpoints.side_files import ignored_parts
+from millrace.registry.checkpoints.checkpoint import (
+    CheckpointError,
+    open_tensors,
+    read_model_config,
+)
+from millrace.registry.checkpoints.side_files import ignored_parts
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from registry.checkpoints.checkpoint import read_model_config, read_model_outline
-from registry.checkpoints.classifier import Activation, ClassifierHead
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.schemas.errors import CheckpointError
 from tests.registry.test_checkpoint import write_config
 
 _CLASSIFIER: dict[str, Any] = {"architectures": ["Qwen3ForSequenceClassification"]}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cli.main import build_parser
-from registry.demo.faq import Pair, load_natural, load_pairs, natural_phrasings, normalise
+from millrace.cli.main import build_parser
+from millrace.registry.demo.faq import Pair, load_natural, load_pairs, natural_phrasings, normalise
 from tests.support.repository import ROOT
 
 # Words by which an answer would say that something is not there.

@@ -12,16 +12,16 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from registry.demo import MODEL_DIR
-from registry.demo.answers import Answerer, load_answerer
-from registry.demo.evaluate import (
+from millrace.registry.demo import MODEL_DIR
+from millrace.registry.demo.answers import Answerer, load_answerer
+from millrace.registry.demo.evaluate import (
     REQUIRED_ACCURACY,
     REQUIRED_SENSIBLE,
     ask_natural,
     measure,
     num_sensible,
 )
-from registry.demo.faq import (
+from millrace.registry.demo.faq import (
     Pair,
     held_out_phrasings,
     load_natural,
@@ -30,8 +30,8 @@ from registry.demo.faq import (
     normalise,
     same_answer,
 )
-from registry.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
-from registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
+from millrace.registry.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
+from millrace.registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
 
 MODEL_FILES = (
     "README.md",
@@ -173,7 +173,7 @@ class TestFiles:
         card = (MODEL_DIR / "README.md").read_text()
         assert "demo of about 6 million parameters" in card
         assert "learnt a FAQ" in card
-        assert "registry.demo.evaluate" in card
+        assert "millrace.registry.demo.evaluate" in card
 
 
 class TestTokenizer:

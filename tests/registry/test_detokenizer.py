@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.tokenizers.detokenizer import IncrementalDetokenizer
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import (
     byte_fallback,
     byte_level,

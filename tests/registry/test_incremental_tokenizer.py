@@ -12,10 +12,10 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from registry.tokenizers.detokenizer import IncrementalDetokenizer
-from registry.tokenizers.incremental import MAX_HELD_CHARACTERS, IncrementalTokenizer
-from registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
+from millrace.registry.tokenizers.incremental import MAX_HELD_CHARACTERS, IncrementalTokenizer
+from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import (
     byte_fallback,
     byte_level,

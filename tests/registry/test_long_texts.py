@@ -11,13 +11,13 @@ import pytest
 import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from registry.tokenizers.text_rules import TextRules
-from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
-from schemas.errors import ContextLengthError
-from schemas.jobs import ChatMessage, Job
-from schemas.sampling import SamplingParams
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.text_rules import TextRules
+from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.schemas.errors import ContextLengthError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import SamplingParams
 from tests.support.engine.tokenizers_made import (
     TEXTS,
     byte_fallback,

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from registry.catalogue import Catalogue, CatalogueEngine
-from registry.checkpoints.checkpoint import read_model_outline
-from registry.served import outline_of
-from schemas.engines import EngineKind
-from schemas.errors import CheckpointError
+from millrace.registry.catalogue import Catalogue, CatalogueEngine
+from millrace.registry.checkpoints.checkpoint import read_model_outline
+from millrace.registry.served import outline_of
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import CheckpointError
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from registry.tokenizers.pairs import cut_pair
-from registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
-from schemas.errors import CheckpointError, ParameterError
+from millrace.registry.tokenizers.pairs import cut_pair
+from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.schemas.errors import CheckpointError, ParameterError
 from tests.support.engine.tokenizers_made import byte_fallback, byte_level, write_tokenizer
 
 _ROOM = 10_000

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from registry.tokenizers.prompt_pool import (
+from millrace.registry.tokenizers.prompt_pool import (
     MAX_INLINE_CHARACTERS,
     PromptPool,
     TooManyLongPromptsError,

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.catalogue import load_catalogue
-from registry.chat_template import ChatTemplate
-from registry.reasoning import (
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.chat_template import ChatTemplate
+from millrace.registry.reasoning import (
     ReasoningParser,
     closing_of,
     format_after,
     format_within,
     num_reasoning_tokens,
 )
-from registry.served import ServedModel
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import ConfigError, ParameterError
-from schemas.jobs import ChatMessage, Job
-from schemas.sampling import Grammar, GrammarKind, SamplingOptions
+from millrace.registry.served import ServedModel
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingOptions
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 CLOSED, OPEN = ReasoningFormat(), ReasoningFormat(is_open=True)

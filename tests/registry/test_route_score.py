@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.routing.score import Cue, Question, Score, estimated_tokens, question_of, score
-from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.registry.routing.score import (
+    Cue,
+    Question,
+    Score,
+    estimated_tokens,
+    question_of,
+    score,
+)
+from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 
 CODE = "```python\ndef mill(stream):\n    return [wheel(drop) for drop in stream]\n```"
 PROSE = "The stream leads onto the wheel and the wheel turns. "

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from registry.catalogue import Catalogue, load_catalogue
-from registry.routing.router import (
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.routing.router import (
     Chosen,
     ModelState,
     Route,
@@ -19,11 +19,11 @@ from registry.routing.router import (
     choose,
     routed,
 )
-from registry.routing.score import Cue, Question
-from schemas.config import TierPolicies, TierPolicy
-from schemas.errors import ConfigError, ParameterError
-from schemas.jobs import MAX_LABEL_CHARACTERS, Job, Tier
-from schemas.sampling import SamplingParams
+from millrace.registry.routing.score import Cue, Question
+from millrace.schemas.config import TierPolicies, TierPolicy
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job, Tier
+from millrace.schemas.sampling import SamplingParams
 
 ROUTE = Route(small="s", large="l")
 EASY = Question(text="hi", task="hi", num_prompt_tokens=100)

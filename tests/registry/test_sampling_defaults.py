@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.__main__ import models_of
-from gateway.request.parsing import parse_chat, parse_completion
-from gateway.transport.decoding import decode
-from registry.catalogue import Catalogue, load_catalogue
-from registry.served import ServedModel
-from schemas.errors import CheckpointError, ConfigError
-from schemas.jobs import Job
-from schemas.openai import ChatCompletionRequest, CompletionRequest
-from schemas.sampling import SamplingDefaults, SamplingOptions, SamplingParams
+from millrace.gateway.__main__ import models_of
+from millrace.gateway.request.parsing import parse_chat, parse_completion
+from millrace.gateway.transport.decoding import decode
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.schemas.jobs import Job
+from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
+from millrace.schemas.sampling import SamplingDefaults, SamplingOptions, SamplingParams
 from tests.cli.offline.generating import generate
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 

@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
-from registry.catalogue import Catalogue, load_catalogue
-from registry.served import ServedModel
-from schemas.errors import ConfigError, ContextLengthError, ModelNotFoundError, ParameterError
-from schemas.jobs import ChatMessage, Job, Tier
-from schemas.pooling import Pooling
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from schemas.tools import ToolCall, ToolDefinition
+from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import (
+    ConfigError,
+    ContextLengthError,
+    ModelNotFoundError,
+    ParameterError,
+)
+from millrace.schemas.jobs import ChatMessage, Job, Tier
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.schemas.tools import ToolCall, ToolDefinition
 from tests.support.engine.checkpoints_made import (
     CONTEXT_WINDOW_TOKENS,
     write_catalogue,

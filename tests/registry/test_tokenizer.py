@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import decoders
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import CheckpointError, ParameterError
-from schemas.jobs import ChatMessage
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import CheckpointError, ParameterError
+from millrace.schemas.jobs import ChatMessage
 from tests.support.engine.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
 
 

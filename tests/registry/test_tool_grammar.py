@@ -12,25 +12,25 @@ import jsonschema
 import numpy as np
 import pytest
 
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from registry.tool_formats import (
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.registry.tool_formats import (
     ArgumentsPiece,
     CallPiece,
     ContentPiece,
     ToolCallParser,
     call_grammar,
 )
-from registry.tool_formats.grammar import MAX_PARALLEL_CALLS
-from registry.tool_formats.written import calls_as_text
-from schemas.errors import GrammarError, ParameterError
-from schemas.frames import FinishReason
-from schemas.jobs import ChatMessage
-from schemas.sampling import Grammar, GrammarKind
-from schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from millrace.registry.tool_formats.grammar import MAX_PARALLEL_CALLS
+from millrace.registry.tool_formats.written import calls_as_text
+from millrace.schemas.errors import GrammarError, ParameterError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from millrace.workers.engine.grammar.library import GrammarLibrary
+from millrace.workers.engine.grammar.probe import GrammarProbe
 from tests.workers.engine.grammar.grammars import ask, load_engine, run
-from workers.engine.grammar.library import GrammarLibrary
-from workers.engine.grammar.probe import GrammarProbe
 
 WEATHER = ToolDefinition(
     name="get-weather_2",

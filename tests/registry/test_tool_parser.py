@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ToolCallParser
-from registry.tool_formats.written import calls_as_text
-from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+from millrace.registry.tool_formats import (
+    ArgumentsPiece,
+    CallPiece,
+    ContentPiece,
+    Piece,
+    ToolCallParser,
+)
+from millrace.registry.tool_formats.written import calls_as_text
+from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 HERMES, LLAMA3 = ToolFormat.HERMES, ToolFormat.LLAMA3
 PYTHONIC, QWEN = ToolFormat.PYTHONIC, ToolFormat.QWEN3_CODER

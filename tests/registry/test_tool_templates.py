@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from registry.catalogue import load_catalogue
-from registry.chat_template import ChatTemplate
-from registry.served import ServedModel
-from registry.tokenizers.tokenizer import Tokenizer
-from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
-from schemas.errors import CheckpointError, ConfigError, ParameterError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.chat_template import ChatTemplate
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
+from millrace.schemas.errors import CheckpointError, ConfigError, ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 from tests.support.engine.tokenizers_made import CHAT_TEMPLATE, byte_level, write_tokenizer
 
 WEATHER = ToolDefinition(

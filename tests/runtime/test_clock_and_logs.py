@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.clock import SystemClock, until_beat_s
-from runtime.logs import configure_logging, stack_of
-from schemas.errors import ConfigError
+from millrace.runtime.clock import SystemClock, until_beat_s
+from millrace.runtime.logs import configure_logging, stack_of
+from millrace.schemas.errors import ConfigError
 from tests.support.manual_clock import ManualClock
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.json_outline import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, Job
+from millrace.runtime.json_outline import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, Job
 
 MESSAGE = {"role": "user", "content": "a, b, [c], {d}"}
 TOO_MANY: list[tuple[str, Any]] = [

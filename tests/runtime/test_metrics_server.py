@@ -12,10 +12,10 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Histogram
-from runtime.metrics_server import CONTENT_TYPE, check_exposure, monitored
-from schemas.config import MetricsConfig
-from schemas.errors import ConfigError
+from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Histogram
+from millrace.runtime.metrics_server import CONTENT_TYPE, check_exposure, monitored
+from millrace.schemas.config import MetricsConfig
+from millrace.schemas.errors import ConfigError
 from tests.support.scraped import Scraped, scrape_of
 from tests.support.servers import free_port
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime.tasks import Tasks, outcomes
+from millrace.runtime.tasks import Tasks, outcomes
 
 
 async def _give(number: int) -> int:

@@ -6,8 +6,13 @@ import logging
 
 import pytest
 
-from runtime.process import exit_code_of
-from schemas.errors import BusUnavailableError, ConfigError, MillraceError, ModelNotFoundError
+from millrace.runtime.process import exit_code_of
+from millrace.schemas.errors import (
+    BusUnavailableError,
+    ConfigError,
+    MillraceError,
+    ModelNotFoundError,
+)
 
 
 def ending_with(error: Exception) -> int:

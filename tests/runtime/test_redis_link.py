@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from schemas.config import RedisConfig
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.schemas.config import RedisConfig
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
@@ -38,7 +38,7 @@ async def test_a_command_that_cannot_be_sent_raises_and_the_next_is_served(link:
 async def test_a_command_that_is_refused_is_told_once_by_its_name(
     link: RedisLink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "runtime.redis.link")
+    caplog.set_level(logging.INFO, "millrace.runtime.redis.link")
     await link.call("SET", "private-key", "private value")
     for _ in range(2):
         with pytest.raises(RedisUnreachableError):
@@ -57,7 +57,7 @@ async def test_a_command_that_is_refused_is_told_once_by_its_name(
 async def test_a_script_is_told_by_its_digest_whether_the_server_knew_it_or_not(
     link: RedisLink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "runtime.redis.link")
+    caplog.set_level(logging.INFO, "millrace.runtime.redis.link")
     await link.call("SET", "text", "a")
     for _ in range(2):
         with pytest.raises(RedisUnreachableError):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import RedisConfig
-from schemas.errors import (
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,

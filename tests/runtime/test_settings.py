@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from runtime.settings import load_config
-from schemas.config import Config, NatsConfig
-from schemas.errors import ConfigError
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import Config, NatsConfig
+from millrace.schemas.errors import ConfigError
 
 
 def test_defaults() -> None:

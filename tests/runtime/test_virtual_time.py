@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from runtime.virtual_time import START_NS, StandstillError, VirtualClock, run_virtual
+from millrace.runtime.virtual_time import START_NS, StandstillError, VirtualClock, run_virtual
 
 
 def test_hours_pass_at_once_and_in_order() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from bus.job_queue import TenantQueue
-from scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
-from scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingParams
+from millrace.bus.job_queue import TenantQueue
+from millrace.scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
+from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.sampling import SamplingParams
 
 _numbers = itertools.count(1)
 

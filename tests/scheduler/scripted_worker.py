@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from collections import Counter
 
-from bus.api import Bus
-from bus.transport import Subscription
-from runtime.clock import Clock
-from schemas.control import (
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
+from millrace.runtime.clock import Clock
+from millrace.schemas.control import (
     Cancel,
     CancelReason,
     Dispatch,
@@ -21,9 +21,9 @@ from schemas.control import (
     WorkerReply,
     WorkerStatus,
 )
-from schemas.errors import MillraceError
-from schemas.frames import Done, FinishReason
-from schemas.records import RequestRecord
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Done, FinishReason
+from millrace.schemas.records import RequestRecord
 
 _HEARTBEAT_S = 0.5
 _LEASE_EXTEND_S = 2.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.fleet.fleet import Fleet
-from scheduler.fleet.worker_view import WorkerView
-from schemas.control import WorkerStatus
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.schemas.control import WorkerStatus
 
 NOW_NS = 1_700_000_000_000_000_000
 

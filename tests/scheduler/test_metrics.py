@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from scheduler.metrics import SchedulerMetrics
-from schemas.control import Cancel
-from schemas.jobs import Tier
+from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.schemas.control import Cancel
+from millrace.schemas.jobs import Tier
 from tests.scheduler.world import CONFIG, World, job
 from tests.support.scraped import Scraped, scrape_of
 

@@ -14,12 +14,12 @@ import msgspec
 import nats
 import pytest
 
-from bus.api import Bus
-from bus.nats import connect
-from runtime.clock import SystemClock
-from scheduler.scheduler import ModelCatalogue, Scheduler
-from schemas.config import NatsConfig
-from schemas.frames import Failed
+from millrace.bus.api import Bus
+from millrace.bus.nats import connect
+from millrace.runtime.clock import SystemClock
+from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.frames import Failed
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import CONFIG, TENANT_QUEUE, FakeRunningRequests, job, load_fake
 from tests.support.servers import NatsServer, die_with_parent
@@ -189,7 +189,7 @@ async def test_the_process_starts_and_stops(server: NatsServer, bus: Bus, tmp_pa
         "MILLRACE_NATS__URL": server.url,
         "MILLRACE_REDIS__URL": "redis://127.0.0.1:1/0",
     }
-    command = [sys.executable, "-m", "scheduler"]
+    command = [sys.executable, "-m", "millrace.scheduler"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stderr=log, preexec_fn=die_with_parent)
     try:
@@ -205,7 +205,7 @@ async def test_the_process_starts_and_stops(server: NatsServer, bus: Bus, tmp_pa
 def test_a_bad_configuration_is_one_sentence() -> None:
     environment = {**os.environ, "MILLRACE_SCHEDULER__NONSENSE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "scheduler"],
+        [sys.executable, "-m", "millrace.scheduler"],
         env=environment,
         capture_output=True,
         text=True,

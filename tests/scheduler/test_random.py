@@ -8,8 +8,8 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.control import Cancel, ResumePoint
-from schemas.pooling import Pooling
+from millrace.schemas.control import Cancel, ResumePoint
+from millrace.schemas.pooling import Pooling
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 

@@ -9,20 +9,20 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.job_queue import TenantQueue
-from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import RunningRequest
-from registry.pricing import UNPRICED
-from registry.routing.router import Router
-from scheduler.intake.model_cache import Preparer
-from scheduler.scheduler import ModelCatalogue, Scheduler
-from schemas.config import NatsConfig, SchedulerConfig
-from schemas.control import QueueStatus
-from schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
-from schemas.frames import TERMINAL_FRAMES, Frame
-from schemas.jobs import Job, Tier
-from schemas.records import RequestRecord
-from schemas.sampling import SamplingParams
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.running_requests import RunningRequest
+from millrace.registry.pricing import UNPRICED
+from millrace.registry.routing.router import Router
+from millrace.scheduler.intake.model_cache import Preparer
+from millrace.scheduler.scheduler import ModelCatalogue, Scheduler
+from millrace.schemas.config import NatsConfig, SchedulerConfig
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
+from millrace.schemas.frames import TERMINAL_FRAMES, Frame
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.records import RequestRecord
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.engines import EngineKind, check_supported
-from schemas.errors import ParameterError
-from schemas.jobs import Job
-from schemas.sampling import (
+from millrace.schemas.engines import EngineKind, check_supported
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import (
     MAX_CHOICES,
     Grammar,
     GrammarKind,

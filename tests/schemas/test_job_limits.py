@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, MAX_TIME_NS, Job
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, MAX_TIME_NS, Job
 
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = ("model", "model_requested", "route_reason", "user", "session_id", "traceparent")

@@ -13,14 +13,14 @@ import msgspec
 import openai
 from openai.types import Batch
 
-from bus import nats
-from bus.api import Bus
-from bus.memory import MemoryBroker, MemoryBus
-from gateway.core import Backends, Gateway
-from gateway.server import Server, listen
-from runtime.clock import SystemClock
-from runtime.redis.link import RedisLink
-from schemas.config import Config, GatewayConfig, NatsConfig, RedisConfig
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.gateway.core import Backends, Gateway
+from millrace.gateway.server import Server, listen
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import Config, GatewayConfig, NatsConfig, RedisConfig
 from tests.support.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models
 from tests.support.waiting import eventually

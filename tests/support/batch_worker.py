@@ -6,11 +6,11 @@ import asyncio
 import itertools
 from collections import Counter
 
-from bus.api import Bus
-from bus.job_queue import LeasedJob
-from schemas.frames import FinishReason, Usage
-from schemas.jobs import BeamResult, Job, JobResult
-from schemas.records import Status
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob
+from millrace.schemas.frames import FinishReason, Usage
+from millrace.schemas.jobs import BeamResult, Job, JobResult
+from millrace.schemas.records import Status
 from tests.support.echo_worker import EchoWorker, embedding_of
 
 

@@ -13,14 +13,14 @@ from functools import partial
 
 import msgspec
 
-from bus.api import Bus
-from bus.job_queue import LeasedJob
-from bus.transport import Subscription
-from registry.reasoning import num_reasoning_tokens
-from runtime.clock import Clock, SystemClock
-from schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.errors import BusUnavailableError
-from schemas.frames import (
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob
+from millrace.bus.transport import Subscription
+from millrace.registry.reasoning import num_reasoning_tokens
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import (
     Beam,
     BeamEnd,
     Cancelled,
@@ -34,9 +34,9 @@ from schemas.frames import (
     TokenLogprob,
     Usage,
 )
-from schemas.jobs import BeamResult, Job, JobResult
-from schemas.pooling import Pooling
-from schemas.records import Status
+from millrace.schemas.jobs import BeamResult, Job, JobResult
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.records import Status
 from tests.support.model_queue import ModelQueue
 
 Script = Callable[[Job], Sequence[str]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import psutil
 
-from schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError
+from millrace.workers.servers.server_process import find_program
 from tests.support.system import System
-from workers.servers.server_process import find_program
 
 
 def is_there(program: str) -> bool:

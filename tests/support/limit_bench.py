@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from bus.tenancy.tenants import TenantStore
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import Identity
-from gateway.tenancy.limits import Limiter, Reservation
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.frames import Usage
-from schemas.jobs import Tier
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tenancy.limits import Limiter, Reservation
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.manual_clock import ManualClock
 
 START_NS = int(datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()) * 1_000_000_000

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 
-from bus.api import Bus
-from bus.job_queue import LeasedJob, TenantQueue
-from bus.transport import Subscription
-from schemas.errors import BusUnavailableError
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.bus.transport import Subscription
+from millrace.schemas.errors import BusUnavailableError
 
 # What is delivered again is not announced, nor what came while the server was unreachable.
 _LOOK_S = 0.5

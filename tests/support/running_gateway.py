@@ -11,26 +11,26 @@ from typing import Any, Self
 
 import msgspec
 
-from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import RunningRequestIndex
-from gateway.core import Backends, Gateway
-from gateway.models import Models
-from gateway.server import Server, listen
-from gateway.tools.catalogue import ToolCatalogue
-from registry.checkpoints.classifier import ClassifierHead
-from registry.pricing import UNPRICED
-from registry.served import EmbeddingSettings, num_kept_tokens
-from runtime.clock import SystemClock
-from runtime.redis.link import RedisLink
-from runtime.tracing import Tracing
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
-from schemas.errors import ContextLengthError, ParameterError
-from schemas.jobs import ChatMessage, Job
-from schemas.openai import ModelCard
-from schemas.pooling import ModelTask, Pooling
-from schemas.sampling import SamplingDefaults
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.running_requests import RunningRequestIndex
+from millrace.gateway.core import Backends, Gateway
+from millrace.gateway.models import Models
+from millrace.gateway.server import Server, listen
+from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.registry.checkpoints.classifier import ClassifierHead
+from millrace.registry.pricing import UNPRICED
+from millrace.registry.served import EmbeddingSettings, num_kept_tokens
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.tracing import Tracing
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
+from millrace.schemas.errors import ContextLengthError, ParameterError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.pooling import ModelTask, Pooling
+from millrace.schemas.sampling import SamplingDefaults
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
 
 CONTEXT_WINDOW_TOKENS = 4_096

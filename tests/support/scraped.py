@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from runtime.metrics_server import render
+from millrace.runtime.metrics_server import render
 
 _LIBRARY = ("process_", "python_")
 # What a label may be about. All of it is bounded by what we run and by words of our own.

@@ -22,8 +22,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from gateway.api import pages
-from schemas.websocket import SUBPROTOCOL
+from millrace.gateway.api import pages
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 

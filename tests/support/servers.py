@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Self
 
-from cli.local.ports import PortPicker
-from runtime.binaries import nats_server_path, redis_server_path
+from millrace.cli.local.ports import PortPicker
+from millrace.runtime.binaries import nats_server_path, redis_server_path
 
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 5.0

@@ -35,7 +35,15 @@ class System:
         self.data.mkdir(parents=True, exist_ok=True)
         with (self.data / "up.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cli", "up", "--data", str(self.data), *self.arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "millrace.cli",
+                    "up",
+                    "--data",
+                    str(self.data),
+                    *self.arguments,
+                ],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

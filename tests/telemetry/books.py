@@ -6,15 +6,15 @@ import time
 from decimal import Decimal
 from typing import Any
 
-from registry.catalogue import Catalogue, ModelEntry
-from registry.pricing import PriceBook, cost, device_cost
-from runtime.clock import SystemClock
-from schemas.jobs import Source, Tier
-from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
-from telemetry.rollups.prices import record_prices
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
+from millrace.registry.catalogue import Catalogue, ModelEntry
+from millrace.registry.pricing import PriceBook, cost, device_cost
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
+from millrace.telemetry.rollups.prices import record_prices
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
 
 DAY_S = 86_400
 # The day before yesterday, from its first second on: no sample is too old for its table.

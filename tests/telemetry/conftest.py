@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import KafkaConfig
-from telemetry.kafka.embedded import EmbeddedKafka
-from telemetry.store.embedded_engine import connect
-from telemetry.store.store import Store
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
+from millrace.telemetry.store.embedded_engine import connect
+from millrace.telemetry.store.store import Store
 from tests.support.servers import NatsServer
 from tests.telemetry.stores import empty_store
 

@@ -6,7 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError, TableLike
+from millrace.telemetry.store.store import (
+    RejectedRowsError,
+    Store,
+    StoreUnavailableError,
+    TableLike,
+)
 
 
 class MoodyStore(Store):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from playwright.async_api import Browser, Page
 
-from bus.transport import Subscription
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from telemetry.http.answers import Answers
-from telemetry.store.store import Store
+from millrace.bus.transport import Subscription
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.store.store import Store
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 SHOTS = os.environ.get("TEST_SCREENSHOTS", "")

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
-from bus import subjects
-from bus.api import Bus
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig, Config, KafkaConfig, TelemetryConfig
-from telemetry.service import TelemetryService
-from telemetry.store.store import Store
+from millrace.bus import subjects
+from millrace.bus.api import Bus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig, TelemetryConfig
+from millrace.telemetry.service import TelemetryService
+from millrace.telemetry.store.store import Store
 
 
 def config_of(kafka: KafkaConfig, batch_rows: int = 5_000) -> Config:

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig, TelemetryConfig
-from telemetry.kafka.embedded import EmbeddedKafka
+from millrace.schemas.config import (
+    ClickHouseConfig,
+    Config,
+    KafkaConfig,
+    NatsConfig,
+    TelemetryConfig,
+)
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
 
@@ -22,7 +28,7 @@ PASSWORD = "of the store's door"
 
 
 class TelemetryProcess:
-    """One life after the other of ``python -m telemetry`` on one store."""
+    """One life after the other of ``python -m millrace.telemetry`` on one store."""
 
     def __init__(
         self, directory: Path, nats_url: str, kafka: KafkaConfig, *, batch_interval_s: float = 0.1
@@ -58,7 +64,7 @@ class TelemetryProcess:
         file.write_bytes(msgspec.yaml.encode(self.config))
         with (self._directory / "telemetry.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "telemetry", "--config", str(file)],
+                [sys.executable, "-m", "millrace.telemetry", "--config", str(file)],
                 stderr=log,
                 stdout=log,
                 preexec_fn=die_with_parent,

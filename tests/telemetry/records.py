@@ -6,8 +6,14 @@ import random
 import time
 from decimal import Decimal
 
-from schemas.jobs import Source, Tier
-from schemas.records import DeliveryRecord, RefusalRecord, RequestRecord, Status, WorkerSample
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import (
+    DeliveryRecord,
+    RefusalRecord,
+    RequestRecord,
+    Status,
+    WorkerSample,
+)
 
 # Rows older than a table keeps them would vanish, so records are of today.
 NOW_NS = time.time_ns()

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from schemas.config import ClickHouseConfig
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store
+from millrace.schemas.config import ClickHouseConfig
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
 
 TABLES = (
     "requests",

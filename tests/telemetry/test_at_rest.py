@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaConsumer
 
-from bus import subjects
-from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import SystemClock
-from schemas.config import KafkaConfig
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import REQUESTS
+from millrace.bus import subjects
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REQUESTS
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, running
@@ -96,7 +96,7 @@ async def test_a_record_ends_a_rest_that_unassigned_its_partitions(
         unassigned.set()
 
     monkeypatch.setattr(AIOKafkaConsumer, "unsubscribe", unassigning)
-    monkeypatch.setattr("telemetry.sink.sink._SHORT_REST_S", 0.05)
+    monkeypatch.setattr("millrace.telemetry.sink.sink._SHORT_REST_S", 0.05)
     bus = MemoryBus(MemoryBroker())
     async with running(bus, store, embedded_kafka) as service:
         for number in range(3):

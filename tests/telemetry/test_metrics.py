@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import SystemClock
-from schemas.config import KafkaConfig
-from telemetry.metrics import TelemetryMetrics
-from telemetry.store.store import Store
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.metrics import TelemetryMetrics
+from millrace.telemetry.store.store import Store
 from tests.support.scraped import scrape_of
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, running

@@ -13,11 +13,11 @@ import httpx
 import msgspec
 import pytest
 
-from gateway.api import ops as ops_api
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from telemetry.http.answers import Answers
-from telemetry.store.store import Store
-from telemetry.store.tables import REQUESTS
+from millrace.gateway.api import ops as ops_api
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REQUESTS
 from tests.support.running_gateway import running_gateway
 from tests.telemetry.records import request_record
 from tests.telemetry.traffic import fill_month

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from telemetry.store.store import Store
-from telemetry.store.tables import REFUSALS
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REFUSALS
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, serving, shoot
 from tests.telemetry.records import refusal_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month

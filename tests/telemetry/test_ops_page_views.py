@@ -18,8 +18,8 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, expect
 from playwright.async_api import Error as PlaywrightError
 
-from schemas.records import RequestRecord
-from telemetry.store.store import Store
+from millrace.schemas.records import RequestRecord
+from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.ops_page import OpsPage, serving, shoot
 from tests.telemetry.stores import empty_store

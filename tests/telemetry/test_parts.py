@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from bus import subjects
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import KafkaConfig
-from telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
-from telemetry.store.store import Store
-from telemetry.supervision import keep_running
+from millrace.bus import subjects
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.supervision import keep_running
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
@@ -156,7 +156,7 @@ async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
     file = tmp_path / "bootstrap"
     script = (
         "import subprocess, sys, time;"
-        "p = subprocess.Popen([sys.executable, '-m', 'telemetry.kafka.embedded',"
+        "p = subprocess.Popen([sys.executable, '-m', 'millrace.telemetry.kafka.embedded',"
         f"'--write-bootstrap', {str(file)!r}]);"
         "print(p.pid, flush=True); time.sleep(60)"
     )
@@ -187,7 +187,7 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
         ),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "telemetry"],
+            [sys.executable, "-m", "millrace.telemetry"],
             env={**os.environ, **settings},
             cwd=ROOT,
             capture_output=True,
@@ -203,7 +203,7 @@ def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) ->
 
 def _start_kafka(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "telemetry.kafka.embedded", "--port-file", str(file)],
+        [sys.executable, "-m", "millrace.telemetry.kafka.embedded", "--port-file", str(file)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

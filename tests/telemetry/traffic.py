@@ -7,11 +7,11 @@ from decimal import Decimal
 
 import msgspec
 
-from runtime.clock import SystemClock
-from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 
 NUM_REQUESTS = 2_400

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.tracing import Span, Tracing
+from millrace.runtime.tracing import Span, Tracing
 
 
 class KeptSpans:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus import codec
-from bus.jobs.decoding import read_job
-from runtime.tracing import (
+from millrace.bus import codec
+from millrace.bus.jobs.decoding import read_job
+from millrace.runtime.tracing import (
     Span,
     TraceContext,
     life_span,
@@ -19,10 +19,10 @@ from runtime.tracing import (
     record_span,
     recorded_trace_id,
 )
-from runtime.tracing_setup import open_tracing
-from schemas.config import TracingConfig
-from schemas.errors import ConfigError
-from schemas.jobs import Job
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import TracingConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import Job
 from tests.tracing.kept import kept_tracing
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -126,11 +126,11 @@ def test_without_an_endpoint_nothing_that_traces_is_imported() -> None:
     # The client of Redis imports OpenTelemetry's metrics by itself where it finds them.
     script = """
 import sys
-import gateway.__main__, scheduler.__main__, workers.__main__, telemetry.__main__
-from runtime.tracing_setup import open_tracing
-from schemas.config import TracingConfig
+import millrace.gateway.__main__, scheduler.__main__, workers.__main__, telemetry.__main__
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import TracingConfig
 assert open_tracing(TracingConfig(), "gateway", "g") is None
-tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "runtime.otlp", "google.protobuf")
+tracers = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "millrace.runtime.otlp", "google.protobuf")
 assert not [name for name in sys.modules if name.startswith(tracers)]
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from runtime.tracing import SpanKind, parse_traceparent
-from schemas.websocket import SUBPROTOCOL
+from millrace.runtime.tracing import SpanKind, parse_traceparent
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.waiting import eventually
 from tests.tracing.kept import KeptSpans, kept_tracing

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.otlp import OtlpSink
-from runtime.tracing import Span, SpanEvent, SpanKind, Tracing
-from runtime.tracing_setup import open_tracing
-from schemas.config import TracingConfig
+from millrace.runtime.otlp import OtlpSink
+from millrace.runtime.tracing import Span, SpanEvent, SpanKind, Tracing
+from millrace.runtime.tracing_setup import open_tracing
+from millrace.schemas.config import TracingConfig
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector
 

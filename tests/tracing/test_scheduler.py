@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
-from scheduler.jobs.finalizer import Finalizer
-from scheduler.jobs.tracing import JobTraces
-from schemas.control import Cancel, CancelReason
-from schemas.frames import Cancelled
-from schemas.jobs import Source
+from millrace.runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
+from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.frames import Cancelled
+from millrace.schemas.jobs import Source
 from tests.scheduler.world import World, job
 from tests.tracing.kept import KeptSpans, kept_tracing
 

@@ -10,13 +10,13 @@ import httpx
 import pytest
 from nats import connect as connect_nats
 
-from bus import nats, subjects
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from runtime.tracing import life_span, parse_traceparent
-from schemas.config import NatsConfig
-from schemas.jobs import Job, Tier
-from schemas.sampling import SamplingParams
+from millrace.bus import nats, subjects
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.runtime.tracing import life_span, parse_traceparent
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.support.system import System
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector, Told, tree

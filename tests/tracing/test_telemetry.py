@@ -7,11 +7,11 @@ import random
 import msgspec
 from aiokafka import ConsumerRecord
 
-from bus import subjects
-from runtime.tracing import TraceContext, record_span
-from schemas.records import Record
-from telemetry.sink.batches import Row
-from telemetry.sink.tracing import StoredTraces
+from millrace.bus import subjects
+from millrace.runtime.tracing import TraceContext, record_span
+from millrace.schemas.records import Record
+from millrace.telemetry.sink.batches import Row
+from millrace.telemetry.sink.tracing import StoredTraces
 from tests.support.manual_clock import ManualClock
 from tests.telemetry.records import delivery_record, request_record
 from tests.tracing.kept import kept_tracing

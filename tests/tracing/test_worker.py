@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from registry.served import ServedModel
-from runtime.tracing import Span, life_span, parse_traceparent, record_span
-from schemas.control import Cancel, CancelReason
-from schemas.frames import FinishReason
-from schemas.records import Attempt
+from millrace.registry.served import ServedModel
+from millrace.runtime.tracing import Span, life_span, parse_traceparent, record_span
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import Attempt
+from millrace.workers.host.generations.tracing import RunTraces
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.conftest import demo
 from tests.workers.scripted import Bench, bench
-from workers.host.generations.tracing import RunTraces
 
 __all__ = ["demo"]
 

@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from schemas.engines import PROMISES, EngineKind, EnginePromises
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.prefix import REPORTED_BYTES, extend_keys, root_key
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
-from tests.support.waiting import eventually
-from workers.engine.types import (
+from millrace.schemas.engines import PROMISES, EngineKind, EnginePromises
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_like import EngineLike
+from millrace.workers.engine_like import EngineLike
+from tests.support.waiting import eventually
 
 PROMPT = tuple(range(20, 44))
 _LONG_TOKENS = 100

@@ -11,28 +11,28 @@ from typing import Any
 
 import msgspec
 
-from bus.codec import RECORD
-from bus.job_queue import TenantQueue
-from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import RunningRequest as GenerationEntry
-from registry.catalogue import ModelEntry
-from registry.checkpoints.checkpoint import ModelConfig
-from registry.pricing import PriceBook
-from registry.served import ServedModel
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.config import EngineConfig, WorkerConfig
-from schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
-from schemas.jobs import Job
-from schemas.records import RequestRecord, WorkerSample
-from schemas.sampling import SamplingParams
+from millrace.bus.codec import RECORD
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.running_requests import RunningRequest as GenerationEntry
+from millrace.registry.catalogue import ModelEntry
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.pricing import PriceBook
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.config import EngineConfig, WorkerConfig
+from millrace.schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import RequestRecord, WorkerSample
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.host.worker import Worker
+from millrace.workers.process.keeper import EngineKeeper
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
-from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.host.worker import Worker
-from workers.process.keeper import EngineKeeper
 
 EOS = 1
 CONTEXT_WINDOW_TOKENS = 128

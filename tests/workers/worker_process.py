@@ -1,4 +1,4 @@
-"""``python -m workers`` with a tiny checkpoint, and somebody who steers it by hand."""
+"""``python -m millrace.workers`` with a tiny checkpoint, and somebody who steers it by hand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import psutil
 import yaml
 
-from bus import nats
-from bus.api import Bus
-from bus.codec import RECORD
-from bus.job_queue import TenantQueue
-from schemas.config import NatsConfig, RedisConfig
-from schemas.control import Dispatch, Ended, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.frames import TERMINAL_FRAMES, Delta, Frame
-from schemas.jobs import Job, Tier
-from schemas.records import RequestRecord
-from schemas.sampling import SamplingParams
+from millrace.bus import nats
+from millrace.bus.api import Bus
+from millrace.bus.codec import RECORD
+from millrace.bus.job_queue import TenantQueue
+from millrace.schemas.config import NatsConfig, RedisConfig
+from millrace.schemas.control import Dispatch, Ended, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.frames import TERMINAL_FRAMES, Delta, Frame
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.records import RequestRecord
+from millrace.schemas.sampling import SamplingParams
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port
 
@@ -52,7 +52,7 @@ class WorkerProcess:
         self.log = folder / "worker.log"
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "workers", "--config", str(config)],
+                [sys.executable, "-m", "millrace.workers", "--config", str(config)],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,

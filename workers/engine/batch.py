@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.pooling import Pooling
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import Sequence
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 

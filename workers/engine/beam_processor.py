@@ -6,14 +6,14 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from workers.engine.beams.group import BeamGroup
-from workers.engine.beams.search import Extension
-from workers.engine.live_requests import LiveRequests
-from workers.engine.outputs import started_output
-from workers.engine.sampling.beam_candidates import likeliest
-from workers.engine.scheduling.planner import Planner
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineOutput, NonFiniteLogitsError
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.beams.search import Extension
+from millrace.workers.engine.live_requests import LiveRequests
+from millrace.workers.engine.outputs import started_output
+from millrace.workers.engine.sampling.beam_candidates import likeliest
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineOutput, NonFiniteLogitsError
 
 
 class BeamProcessor:

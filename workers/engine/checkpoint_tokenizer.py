@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 
 def checkpoint_tokenizer(path: Path) -> Callable[[], Tokenizer | None]:

@@ -12,37 +12,42 @@ from pathlib import Path
 import msgspec
 import torch
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.config import EngineConfig
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason
-from schemas.sampling import MAX_SEED
-from workers.engine.beams.group import charged_together
-from workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
-from workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
-from workers.engine.executor import Executor
-from workers.engine.grammar.grammars import Grammars
-from workers.engine.kv.block_tables import BlockTables
-from workers.engine.kv.host_cache import HostCache
-from workers.engine.kv.host_memory import host_memory_of
-from workers.engine.live_requests import LiveRequests
-from workers.engine.output_processor import OutputProcessor
-from workers.engine.outputs import as_millrace_error, finished_output, refusal, started_output
-from workers.engine.runners import Runner, load_runner
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.scheduling.admission import (
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import MAX_SEED
+from millrace.workers.engine.beams.group import charged_together
+from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
+from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
+from millrace.workers.engine.executor import Executor
+from millrace.workers.engine.grammar.grammars import Grammars
+from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.kv.host_cache import HostCache
+from millrace.workers.engine.kv.host_memory import host_memory_of
+from millrace.workers.engine.live_requests import LiveRequests
+from millrace.workers.engine.output_processor import OutputProcessor
+from millrace.workers.engine.outputs import (
+    as_millrace_error,
+    finished_output,
+    refusal,
+    started_output,
+)
+from millrace.workers.engine.runners import Runner, load_runner
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.scheduling.admission import (
     check_beams,
     check_config,
     check_kind,
     finished_before,
     longest_total_tokens,
 )
-from workers.engine.scheduling.cost_model import CostModel
-from workers.engine.scheduling.planner import Planner
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.sequence_group import make_sequence_group
-from workers.engine.settings import with_device_defaults
-from workers.engine.types import (
+from millrace.workers.engine.scheduling.cost_model import CostModel
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.sequence_group import make_sequence_group
+from millrace.workers.engine.settings import with_device_defaults
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,

@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from workers.engine.beams.group import charged_together
-from workers.engine.device.meter import DeviceMeter
-from workers.engine.device.work import DeviceWork
-from workers.engine.grammar.grammars import Grammars
-from workers.engine.in_flight_step import ChosenTokens, InFlightStep
-from workers.engine.output_processor import Chunk, OutputProcessor
-from workers.engine.runners import Runner
-from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.planner import Planner
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.scheduling.step_speed import StepSpeed
-from workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
-from workers.engine.types import EngineOutput
+from millrace.workers.engine.beams.group import charged_together
+from millrace.workers.engine.device.meter import DeviceMeter
+from millrace.workers.engine.device.work import DeviceWork
+from millrace.workers.engine.grammar.grammars import Grammars
+from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
+from millrace.workers.engine.output_processor import Chunk, OutputProcessor
+from millrace.workers.engine.runners import Runner
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.scheduling.step_speed import StepSpeed
+from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from millrace.workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 _sequence = itemgetter(0)

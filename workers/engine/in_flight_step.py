@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.frames import TokenLogprob
-from workers.engine.pooling import PooledChunk
-from workers.engine.sampling.prompt_logprobs import ScoredChunk
-from workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.pooling import PooledChunk
+from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk
+from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
 
 __all__ = ["NOT_FINITE", "UNREAD_TOKEN", "ChosenTokens", "InFlightStep"]
 

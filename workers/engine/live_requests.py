@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schemas.errors import MillraceError
-from workers.engine.beams.group import BeamGroup
-from workers.engine.outputs import beam_failure, beam_outputs, error_output
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.scheduling.planner import Planner
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.types import EngineOutput
+from millrace.schemas.errors import MillraceError
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.outputs import beam_failure, beam_outputs, error_output
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.types import EngineOutput
 
 
 class LiveRequests:

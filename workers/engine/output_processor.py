@@ -9,22 +9,26 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason, TokenLogprob
-from workers.engine.beam_processor import BeamProcessor
-from workers.engine.beams.group import BeamGroup
-from workers.engine.grammar.grammars import Grammars
-from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens
-from workers.engine.kv.cache import KVCache
-from workers.engine.live_requests import LiveRequests
-from workers.engine.outputs import as_millrace_error, embedding_output, token_output
-from workers.engine.pooling import PooledChunk, add_chunk
-from workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.scheduling.planner import Planner
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.types import EngineOutput, NonFiniteEmbeddingError, NonFiniteLogitsError
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.workers.engine.beam_processor import BeamProcessor
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.grammar.grammars import Grammars
+from millrace.workers.engine.in_flight_step import NOT_FINITE, ChosenTokens
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.live_requests import LiveRequests
+from millrace.workers.engine.outputs import as_millrace_error, embedding_output, token_output
+from millrace.workers.engine.pooling import PooledChunk, add_chunk
+from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.types import (
+    EngineOutput,
+    NonFiniteEmbeddingError,
+    NonFiniteLogitsError,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason, TokenLogprob
-from workers.engine.beams.group import BeamGroup
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 
 
 def token_output(

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.pooling import Pooling
-from workers.engine.batch import PooledRows
-from workers.engine.sequence import Sequence
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.batch import PooledRows
+from millrace.workers.engine.sequence import Sequence
 
 
 class PooledChunk(NamedTuple):

@@ -8,15 +8,15 @@ from typing import Protocol
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from schemas.config import EngineConfig
-from workers.engine.device.device import device_of
-from workers.engine.device.loading import load_device_runner
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.in_flight_step import InFlightStep
-from workers.engine.kv.cache import KVCache
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.settings import choose_device, with_device_defaults
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.device.device import device_of
+from millrace.workers.engine.device.loading import load_device_runner
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.in_flight_step import InFlightStep
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.settings import choose_device, with_device_defaults
 
 
 class Runner(Protocol):

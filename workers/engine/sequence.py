@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from schemas.frames import TokenLogprob
-from schemas.pooling import Pooling
-from workers.engine.types import EngineRequest
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.types import EngineRequest
 
 # (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
 Rank = tuple[int, float, int]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from workers.engine.beams.group import BeamGroup
-from workers.engine.beams.search import BeamSearch
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineRequest
-from workers.kernels.random_stream import stream_key
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.beams.search import BeamSearch
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.kernels.random_stream import stream_key
 
 
 def choice_key(seed: int, choice: int) -> int:

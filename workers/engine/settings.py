@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
 
 # Two cores compute 384 rows at the best rate, each of 512 takes a fifth longer.
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE_BYTES = 64, 384, 1 << 30

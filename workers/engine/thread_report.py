@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from schemas.config import EngineConfig
-from workers.engine.threads import configure_threads, usable_cores
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.threads import configure_threads, usable_cores
 
 
 def choose_threads(config: EngineConfig, shared: bool) -> str:

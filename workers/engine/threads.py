@@ -8,7 +8,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
 
 _MAX_DEFAULT_THREADS = 16
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.errors import MillraceError
-from schemas.frames import FinishReason, TokenLogprob
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from schemas.control import Dispatch, WorkerReply
-from schemas.jobs import Tier
-from workers.host.generations.generation import PRIORITIES
+from millrace.schemas.control import Dispatch, WorkerReply
+from millrace.schemas.jobs import Tier
+from millrace.workers.host.generations.generation import PRIORITIES
 
 # While the bus does not take records, ended requests pile up to this many times the capacity.
 _MAX_ENDING_FACTOR = 4

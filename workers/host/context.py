@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.api import Bus
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import WorkerConfig
-from workers.process.keeper import EngineKeeper
+from millrace.bus.api import Bus
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import WorkerConfig
+from millrace.workers.process.keeper import EngineKeeper
 
 
 @dataclass(frozen=True, slots=True)

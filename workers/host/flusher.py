@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from bus.frames import FrameStreams
-from runtime.clock import Clock
-from schemas.errors import MillraceError
-from schemas.frames import Frame
-from workers.host.generations.generation import Generation
-from workers.host.generations.state import Listener
+from millrace.bus.frames import FrameStreams
+from millrace.runtime.clock import Clock
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Frame
+from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.generations.state import Listener
 
 logger = logging.getLogger(__name__)
 

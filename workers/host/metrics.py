@@ -13,11 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from runtime.histogram import Histogram
-from schemas.records import Status
-from workers.engine.types import EngineStats
-from workers.host.worker import Worker
-from workers.process.keeper import EngineKeeper
+from millrace.runtime.histogram import Histogram
+from millrace.schemas.records import Status
+from millrace.workers.engine.types import EngineStats
+from millrace.workers.host.worker import Worker
+from millrace.workers.process.keeper import EngineKeeper
 
 _LABELS = ("model", "worker")
 

@@ -5,33 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
-from bus.tenancy.settling import Settlements
-from schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
-from schemas.engines import PROMISES
-from schemas.errors import MillraceError
-from schemas.frames import Frame
-from schemas.jobs import Tier
-from schemas.prefix import salt_of
-from schemas.records import Status
-from schemas.sampling import SamplingParams
-from workers.engine.types import DeviceTime, EngineOutput
-from workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
-from workers.host.context import WorkerContext
-from workers.host.endings.device_times import DeviceTimes
-from workers.host.endings.finalizer import Finalizer
-from workers.host.flusher import Flusher
-from workers.host.generations.beam_answers import BeamAnswers
-from workers.host.generations.finished import EpochFloors, FinishedGenerations
-from workers.host.generations.generation import Generation
-from workers.host.generations.latencies import RequestTimes
-from workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome
-from workers.host.generations.output_text import TextStream
-from workers.host.generations.state import Phase
-from workers.host.generations.tracing import RunTraces
-from workers.host.leases.index import Generations, IndexWriter
-from workers.host.leases.ownership import LeaseOwnership
-from workers.host.reports.completion_events import CompletionEvents
-from workers.host.requeue import EngineKilledError, Requeue
+from millrace.bus.tenancy.settling import Settlements
+from millrace.schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
+from millrace.schemas.engines import PROMISES
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import Frame
+from millrace.schemas.jobs import Tier
+from millrace.schemas.prefix import salt_of
+from millrace.schemas.records import Status
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import DeviceTime, EngineOutput
+from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.endings.device_times import DeviceTimes
+from millrace.workers.host.endings.finalizer import Finalizer
+from millrace.workers.host.flusher import Flusher
+from millrace.workers.host.generations.beam_answers import BeamAnswers
+from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
+from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.generations.latencies import RequestTimes
+from millrace.workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome
+from millrace.workers.host.generations.output_text import TextStream
+from millrace.workers.host.generations.state import Phase
+from millrace.workers.host.generations.tracing import RunTraces
+from millrace.workers.host.leases.index import Generations, IndexWriter
+from millrace.workers.host.leases.ownership import LeaseOwnership
+from millrace.workers.host.reports.completion_events import CompletionEvents
+from millrace.workers.host.requeue import EngineKilledError, Requeue
 
 # How long a worker that shuts down waits for the last device times.
 _DEVICE_TIMES_TIMEOUT_S = 0.3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from schemas.errors import MillraceError
-from workers.host.generations.generation import Generation
+from millrace.schemas.errors import MillraceError
+from millrace.workers.host.generations.generation import Generation
 
 logger = logging.getLogger(__name__)
 

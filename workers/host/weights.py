@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.api import Bus
-from schemas.errors import MillraceError
+from millrace.bus.api import Bus
+from millrace.schemas.errors import MillraceError
 
 # A worker that was silent for so long has ended, or its streams have moved.
 _SILENT_NS = 3_000_000_000

@@ -9,27 +9,27 @@ import uuid
 
 from msgspec.structs import replace
 
-from bus.api import Bus
-from bus.tenancy.settling import Settlements
-from bus.transport import Subscription
-from registry.served import ServedModel
-from runtime.clock import Clock, until_beat_s
-from runtime.tasks import first_error
-from runtime.tracing import Tracing
-from schemas.config import WorkerConfig
-from schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
-from schemas.errors import MillraceError
-from workers.host.context import WorkerContext
-from workers.host.flusher import Flusher
-from workers.host.generations.tracing import RunTraces
-from workers.host.leases.index import Generations, IndexWriter
-from workers.host.leases.keeper import LeaseKeeper
-from workers.host.reports.completion_events import CompletionEvents
-from workers.host.reports.device_watch import DeviceWatch
-from workers.host.reports.prefixes import PrefixReporter
-from workers.host.reports.status import StatusReporter
-from workers.host.requests import Requests
-from workers.process.keeper import EngineKeeper
+from millrace.bus.api import Bus
+from millrace.bus.tenancy.settling import Settlements
+from millrace.bus.transport import Subscription
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock, until_beat_s
+from millrace.runtime.tasks import first_error
+from millrace.runtime.tracing import Tracing
+from millrace.schemas.config import WorkerConfig
+from millrace.schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
+from millrace.schemas.errors import MillraceError
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.flusher import Flusher
+from millrace.workers.host.generations.tracing import RunTraces
+from millrace.workers.host.leases.index import Generations, IndexWriter
+from millrace.workers.host.leases.keeper import LeaseKeeper
+from millrace.workers.host.reports.completion_events import CompletionEvents
+from millrace.workers.host.reports.device_watch import DeviceWatch
+from millrace.workers.host.reports.prefixes import PrefixReporter
+from millrace.workers.host.reports.status import StatusReporter
+from millrace.workers.host.requests import Requests
+from millrace.workers.process.keeper import EngineKeeper
 
 _CHECK_INTERVAL_S = 0.1
 _GOODBYE_TIMEOUT_S = 1.0

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels, once for a machine.
 
-    python -m workers.kernels.build
+    python -m millrace.workers.kernels.build
 
 does ahead of time what the first engine on a machine does otherwise.
 """
@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from runtime.binaries import cache_folder
-from schemas.errors import MillraceError
+from millrace.runtime.binaries import cache_folder
+from millrace.schemas.errors import MillraceError
 
 _FOLDER = Path(__file__).with_name("native")
 _SOURCE = _FOLDER / "cpu_kernels.cpp"

@@ -6,10 +6,16 @@ from typing import Generic, NamedTuple
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.kernels.operations import BatchT_contra, HeadNorms, Linear, MetadataT, Operations
-from workers.models.mlp import MLP, GatedMLP, plus_mlp
-from workers.models.rope import Rope
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.kernels.operations import (
+    BatchT_contra,
+    HeadNorms,
+    Linear,
+    MetadataT,
+    Operations,
+)
+from millrace.workers.models.mlp import MLP, GatedMLP, plus_mlp
+from millrace.workers.models.rope import Rope
 
 
 class LayerWeights(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.kernels.gpu.kernel_set import KernelSet
-from workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.gpu.kernel_set import KernelSet
+from millrace.workers.kernels.operations import SwiGLU
 
 
 class DeviceLinear:

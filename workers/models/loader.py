@@ -9,16 +9,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig, open_tensors
-from registry.checkpoints.expert_layers import ExpertsConfig
-from registry.checkpoints.families import Experts, family_of
-from registry.checkpoints.side_files import ignored_parts
-from schemas.errors import CheckpointError, ConfigError
-from workers.kernels.operations import HeadNorms, Linear
-from workers.models.decoder import DecoderWeights, LayerWeights
-from workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
-from workers.models.projection import Projection
-from workers.models.stacked_experts import StackedExperts
+from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import Experts, family_of
+from millrace.registry.checkpoints.side_files import ignored_parts
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.workers.kernels.operations import HeadNorms, Linear
+from millrace.workers.models.decoder import DecoderWeights, LayerWeights
+from millrace.workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
+from millrace.workers.models.projection import Projection
+from millrace.workers.models.stacked_experts import StackedExperts
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.kernels.operations import Linear, SwiGLU
-from workers.models.stacked_experts import StackedExperts
+from millrace.workers.kernels.operations import Linear, SwiGLU
+from millrace.workers.models.stacked_experts import StackedExperts
 
 
 class GatedMLP(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.cpu import PANEL_OUTPUTS, CpuKernels, Finish, pack_weight
-from workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.cpu import PANEL_OUTPUTS, CpuKernels, Finish, pack_weight
+from millrace.workers.kernels.operations import SwiGLU
 
 
 class PackedProjection:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.kernels.operations import SwiGLU
+from millrace.workers.kernels.operations import SwiGLU
 
 # How many rows oneDNN is told to expect when it lays weights out. The layout for this many is as
 # fast as the best for any other number from 1 to 512.

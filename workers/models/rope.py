@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.kernels.operations import Rotation
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.kernels.operations import Rotation
 
 
 class Rope:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoints.expert_layers import ExpertsConfig
-from workers.kernels.gpu.kernel_set import ExpertKernels
-from workers.kernels.operations import Linear
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
+from millrace.workers.kernels.operations import Linear
 
 
 class StackedExperts(NamedTuple):

@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that bus work never delays a step.
 
 ``EngineClient`` is the bus side's handle;
-``python -m workers.process.engine_process FD PARENT_PID`` is the process that it starts.
+``python -m millrace.workers.process.engine_process FD PARENT_PID`` is the process that it starts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from registry.checkpoints.fingerprint import weights_fingerprint
-from runtime.logs import configure_logging
-from schemas.config import EngineConfig
-from workers.engine.types import EngineRequest, EngineStats
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.process.loop import serve
-from workers.process.wire import (
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.runtime.logs import configure_logging
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.types import EngineRequest, EngineStats
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.process.loop import serve
+from millrace.workers.process.wire import (
     Add,
     Broken,
     Command,
@@ -66,7 +66,7 @@ class EngineClient(EngineLike):
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "workers.process.engine_process"),
+                    *(sys.executable, "-m", "millrace.workers.process.engine_process"),
                     *(str(theirs.fileno()), str(os.getpid())),
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,

@@ -8,16 +8,16 @@ from typing import NoReturn
 
 import msgspec
 
-from runtime.clock import Clock
-from runtime.histogram import STEP_S, Histogram
-from workers.engine.types import (
+from millrace.runtime.clock import Clock
+from millrace.runtime.histogram import STEP_S, Histogram
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_like import EngineFailedError, EngineLike, ignore
+from millrace.workers.engine_like import EngineFailedError, EngineLike, ignore
 
 # An engine that ends this often within this time is not worth another start.
 MAX_RESTARTS = 5

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from schemas.errors import MillraceError
-from workers.engine.types import (
+from millrace.schemas.errors import MillraceError
+from millrace.workers.engine.types import (
     DeviceLostError,
     DeviceTime,
     EngineOutput,
@@ -22,8 +22,8 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.process.gathering import OutputGatherer
-from workers.process.wire import (
+from millrace.workers.process.gathering import OutputGatherer
+from millrace.workers.process.wire import (
     Add,
     Broken,
     Command,
@@ -177,11 +177,11 @@ def serve(fd: int, parent_pid: int) -> int:
 
 
 def _load(load: Load) -> StepEngine:
-    from workers.engine.thread_report import choose_threads
+    from millrace.workers.engine.thread_report import choose_threads
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
     # Not before: torch reads the thread settings when it is imported.
-    from workers.engine.engine import Engine
+    from millrace.workers.engine.engine import Engine
 
     return Engine.load(Path(load.path), load.config)
 

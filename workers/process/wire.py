@@ -11,8 +11,8 @@ import struct
 
 import msgspec
 
-from schemas.config import EngineConfig
-from workers.engine.types import (
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 _ANSWER_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0

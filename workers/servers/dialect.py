@@ -9,14 +9,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import MillraceError, ParameterError
-from schemas.frames import FinishReason, TokenLogprob
-from schemas.sampling import Grammar, GrammarKind
-from workers.engine.types import EngineRequest
-from workers.servers.client import ServerClient
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.client import ServerClient
 
 
 class Command(NamedTuple):

@@ -10,14 +10,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from registry.served import ServedModel
-from schemas.errors import GrammarError, MillraceError
-from schemas.sampling import Grammar
-from workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
-from workers.engine.grammar.probe import GrammarProbe
-from workers.engine.grammar.threads import TaskThreads
-from workers.engine.types import EngineRequest
-from workers.servers.dialect import ServerStreamError
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import GrammarError, MillraceError
+from millrace.schemas.sampling import Grammar
+from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
+from millrace.workers.engine.grammar.probe import GrammarProbe
+from millrace.workers.engine.grammar.threads import TaskThreads
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.dialect import ServerStreamError
 
 # After a token that did not fit, so many are asked for one by one; doubled each time in a row.
 _FIRST_SINGLES, _MOST_SINGLES = 1, 64

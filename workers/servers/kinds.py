@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from schemas.engines import EngineKind
-from workers.servers.dialect import Dialect
-from workers.servers.dialects.llamacpp import LlamaCppDialect
-from workers.servers.dialects.openai import OpenAiDialect
-from workers.servers.dialects.sglang import SglangDialect
-from workers.servers.dialects.tgi import TgiDialect
-from workers.servers.dialects.trtllm import TrtllmDialect
-from workers.servers.dialects.vllm import VllmDialect
+from millrace.schemas.engines import EngineKind
+from millrace.workers.servers.dialect import Dialect
+from millrace.workers.servers.dialects.llamacpp import LlamaCppDialect
+from millrace.workers.servers.dialects.openai import OpenAiDialect
+from millrace.workers.servers.dialects.sglang import SglangDialect
+from millrace.workers.servers.dialects.tgi import TgiDialect
+from millrace.workers.servers.dialects.trtllm import TrtllmDialect
+from millrace.workers.servers.dialects.vllm import VllmDialect
 
 DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.LLAMACPP: LlamaCppDialect,

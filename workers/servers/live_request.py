@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from schemas.frames import FinishReason
-from workers.engine.types import EngineRequest
-from workers.servers.dialect import Part
-from workers.servers.guided import Guide
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.dialect import Part
+from millrace.workers.servers.guided import Guide
 
 
 class LiveRequest:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from schemas.sampling import SamplingParams
-from workers.servers.dialect import Part
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.servers.dialect import Part
 
 
 class CarriedPenalties(NamedTuple):

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.engines import PROMISES
-from schemas.frames import FinishReason
-from schemas.sampling import MAX_SEED
-from workers.engine.types import EngineRequest
-from workers.servers.dialect import Call, Dialect, Part
-from workers.servers.guided import Guide
-from workers.servers.live_request import LiveRequest
-from workers.servers.penalties import CarriedPenalties, carried_penalties
+from millrace.schemas.engines import PROMISES
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import MAX_SEED
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.dialect import Call, Dialect, Part
+from millrace.workers.servers.guided import Guide
+from millrace.workers.servers.live_request import LiveRequest
+from millrace.workers.servers.penalties import CarriedPenalties, carried_penalties
 
 # A prime, so that no two places of a completion share a seed soon.
 _SEED_STRIDE = 1_000_003

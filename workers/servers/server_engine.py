@@ -11,16 +11,22 @@ from typing import cast
 
 import msgspec
 
-from runtime.clock import Clock
-from runtime.tasks import Tasks, wait_or_sleep
-from schemas.engines import PROMISES, check_supported
-from schemas.errors import MillraceError
-from workers.engine.outputs import finished_output, refusal
-from workers.engine.scheduling.admission import finished_before, longest_total_tokens
-from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats, PrefixChanges
-from workers.engine_like import EngineLike
-from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
-from workers.servers.dialect import (
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.schemas.engines import PROMISES, check_supported
+from millrace.schemas.errors import MillraceError
+from millrace.workers.engine.outputs import finished_output, refusal
+from millrace.workers.engine.scheduling.admission import finished_before, longest_total_tokens
+from millrace.workers.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
+from millrace.workers.servers.dialect import (
     Call,
     Dialect,
     Part,
@@ -28,13 +34,13 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerStreamError,
 )
-from workers.servers.guided import Guides
-from workers.servers.live_request import LiveRequest
-from workers.servers.prefix_estimate import PrefixEstimate
-from workers.servers.questions import fitting_part, next_question
-from workers.servers.server_process import ServerProcess
-from workers.servers.server_stats import ServerStats
-from workers.servers.token_shares import TokenShares
+from millrace.workers.servers.guided import Guides
+from millrace.workers.servers.live_request import LiveRequest
+from millrace.workers.servers.prefix_estimate import PrefixEstimate
+from millrace.workers.servers.questions import fitting_part, next_question
+from millrace.workers.servers.server_process import ServerProcess
+from millrace.workers.servers.server_stats import ServerStats
+from millrace.workers.servers.token_shares import TokenShares
 
 # Of a server that says neither.
 _NUM_SEQUENCES, _CACHE_TOKENS = 64, 1 << 16

@@ -10,9 +10,9 @@ import tempfile
 from collections import deque
 from pathlib import Path
 
-from runtime.tasks import Tasks
-from schemas.errors import ConfigError
-from workers.servers.dialect import Command
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import ConfigError
+from millrace.workers.servers.dialect import Command
 
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLED = _ROOT / ".engines"

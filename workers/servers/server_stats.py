@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from workers.engine.types import EngineStats
-from workers.servers.dialect import ServerLoad
-from workers.servers.live_request import LiveRequest
-from workers.servers.token_shares import TokenShares
+from millrace.workers.engine.types import EngineStats
+from millrace.workers.servers.dialect import ServerLoad
+from millrace.workers.servers.live_request import LiveRequest
+from millrace.workers.servers.token_shares import TokenShares
 
 # Of a measured time, what the newest counts.
 _NEWEST = 0.2

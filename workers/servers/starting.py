@@ -8,21 +8,21 @@ import secrets
 import socket
 from pathlib import Path
 
-from registry.checkpoints.fingerprint import weights_fingerprint
-from registry.served import ServedModel
-from registry.source import gguf_file
-from runtime.clock import Clock
-from runtime.tasks import outcome_unless
-from schemas.config import EngineConfig
-from schemas.engines import PROMISES
-from schemas.errors import ConfigError, MillraceError
-from workers.engine_like import EngineFailedError
-from workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
-from workers.servers.dialect import Dialect, ServerAddress, ServerFacts
-from workers.servers.kinds import DIALECTS
-from workers.servers.server_engine import ServerEngine
-from workers.servers.server_process import ServerProcess, find_program
-from workers.servers.versions import version_of
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.registry.served import ServedModel
+from millrace.registry.source import gguf_file
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import outcome_unless
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import PROMISES
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
+from millrace.workers.servers.dialect import Dialect, ServerAddress, ServerFacts
+from millrace.workers.servers.kinds import DIALECTS
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.server_process import ServerProcess, find_program
+from millrace.workers.servers.versions import version_of
 
 _POLL_S = 0.1
 # These are of no server that still loads.

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from workers.simulated.blocks import SimulatedBlocks
-from workers.simulated.latency_model import LatencyModel
-from workers.simulated.sequence import SimulatedSequence, State
-from workers.simulated.tokens import SimulatedTokens
+from millrace.workers.simulated.blocks import SimulatedBlocks
+from millrace.workers.simulated.latency_model import LatencyModel
+from millrace.workers.simulated.sequence import SimulatedSequence, State
+from millrace.workers.simulated.tokens import SimulatedTokens
 
 # Blocks that admissions leave free for those who already run.
 ADMISSION_WATERMARK = 0.05

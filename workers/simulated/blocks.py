@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from schemas.prefix import extend_keys, root_key
+from millrace.schemas.prefix import extend_keys, root_key
 
 _root = lru_cache(maxsize=4_096)(root_key)
 

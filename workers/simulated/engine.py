@@ -10,31 +10,35 @@ import asyncio
 import logging
 import random
 
-from registry.checkpoints.checkpoint import ModelConfig
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind, check_supported
-from schemas.errors import ConfigError, MillraceError
-from schemas.frames import FinishReason
-from schemas.prefix import REPORTED_BYTES
-from schemas.sampling import MAX_SEED
-from workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork
-from workers.engine.outputs import finished_output, refusal
-from workers.engine.scheduling.admission import check_config, finished_before, longest_total_tokens
-from workers.engine.types import (
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind, check_supported
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.prefix import REPORTED_BYTES
+from millrace.schemas.sampling import MAX_SEED
+from millrace.workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork
+from millrace.workers.engine.outputs import finished_output, refusal
+from millrace.workers.engine.scheduling.admission import (
+    check_config,
+    finished_before,
+    longest_total_tokens,
+)
+from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_like import EngineLike
-from workers.simulated.batch import SimulatedBatch, StepOutputs
-from workers.simulated.latency_model import LatencyModel
-from workers.simulated.sequence import GenerationLimits, SimulatedSequence
-from workers.simulated.tokens import SimulatedTokens
-from workers.simulated.words import readable_token_ids
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.latency_model import LatencyModel
+from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
+from millrace.workers.simulated.tokens import SimulatedTokens
+from millrace.workers.simulated.words import readable_token_ids
 
 # What settings of 0 leave to the device: those of a GPU, with a KV cache for 262,144 tokens.
 _NUM_SEQUENCES, _BATCH_TOKENS, _CACHE_TOKENS = 256, 4_096, 1 << 18

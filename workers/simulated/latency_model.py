@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from schemas.config import SimulationConfig
-from schemas.errors import ConfigError
+from millrace.schemas.config import SimulationConfig
+from millrace.schemas.errors import ConfigError
 
 
 class LatencyModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 MAX_WORDS = 1_024
 _WORD = re.compile(r" [a-z]{3,}")

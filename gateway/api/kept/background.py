@@ -8,28 +8,28 @@ from functools import partial
 
 import msgspec
 
-from gateway.core import Gateway
-from gateway.errors import DrainingError
-from gateway.rendering.logprobs import logprob_infos
-from gateway.request.detached_client import DetachedClient
-from gateway.request.idempotency import Idempotency
-from gateway.request.response_reader import ResponseReader
-from gateway.request.response_stream import ResponseStream
-from gateway.request.resuming import UnknownRequestError
-from gateway.responses.conversations import ConversationStore
-from gateway.responses.renderer import ResponseRenderer
-from gateway.responses.store import (
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import DrainingError
+from millrace.gateway.rendering.logprobs import logprob_infos
+from millrace.gateway.request.detached_client import DetachedClient
+from millrace.gateway.request.idempotency import Idempotency
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.request.resuming import UnknownRequestError
+from millrace.gateway.responses.conversations import ConversationStore
+from millrace.gateway.responses.renderer import ResponseRenderer
+from millrace.gateway.responses.store import (
     ResponseNotFoundError,
     ResponseStore,
     is_background,
     is_over,
 )
-from gateway.streams.parts import Part
-from gateway.streams.stream import Client, OpenStream
-from gateway.tenancy.caller import Caller
-from schemas.control import CancelReason
-from schemas.errors import MillraceError
-from schemas.responses import Response, StoredResponse
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.control import CancelReason
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.responses import Response, StoredResponse
 
 _decode = msgspec.json.Decoder(Response).decode
 

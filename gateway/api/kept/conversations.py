@@ -11,26 +11,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.api.kept.items_page import check_items_query, check_query, items_page
-from gateway.api.paging import list_response
-from gateway.core import Gateway
-from gateway.request.message_fields import check_metadata
-from gateway.responses.conversations import ConversationNotFoundError, ConversationStore
-from gateway.responses.input import given_items, named
-from gateway.responses.references import ItemNotFoundError, resolve
-from gateway.responses.store import ResponseStore
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from gateway.transport.http import json_response, new_request_id, read_body
-from schemas.chat.conversations import (
+from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
+from millrace.gateway.api.paging import list_response
+from millrace.gateway.core import Gateway
+from millrace.gateway.request.message_fields import check_metadata
+from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
+from millrace.gateway.responses.input import given_items, named
+from millrace.gateway.responses.references import ItemNotFoundError, resolve
+from millrace.gateway.responses.store import ResponseStore
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import json_response, new_request_id, read_body
+from millrace.schemas.chat.conversations import (
     Conversation,
     ConversationDeleted,
     ConversationRequest,
     ConversationUpdate,
     NewItems,
 )
-from schemas.errors import ParameterError
-from schemas.responses import Item, ItemList
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.responses import Item, ItemList
 
 MAX_NEW_ITEMS = 20
 _NS_PER_S = 1_000_000_000

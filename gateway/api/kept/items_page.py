@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.paging import is_ascending, limit_of, list_response
-from gateway.responses.input import INCLUDABLE
-from schemas.errors import ParameterError
-from schemas.responses import Item, ItemList
+from millrace.gateway.api.paging import is_ascending, limit_of, list_response
+from millrace.gateway.responses.input import INCLUDABLE
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.responses import Item, ItemList
 
 _MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20

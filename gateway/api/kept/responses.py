@@ -11,26 +11,26 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from gateway.api.counted_reading import counted_body
-from gateway.api.following import follow
-from gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
-from gateway.api.kept.items_page import check_items_query, check_query, items_page
-from gateway.core import Gateway
-from gateway.generation_request import GenerationRequest
-from gateway.rendering.logprobs import logprob_infos
-from gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
-from gateway.request.admission import tier_of
-from gateway.request.response_reader import ResponseReader
-from gateway.responses.conversations import ConversationStore
-from gateway.responses.input import (
+from millrace.gateway.api.counted_reading import counted_body
+from millrace.gateway.api.following import follow
+from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
+from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
+from millrace.gateway.core import Gateway
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.rendering.logprobs import logprob_infos
+from millrace.gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
+from millrace.gateway.request.admission import tier_of
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.responses.conversations import ConversationStore
+from millrace.gateway.responses.input import (
     check_fields,
     generation_request_of,
     given_items,
     messages_of,
 )
-from gateway.responses.references import resolve
-from gateway.responses.renderer import ResponseRenderer
-from gateway.responses.store import (
+from millrace.gateway.responses.references import resolve
+from millrace.gateway.responses.renderer import ResponseRenderer
+from millrace.gateway.responses.store import (
     PreviousResponseNotFoundError,
     ResponseNotFoundError,
     ResponseStore,
@@ -39,19 +39,19 @@ from gateway.responses.store import (
     is_over,
     model_of,
 )
-from gateway.responses.window import fit_window, num_input_tokens
-from gateway.tenancy.caller import Caller
-from gateway.transport.decoding import decode
-from gateway.transport.http import (
+from millrace.gateway.responses.window import fit_window, num_input_tokens
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import (
     Receive,
     Scope,
     Send,
     json_response,
 )
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.redis.link import RedisUnreachableError
-from schemas.errors import ParameterError, PayloadTooLargeError
-from schemas.responses import (
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.schemas.errors import ParameterError, PayloadTooLargeError
+from millrace.schemas.responses import (
     InputTokens,
     Item,
     ItemReference,
@@ -59,7 +59,7 @@ from schemas.responses import (
     ResponsesRequest,
     StoredResponse,
 )
-from schemas.tools import ToolDefinition
+from millrace.schemas.tools import ToolDefinition
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 

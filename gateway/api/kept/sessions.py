@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.core import Gateway
-from gateway.sessions.sessions import SessionNotFoundError
-from gateway.transport.http import json_response
-from schemas.jobs import MAX_LABEL_CHARACTERS
+from millrace.gateway.core import Gateway
+from millrace.gateway.sessions.sessions import SessionNotFoundError
+from millrace.gateway.transport.http import json_response
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS
 
 
 class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):

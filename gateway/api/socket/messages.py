@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from bus.frame_reader import Progress
-from gateway.errors import Refusal
-from gateway.rendering.chunks import encode, usage_info
-from gateway.rendering.logprobs import logprob_infos
-from gateway.request.response_stream import ResponseStream
-from gateway.request.tracing import RequestTrace
-from gateway.streams.parts import (
+from millrace.bus.frame_reader import Progress
+from millrace.gateway.errors import Refusal
+from millrace.gateway.rendering.chunks import encode, usage_info
+from millrace.gateway.rendering.logprobs import logprob_infos
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.request.tracing import RequestTrace
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -19,8 +19,8 @@ from gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from gateway.streams.stream import OpenStream
-from schemas.websocket import (
+from millrace.gateway.streams.stream import OpenStream
+from millrace.schemas.websocket import (
     Accepted,
     ChoiceDone,
     Done,

@@ -9,23 +9,23 @@ from functools import partial
 
 import msgspec
 
-from gateway.api.socket.messages import SocketRequest
-from gateway.core import Gateway
-from gateway.errors import Refusal, refusal_of
-from gateway.rendering.chunks import encode
-from gateway.request.index import digest_of
-from gateway.request.parsing import parse_generate
-from gateway.request.response_stream import ResponseStream
-from gateway.request.submitter import Requester
-from gateway.streams.stream import Client, OpenStream
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import AuthenticationError
-from gateway.transport.connection_writer import ConnectionWriter
-from gateway.transport.http import new_request_id
-from schemas.control import CancelReason
-from schemas.errors import MillraceError
-from schemas.jobs import Source
-from schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
+from millrace.gateway.api.socket.messages import SocketRequest
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import Refusal, refusal_of
+from millrace.gateway.rendering.chunks import encode
+from millrace.gateway.request.index import digest_of
+from millrace.gateway.request.parsing import parse_generate
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.request.submitter import Requester
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.transport.connection_writer import ConnectionWriter
+from millrace.gateway.transport.http import new_request_id
+from millrace.schemas.control import CancelReason
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Source
+from millrace.schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
 
 _log = logging.getLogger(__name__)
 

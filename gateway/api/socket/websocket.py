@@ -8,18 +8,25 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.socket.session import KEY_REVOKED, SocketSession
-from gateway.core import Gateway
-from gateway.errors import InvalidJsonError, Refusal, refusal_of
-from gateway.request.tracing import TRACEPARENT
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.identity import token_of
-from gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
-from gateway.transport.decoding import decode
-from gateway.transport.http import CALLER, Receive, Scope, Send, header_of, refuse_handshake
-from gateway.transport.proxies import is_forwarded
-from schemas.errors import MillraceError, ParameterError
-from schemas.websocket import (
+from millrace.gateway.api.socket.session import KEY_REVOKED, SocketSession
+from millrace.gateway.core import Gateway
+from millrace.gateway.errors import InvalidJsonError, Refusal, refusal_of
+from millrace.gateway.request.tracing import TRACEPARENT
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import token_of
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
+from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.http import (
+    CALLER,
+    Receive,
+    Scope,
+    Send,
+    header_of,
+    refuse_handshake,
+)
+from millrace.gateway.transport.proxies import is_forwarded
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.websocket import (
     SUBPROTOCOL,
     Authenticate,
     Authenticated,

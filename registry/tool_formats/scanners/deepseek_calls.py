@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from registry.tool_formats.scanners.base import Status, skip_blanks
-from registry.tool_formats.scanners.json_arguments import JsonScanner
+from millrace.registry.tool_formats.scanners.base import Status, skip_blanks
+from millrace.registry.tool_formats.scanners.json_arguments import JsonScanner
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"

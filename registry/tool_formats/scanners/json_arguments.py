@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from registry.tool_formats.scanners.base import Scanner, Status, start_of_partial
+from millrace.registry.tool_formats.scanners.base import Scanner, Status, start_of_partial
 
 _IN_STRING = re.compile(r'["\\]')
 # "<" is nowhere in JSON but in strings: it begins the tag that should have come later.

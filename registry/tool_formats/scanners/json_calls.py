@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-from registry.tool_formats.scanners.base import (
+from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
     Status,
     run,
     skip_blanks,
 )
-from registry.tool_formats.scanners.json_arguments import JsonScanner
+from millrace.registry.tool_formats.scanners.json_arguments import JsonScanner
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from registry.tool_formats.scanners.base import Status, run, skip_blanks
-from registry.tool_formats.scanners.json_calls import CallScanner
+from millrace.registry.tool_formats.scanners.base import Status, run, skip_blanks
+from millrace.registry.tool_formats.scanners.json_calls import CallScanner
 
 CALLS_TAG = "[TOOL_CALLS]"
 ID_TAG = "[CALL_ID]"

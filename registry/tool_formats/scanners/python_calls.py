@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from registry.tool_formats.python_literals import StringReader, as_json
-from registry.tool_formats.scanners.base import (
+from millrace.registry.tool_formats.python_literals import StringReader, as_json
+from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
     Scanner,

@@ -7,8 +7,8 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 
-from registry.tool_formats.argument_types import ArgumentTypes
-from registry.tool_formats.scanners.base import (
+from millrace.registry.tool_formats.argument_types import ArgumentTypes
+from millrace.registry.tool_formats.scanners.base import (
     NO_ARGUMENTS,
     Scanner,
     Status,

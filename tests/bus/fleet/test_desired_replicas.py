@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bus.fleet.desired_replicas import DesiredReplicas
-from schemas.control import QueueStatus
+from millrace.bus.fleet.desired_replicas import DesiredReplicas
+from millrace.schemas.control import QueueStatus
 
 
 def _status(desired: int, model: str = "demo") -> QueueStatus:

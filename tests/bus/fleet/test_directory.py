@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from bus.api import Bus
-from schemas.control import PrefixReport, WorkerStatus
+from millrace.bus.api import Bus
+from millrace.schemas.control import PrefixReport, WorkerStatus
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 

@@ -6,13 +6,18 @@ import asyncio
 
 import pytest
 
-from bus.api import Bus
-from bus.fleet.worker_names import MISSED_RENEWALS, RENEWAL_BEATS, WorkerName, new_worker_name
-from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import SystemClock
-from schemas.config import SchedulerConfig, WorkerConfig
-from schemas.control import NameLease
-from schemas.errors import NameTakenError
+from millrace.bus.api import Bus
+from millrace.bus.fleet.worker_names import (
+    MISSED_RENEWALS,
+    RENEWAL_BEATS,
+    WorkerName,
+    new_worker_name,
+)
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import SchedulerConfig, WorkerConfig
+from millrace.schemas.control import NameLease
+from millrace.schemas.errors import NameTakenError
 from tests.bus.conftest import Broker
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually

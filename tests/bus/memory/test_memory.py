@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from bus.job_queue import TenantQueue
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import NatsConfig
-from schemas.control import WorkerStatus
-from schemas.errors import BusUnavailableError
-from schemas.frames import Accepted, Frame
-from schemas.jobs import Job, JobResult, Tier
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import Accepted, Frame
+from millrace.schemas.jobs import Job, JobResult, Tier
 from tests.support.manual_clock import ManualClock
 
 JOB = Job(request_id="r1", model="demo", prompt="x")

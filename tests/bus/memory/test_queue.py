@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bus.memory.queue import StoredJob, StoredJobs, sequence_of
-from schemas.config import NatsConfig
+from millrace.bus.memory.queue import StoredJob, StoredJobs, sequence_of
+from millrace.schemas.config import NatsConfig
 
 ACK_WAIT_S = 6.0
 SUBJECTS = ("jobs.m.free.a", "jobs.m.free.b", "jobs.m.free")

@@ -10,12 +10,12 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from bus import subjects
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from bus.nats import connect, jetstream, topology
-from schemas.config import NatsConfig
-from schemas.jobs import Job
+from millrace.bus import subjects
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats import connect, jetstream, topology
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Job
 from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from bus import codec
-from bus.api import Bus
-from bus.job_queue import LeasedJob, TenantQueue
-from bus.nats import connect
-from bus.nats.connection import Connection
-from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError
-from schemas.frames import Accepted, Frame
-from schemas.jobs import Job, JobResult, Tier
-from schemas.records import RequestRecord
+from millrace.bus import codec
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.bus.nats import connect
+from millrace.bus.nats.connection import Connection
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import Accepted, Frame
+from millrace.schemas.jobs import Job, JobResult, Tier
+from millrace.schemas.records import RequestRecord
 from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually

@@ -10,13 +10,13 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from bus import subjects
-from bus.job_queue import TenantQueue
-from bus.nats import accounts, connect
-from bus.nats.permissions import Part, inbox_of, service_inbox
-from schemas.control import Cancel, NameLease
-from schemas.errors import BusForbiddenError
-from schemas.jobs import Job, JobResult, Tier
+from millrace.bus import subjects
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats import accounts, connect
+from millrace.bus.nats.permissions import Part, inbox_of, service_inbox
+from millrace.schemas.control import Cancel, NameLease
+from millrace.schemas.errors import BusForbiddenError
+from millrace.schemas.jobs import Job, JobResult, Tier
 from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
@@ -163,12 +163,10 @@ async def attempt(server: NatsWithUsers, user: str) -> Tried:
 
 
 def test_what_is_checked_in_is_what_is_generated() -> None:
-    stale = "run: python -m bus.nats.accounts > deploy/nats/accounts.conf"
+    stale = "run: python -m millrace.bus.nats.accounts > deploy/nats/accounts.conf"
     assert (DEPLOY / "accounts.conf").read_text() == accounts.text(), stale
     example = accounts.parse_service("acme=free,batch")
-    stale = (
-        "run: python -m bus.nats.accounts --service acme=free,batch > deploy/nats/with-service.conf"
-    )
+    stale = "run: python -m millrace.bus.nats.accounts --service acme=free,batch > deploy/nats/with-service.conf"
     assert (DEPLOY / "with-service.conf").read_text() == accounts.text([example]), stale
     assert "include ./accounts.conf" in (DEPLOY / "nats.conf").read_text()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.nats import connect
-from bus.nats.connection import Connection
-from schemas.config import NatsConfig
-from schemas.errors import (
+from millrace.bus.nats import connect
+from millrace.bus.nats.connection import Connection
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import (
     BusUnavailableError,
     ConfigError,
     CredentialsRefusedError,
@@ -298,7 +298,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
 
 
 def test_tls_is_of_this_century(tmp_path: Path) -> None:
-    from runtime.tls import client_context
+    from millrace.runtime.tls import client_context
 
     context = client_context("nats", NatsConfig(ca_file=str(Authority(tmp_path).certificate)))
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus import subjects
-from bus.api import Bus
-from bus.store.journal import JournalConflictError
-from bus.store.objects import ObjectLostError
-from schemas.errors import BusUnavailableError, PayloadTooLargeError
-from schemas.jobs import JobResult
+from millrace.bus import subjects
+from millrace.bus.api import Bus
+from millrace.bus.store.journal import JournalConflictError
+from millrace.bus.store.objects import ObjectLostError
+from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
+from millrace.schemas.jobs import JobResult
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.api import Bus
-from bus.job_queue import TenantQueue
-from bus.nats import connect
-from bus.storage import NATS
-from schemas.config import NatsConfig
-from schemas.errors import BusUnavailableError, StoreFullError
-from schemas.jobs import Job, Tier
+from millrace.bus.api import Bus
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats import connect
+from millrace.bus.storage import NATS
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import BusUnavailableError, StoreFullError
+from millrace.schemas.jobs import Job, Tier
 from tests.bus.conftest import Broker
 from tests.support.servers import NatsServer
 from tests.support.small_disk import SmallDisk, small_disk

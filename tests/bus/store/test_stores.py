@@ -8,12 +8,12 @@ from decimal import Decimal
 
 import pytest
 
-from bus import codec
-from bus.api import Bus
-from schemas.errors import PayloadTooLargeError
-from schemas.frames import FinishReason, TokenLogprob, Usage
-from schemas.jobs import JobResult, Source
-from schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
+from millrace.bus import codec
+from millrace.bus.api import Bus
+from millrace.schemas.errors import PayloadTooLargeError
+from millrace.schemas.frames import FinishReason, TokenLogprob, Usage
+from millrace.schemas.jobs import JobResult, Source
+from millrace.schemas.records import DeliveryRecord, Record, RequestRecord, WorkerSample
 from tests.bus.conftest import Broker
 
 

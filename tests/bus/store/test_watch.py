@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client.core import CollectorRegistry
 
-from bus.memory import MemoryBroker, MemoryBus
-from bus.storage import CLICKHOUSE, KAFKA, NATS
-from bus.store.watch import StoreMetrics, StoreWatch
-from runtime.metrics_server import render
-from schemas.config import StorageConfig
-from schemas.errors import StoreFullError
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.storage import CLICKHOUSE, KAFKA, NATS
+from millrace.bus.store.watch import StoreMetrics, StoreWatch
+from millrace.runtime.metrics_server import render
+from millrace.schemas.config import StorageConfig
+from millrace.schemas.errors import StoreFullError
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from cli.main import main
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig
-from schemas.records import RefusalRecord, RequestRecord
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.migrate import migrate
-from telemetry.store.store import Store
-from telemetry.store.tables import REFUSALS, REQUESTS
+from millrace.cli.main import main
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.records import RefusalRecord, RequestRecord
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.migrate import migrate
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REFUSALS, REQUESTS
 
 _ROOT = Path(__file__).parents[3]
 

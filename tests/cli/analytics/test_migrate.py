@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import main
-from telemetry.http.answers import load_queries
-from telemetry.store.migrate import load_migrations
+from millrace.cli.main import main
+from millrace.telemetry.http.answers import load_queries
+from millrace.telemetry.store.migrate import load_migrations
 from tests.cli.analytics.left_store import run_on_store
 from tests.cli.analytics.test_sql import write_endpoints
 

@@ -13,12 +13,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from cli.analytics.rows import parse_rows, render
-from cli.endpoints import locate
-from cli.main import main
-from runtime.text_table import one_line
-from schemas.config import NatsConfig
-from schemas.errors import MillraceError
+from millrace.cli.analytics.rows import parse_rows, render
+from millrace.cli.endpoints import locate
+from millrace.cli.main import main
+from millrace.runtime.text_table import one_line
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.errors import MillraceError
 
 ANSWER = b"""{
 "meta": [{"name": "model", "type": "LowCardinality(String)"},
@@ -193,7 +193,7 @@ def test_straight_from_the_store_that_a_system_left(tmp_path: Path) -> None:
     write_endpoints(tmp_path, clickhouse="http://127.0.0.1:9")
 
     def sql(query: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cli", "sql", query, "--format", "json"]
+        command = [sys.executable, "-m", "millrace.cli", "sql", query, "--format", "json"]
         return subprocess.run(
             [*command, "--data", str(tmp_path)], capture_output=True, text=True, check=False
         )

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.analytics.moments import parse_minute, shown
-from cli.analytics.rows import Rows
-from cli.analytics.usage import totals, with_decimals
-from cli.main import main
-from schemas.records import RefusalRecord, RequestRecord, Status
+from millrace.cli.analytics.moments import parse_minute, shown
+from millrace.cli.analytics.rows import Rows
+from millrace.cli.analytics.usage import totals, with_decimals
+from millrace.cli.main import main
+from millrace.schemas.records import RefusalRecord, RequestRecord, Status
 from tests.cli.analytics.left_store import run_on_store
 
 # A day that no table's time to live has reached.
@@ -277,7 +277,7 @@ def test_no_name_becomes_a_formula_in_a_spreadsheet(
     rows = Rows(
         names, tuple(("acme", user, 1, "-0.5", "USD") for user in users), (False,) * len(names)
     )
-    monkeypatch.setattr("cli.analytics.usage.ask_saved", lambda *_: rows)
+    monkeypatch.setattr("millrace.cli.analytics.usage.ask_saved", lambda *_: rows)
     assert main(ranged(DAY, NEXT_DAY, "--by", "user", "--format", "csv")) == 0
     answered = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["user"] for row in answered] == ["'=1+1", "'@SUM(A1)", "-1", "ann"]

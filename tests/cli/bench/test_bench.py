@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from bench.report.report import Report, read_report
-from bench.report.schema import report_schema, to_text
-from bench.runner import run_load
-from bench.settings import Api, LoadError, Settings, Slo
-from bench.spread import Spread, SpreadKind, fixed
-from cli.bench.arguments import settings_of
-from cli.load_arguments import parse_slo
-from cli.main import build_parser, main
-from schemas.errors import ConfigError
+from millrace.bench.report.report import Report, read_report
+from millrace.bench.report.schema import report_schema, to_text
+from millrace.bench.runner import run_load
+from millrace.bench.settings import Api, LoadError, Settings, Slo
+from millrace.bench.spread import Spread, SpreadKind, fixed
+from millrace.cli.bench.arguments import settings_of
+from millrace.cli.load_arguments import parse_slo
+from millrace.cli.main import build_parser, main
+from millrace.schemas.errors import ConfigError
 from tests.cli.bench.bench_server import AROUND_TOKENS, scripted_server
 
 SCHEMA_FILE = Path(__file__).parents[3] / "docs" / "bench-report.schema.json"
@@ -230,7 +230,16 @@ def test_an_interrupt_ends_the_run_and_reports_what_there_is(tmp_path: Path) -> 
     with scripted_server(gap_s=0.01) as server:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "cli", "bench", "--url", server.url, "--json", str(file)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "millrace.cli",
+                    "bench",
+                    "--url",
+                    server.url,
+                    "--json",
+                    str(file),
+                ),
                 *["--concurrency", "4", "--duration", "60s", "--processes", "2"],
             ],
             stdout=subprocess.PIPE,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.arrivals import arrival_times
-from bench.clients.exchange import Exchange
-from bench.clients.http_client import HttpConnection
-from bench.clients.socket_client import SocketConnection, frame
-from bench.spread import parse_spread
+from millrace.bench.arrivals import arrival_times
+from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.http_client import HttpConnection
+from millrace.bench.clients.socket_client import SocketConnection, frame
+from millrace.bench.spread import parse_spread
 
 CUTS = st.lists(st.integers(min_value=1, max_value=40), max_size=60)
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cli.local.autoscale import WorkerScaler
-from cli.local.supervisor import Process, StartError
-from schemas.control import QueueStatus
+from millrace.cli.local.autoscale import WorkerScaler
+from millrace.cli.local.supervisor import Process, StartError
+from millrace.schemas.control import QueueStatus
 from tests.support.manual_clock import ManualClock
 
 # Longer than a figure of the schedulers counts.

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from cli.local.ports import PortPicker
-from schemas.errors import ConfigError
+from millrace.cli.local.ports import PortPicker
+from millrace.schemas.errors import ConfigError
 
 
 def test_no_port_is_given_twice() -> None:
@@ -32,7 +32,7 @@ def test_what_somebody_else_was_given_is_taken_until_it_is_closed() -> None:
 
 def test_processes_never_choose_the_same() -> None:
     code = (
-        "from cli.local.ports import PortPicker\n"
+        "from millrace.cli.local.ports import PortPicker\n"
         "picker = PortPicker()\n"
         "print(*(picker.pick('nats', 20_400) for _ in range(20)), flush=True)\n"
         "input()"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.local.scrape_targets import ScrapeTargets, metrics_env
-from runtime.settings import load_config
-from schemas.config import MetricsConfig
-from schemas.errors import ConfigError
+from millrace.cli.local.scrape_targets import ScrapeTargets, metrics_env
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import MetricsConfig
+from millrace.schemas.errors import ConfigError
 
 
 def _read(targets: ScrapeTargets) -> dict[str, str]:

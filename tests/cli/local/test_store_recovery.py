@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from cli.local.store_recovery import StoreRecovery, with_folders
-from cli.local.supervisor import StartError
-from schemas.config import StorageConfig
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.cli.local.store_recovery import StoreRecovery, with_folders
+from millrace.cli.local.supervisor import StartError
+from millrace.schemas.config import StorageConfig
 from tests.support.manual_clock import ManualClock
 
 

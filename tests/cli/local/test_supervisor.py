@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.local.supervisor import Process, StartError, Supervisor
+from millrace.cli.local.supervisor import Process, StartError, Supervisor
 from tests.support.waiting import eventually
 
 _WAITS = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -194,7 +194,7 @@ async def test_stages_stop_one_after_the_other(supervisor: Supervisor, tmp_path:
 async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     script = (
         "import asyncio, pathlib, sys\n"
-        "from cli.local.supervisor import Process, Supervisor\n"
+        "from millrace.cli.local.supervisor import Process, Supervisor\n"
         "async def main():\n"
         f"    folder = pathlib.Path({str(tmp_path)!r})\n"
         "    supervisor = Supervisor(folder / 'run', folder / 'logs')\n"

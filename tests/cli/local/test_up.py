@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cli.endpoints import Endpoints
-from cli.local.models import catalogue_for
-from cli.local.stack import Plan
-from cli.local.up import _plan, greeting
-from cli.main import build_parser, main
-from registry.catalogue import load_catalogue
-from schemas.config import Config, GatewayConfig
+from millrace.cli.endpoints import Endpoints
+from millrace.cli.local.models import catalogue_for
+from millrace.cli.local.stack import Plan
+from millrace.cli.local.up import _plan, greeting
+from millrace.cli.main import build_parser, main
+from millrace.registry.catalogue import load_catalogue
+from millrace.schemas.config import Config, GatewayConfig
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 

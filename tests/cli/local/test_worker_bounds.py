@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cli.local.worker_bounds import parse_bounds
-from schemas.errors import ConfigError
+from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.schemas.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("0:1", (0, 1)), ("1:4", (1, 4)), ("8:8", (8, 8))])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.main import main
+from millrace.cli.main import main
 
 SMALL = ("--kv-cache-bytes", "2000000", "--threads", "1")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.cli.main import main
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

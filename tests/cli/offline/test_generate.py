@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.main import main
-from cli.offline.generated import Generated, OfflineRequest
-from cli.offline.offline import OfflineBatch
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.frames import FinishReason
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.cli.main import main
+from millrace.cli.offline.generated import Generated, OfflineRequest
+from millrace.cli.offline.offline import OfflineBatch
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 from tests.cli.offline.generating import generate
-from workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
+from millrace.cli.main import main
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from schemas.tools import ToolFormat
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.tools import ToolFormat
 from tests.cli.offline.generating import generate
 from tests.registry.tool_formats import templates
 from tests.support.engine.checkpoints_made import write_checkpoint

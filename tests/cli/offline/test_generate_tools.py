@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from schemas.errors import ModelNotFoundError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition
+from millrace.cli.main import main
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ModelNotFoundError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolDefinition
 from tests.cli.offline.generating import generate
 from tests.support.engine.checkpoints_made import write_checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.config import (
+from millrace.schemas.config import (
     Config,
     EngineConfig,
     NatsConfig,
@@ -15,13 +15,13 @@ from schemas.config import (
     SimulationConfig,
     WorkerConfig,
 )
-from schemas.engines import EngineKind
-from simulation.policies import parse_policies
-from simulation.report.measure import policy_report
-from simulation.report.report import PolicyReport
-from simulation.settings import Settings
-from simulation.traces.trace import TraceRequest
-from simulation.world import Result, simulate
+from millrace.schemas.engines import EngineKind
+from millrace.simulation.policies import parse_policies
+from millrace.simulation.report.measure import policy_report
+from millrace.simulation.report.report import PolicyReport
+from millrace.simulation.settings import Settings
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.world import Result, simulate
 
 SIMULATION = SimulationConfig(
     prefill_tokens_per_s=1_000.0,

@@ -14,17 +14,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cli.main import main
-from schemas.config import (
+from millrace.cli.main import main
+from millrace.schemas.config import (
     AutoscaleConfig,
     SchedulerConfig,
 )
-from schemas.jobs import Tier
-from schemas.records import Status
-from simulation.outcomes import RequestOutcome
-from simulation.report.measure import policy_report
-from simulation.settings import Failure
-from simulation.traces.trace import write_trace
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.simulation.outcomes import RequestOutcome
+from millrace.simulation.report.measure import policy_report
+from millrace.simulation.settings import Failure
+from millrace.simulation.traces.trace import write_trace
 from tests.cli.simulate.simulating import (
     SIMULATION,
     make_load,
@@ -147,7 +147,7 @@ def test_the_same_seed_gives_the_same_report_in_any_process(tmp_path: Path) -> N
     for hash_seed in ("1", "2"):
         path = tmp_path / f"{hash_seed}.json"
         subprocess.run(
-            [sys.executable, "-m", "cli", *arguments, "--json", str(path)],
+            [sys.executable, "-m", "millrace.cli", *arguments, "--json", str(path)],
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
             check=True,
             capture_output=True,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import SimulationConfig
-from simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
-from workers.simulated.batch import SimulatedBatch
-from workers.simulated.latency_model import LatencyModel
-from workers.simulated.sequence import GenerationLimits, SimulatedSequence
+from millrace.schemas.config import SimulationConfig
+from millrace.simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
+from millrace.workers.simulated.batch import SimulatedBatch
+from millrace.workers.simulated.latency_model import LatencyModel
+from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 LATENCY = LatencyModel(
     SimulationConfig(

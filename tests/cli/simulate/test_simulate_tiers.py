@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.support.figures import percentile
-from schemas.config import SimulationConfig
-from schemas.jobs import Tier
-from schemas.records import Status
-from simulation.outcomes import RequestOutcome
+from millrace.schemas.config import SimulationConfig
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.simulation.outcomes import RequestOutcome
 from tests.cli.simulate.simulating import make_request, make_settings, run_trace
 
 _SIMULATION = SimulationConfig(prefill_tokens_per_s=4_000.0, step_ms=15.0, step_ms_per_sequence=0.2)

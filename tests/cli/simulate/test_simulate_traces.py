@@ -14,14 +14,20 @@ import msgspec
 import pytest
 
 import telemetry
-from bench.spread import fixed, parse_spread
-from cli.main import main
-from cli.simulate import history
-from schemas.errors import ConfigError
-from schemas.jobs import Tier
-from simulation.traces.synthesise import Kind, Recipe, TenantShare, parse_tenants, synthesise
-from simulation.traces.texts import Texts
-from simulation.traces.trace import TraceRequest, read_trace
+from millrace.bench.spread import fixed, parse_spread
+from millrace.cli.main import main
+from millrace.cli.simulate import history
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.jobs import Tier
+from millrace.simulation.traces.synthesise import (
+    Kind,
+    Recipe,
+    TenantShare,
+    parse_tenants,
+    synthesise,
+)
+from millrace.simulation.traces.texts import Texts
+from millrace.simulation.traces.trace import TraceRequest, read_trace
 
 GOOD = '{"at_s": 1.5, "prompt_tokens": 10, "output_tokens": 5, "prefix": [["system", 4]]}'
 
@@ -266,7 +272,7 @@ def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(tmp_path / "clickhouse"), str(create)], check=True
     )
     saved = tmp_path / "trace.jsonl"
-    command = "-m cli simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01"
+    command = "-m millrace.cli simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01"
     command += f" --data {tmp_path} --save-trace {saved}"
     subprocess.run([sys.executable, *command.split()], check=True, capture_output=True)
     first, second = read_trace(saved)

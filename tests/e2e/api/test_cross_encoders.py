@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from bus import nats as nats_bus
-from schemas.config import NatsConfig
-from schemas.jobs import Job, JobResult
-from schemas.pooling import Pooling
+from millrace.bus import nats as nats_bus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.pooling import Pooling
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.system import System
 from tests.support.waiting import eventually

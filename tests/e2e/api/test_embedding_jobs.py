@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from bus import nats as nats_bus
-from bus.api import Bus
-from schemas.config import NatsConfig
-from schemas.jobs import Job, JobResult
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from millrace.bus import nats as nats_bus
+from millrace.bus.api import Bus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.system import System
 from tests.support.waiting import eventually

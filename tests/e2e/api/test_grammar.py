@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from bus.api import Bus
-from schemas.sampling import Grammar, GrammarKind
+from millrace.bus.api import Bus
+from millrace.schemas.sampling import Grammar, GrammarKind
 from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
 from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.e2e.schema_answers import check_schema_answer

@@ -328,7 +328,7 @@ async def test_a_limit_holds_and_a_revoked_key_opens_nothing(system: System) -> 
 def _keys(system: System, *arguments: str) -> str:
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "cli", "keys", *arguments),
+            *(sys.executable, "-m", "millrace.cli", "keys", *arguments),
             *("--json", "--data", str(system.data)),
         ],
         capture_output=True,

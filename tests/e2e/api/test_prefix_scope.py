@@ -19,7 +19,15 @@ def _headers(system: System) -> dict[str, str]:
     """A key of a tenant of its own."""
     made = subprocess.run(
         [
-            *(sys.executable, "-m", "cli", "keys", "create", "--tenant", f"t-{uuid.uuid4().hex}"),
+            *(
+                sys.executable,
+                "-m",
+                "millrace.cli",
+                "keys",
+                "create",
+                "--tenant",
+                f"t-{uuid.uuid4().hex}",
+            ),
             *("--json", "--data", str(system.data)),
         ],
         capture_output=True,

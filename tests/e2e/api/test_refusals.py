@@ -26,7 +26,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "words of mine
 
 def _cli(system: System, *arguments: str) -> str:
     finished = subprocess.run(
-        [sys.executable, "-m", "cli", *arguments, "--data", str(system.data)],
+        [sys.executable, "-m", "millrace.cli", *arguments, "--data", str(system.data)],
         capture_output=True,
         text=True,
         timeout=60.0,

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.api import Bus
+from millrace.bus.api import Bus
 from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
 from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.support.system import System

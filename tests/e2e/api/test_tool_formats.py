@@ -10,8 +10,8 @@ import jsonschema
 import openai
 import pytest
 
-from registry.tool_formats.call_ids import WITH_SHORT_IDS
-from schemas.tools import ToolFormat
+from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
+from millrace.schemas.tools import ToolFormat
 from tests.registry.tool_formats.templates import FAMILIES
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.system import System

@@ -15,8 +15,8 @@ import openai
 import pytest
 from playwright.async_api import expect
 
-from schemas.engines import PROMISES, EngineKind
-from schemas.sampling import GrammarKind
+from millrace.schemas.engines import PROMISES, EngineKind
+from millrace.schemas.sampling import GrammarKind
 from tests.e2e.clients import Answer, ask_sse, ask_websocket
 from tests.e2e.schema_answers import check_schema_answer
 from tests.gateway.page.windows import ask, ready

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.processes import read
-from schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind
 from tests.e2e.clients import ask_sse
 from tests.e2e.engines.checks import QUESTION, EngineSystemChecks
 from tests.support.repository import ROOT

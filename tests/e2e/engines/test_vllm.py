@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind
 from tests.e2e.engines.checks import EngineSystemChecks
 from tests.support.system import System
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.frames import Beam, Failed, Frame, Started
+from millrace.schemas.frames import Beam, Failed, Frame, Started
 from tests.gateway.resuming.clients import opened, send, until
 from tests.support.running_gateway import MODEL, RunningGateway
 from tests.support.waiting import eventually

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page
 
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.scripted_gateway import ScriptedGateway, scripted_gateway
 from tests.support.servers import RedisServer

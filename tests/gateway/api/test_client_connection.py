@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.api.client_connection import HttpClient
-from runtime.virtual_time import VirtualClock, run_virtual
+from millrace.gateway.api.client_connection import HttpClient
+from millrace.runtime.virtual_time import VirtualClock, run_virtual
 
 
 def _client() -> HttpClient:

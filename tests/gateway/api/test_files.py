@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from bus.store.objects import StoredObject
-from gateway.batches.files import Files
-from gateway.batches.ordered_ids import created_ms, new_ordered_id
-from schemas.config import GatewayConfig
-from schemas.files import FilePurpose
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.store.objects import StoredObject
+from millrace.gateway.batches.files import Files
+from millrace.gateway.batches.ordered_ids import created_ms, new_ordered_id
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.files import FilePurpose
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 LIMIT_BYTES = 300_000

@@ -29,10 +29,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gateway.openapi.document import openapi_document
-from schemas.config import RedisConfig
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.openai import ErrorBody
+from millrace.gateway.openapi.document import openapi_document
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.openai import ErrorBody
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

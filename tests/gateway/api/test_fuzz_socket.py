@@ -16,8 +16,8 @@ from redis import Redis
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.websocket import (
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.websocket import (
     SUBPROTOCOL,
     Authenticate,
     CancelGeneration,

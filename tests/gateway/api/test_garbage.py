@@ -10,8 +10,8 @@ import pytest
 import websockets
 from websockets.server import ServerProtocol
 
-from gateway.server import _HttpProtocol
-from schemas.websocket import SUBPROTOCOL
+from millrace.gateway.server import _HttpProtocol
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

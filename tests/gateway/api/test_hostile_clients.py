@@ -14,9 +14,9 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from gateway import server as gateway_server
-from schemas.config import GatewayConfig
-from schemas.websocket import SUBPROTOCOL
+from millrace.gateway import server as gateway_server
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bus import codec
-from gateway.__main__ import models_of
-from gateway.rendering.chat import ChatRenderer
-from registry.catalogue import load_catalogue
-from schemas.config import GatewayConfig
-from schemas.control import TelemetryAnswer, TelemetryQuery
-from schemas.records import DeliveryRecord
+from millrace.bus import codec
+from millrace.gateway.__main__ import models_of
+from millrace.gateway.rendering.chat import ChatRenderer
+from millrace.registry.catalogue import load_catalogue
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
+from millrace.schemas.records import DeliveryRecord
 from tests.support.engine.checkpoints_made import write_catalogue
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually

@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
-from gateway.openapi.document import openapi_document
-from schemas.config import GatewayConfig
+from millrace.gateway.openapi.document import openapi_document
+from millrace.schemas.config import GatewayConfig
 from tests.support.running_gateway import MODEL, running_gateway
 
 _BODY = {"model": MODEL, "prompt": "hi"}

@@ -9,11 +9,11 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.jobs import Tier
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.running_gateway import MODEL, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

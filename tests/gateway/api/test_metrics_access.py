@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, MetricsConfig, RedisConfig
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, MetricsConfig, RedisConfig
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer
 

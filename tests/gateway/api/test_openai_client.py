@@ -9,11 +9,11 @@ import msgspec
 import openai
 import pytest
 
-from gateway.api import event_pump
-from gateway.api.client_connection import HttpClient
-from schemas.config import GatewayConfig
-from schemas.control import QueueStatus
-from schemas.frames import Delta, Expired, Failed, Frame, Shed
+from millrace.gateway.api import event_pump
+from millrace.gateway.api.client_connection import HttpClient
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.frames import Delta, Expired, Failed, Frame, Shed
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from schemas.frames import Failed
+from millrace.schemas.frames import Failed
 from tests.support.running_gateway import MODEL, RunningGateway
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.config import GatewayConfig
+from millrace.schemas.config import GatewayConfig
 from tests.support.running_gateway import MODEL, running_gateway
 
 _CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

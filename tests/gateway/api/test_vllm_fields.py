@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.config import GatewayConfig
+from millrace.schemas.config import GatewayConfig
 from tests.gateway.resuming.clients import opened, send, until
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 

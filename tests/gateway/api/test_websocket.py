@@ -13,11 +13,11 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from gateway.errors import NotFoundError, refusal_of
-from gateway.transport.http import refuse_handshake
-from schemas.config import GatewayConfig
-from schemas.frames import Failed, Queued, Shed
-from schemas.websocket import SUBPROTOCOL, ServerMessage
+from millrace.gateway.errors import NotFoundError, refusal_of
+from millrace.gateway.transport.http import refuse_handshake
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.frames import Failed, Queued, Shed
+from millrace.schemas.websocket import SUBPROTOCOL, ServerMessage
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtime.redis.link import RedisLink
-from schemas.config import RedisConfig
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import RedisConfig
 from tests.support.batch_system import (
     BatchGateway,
     Connect,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 
-from bus import subjects
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.bus import subjects
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.batch_system import (
     BatchGateway,
     Connect,

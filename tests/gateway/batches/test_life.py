@@ -8,10 +8,10 @@ import openai
 import pytest
 from msgspec.structs import replace
 
-from gateway.batches.runner import in_turn
-from gateway.batches.store import BatchRecord, BatchStore
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.control import QueueStatus
+from millrace.gateway.batches.runner import in_turn
+from millrace.gateway.batches.store import BatchRecord, BatchStore
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.control import QueueStatus
 from tests.support.batch_system import (
     BatchGateway,
     batch_gateway,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bus import redis_keys
-from gateway.batches.runner import RELEASE
-from runtime.redis.link import RedisLink
-from schemas.config import RedisConfig
+from millrace.bus import redis_keys
+from millrace.gateway.batches.runner import RELEASE
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import RedisConfig
 from tests.support.batch_system import (
     Connect,
     batch_gateway,

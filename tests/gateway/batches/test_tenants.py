@@ -9,9 +9,9 @@ import msgspec
 import openai
 import pytest
 
-from bus.tenancy.tenants import TenantStore
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.batch_system import (
     CHAT,
     BatchGateway,

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.batch_system import (
     CHAT,
     batch_gateway,
@@ -70,7 +70,7 @@ async def test_a_file_may_begin_with_the_mark_of_its_encoding(redis: RedisConfig
 
 
 async def test_too_many_lines(redis: RedisConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.batches.input.MAX_LINES", 3)
+    monkeypatch.setattr("millrace.gateway.batches.input.MAX_LINES", 3)
     async with batch_gateway(in_memory(), redis) as front:
         batch = await front.end(await front.begin([chat_line(c, "x") for c in "abcd"]))
         assert batch.errors is not None

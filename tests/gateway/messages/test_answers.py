@@ -11,8 +11,8 @@ import msgspec
 import pydantic
 import pytest
 
-from schemas.anthropic.answers import MessageEvent
-from schemas.frames import Failed
+from millrace.schemas.anthropic.answers import MessageEvent
+from millrace.schemas.frames import Failed
 from tests.support.running_gateway import MODEL, RunningGateway
 
 HELLO: dict[str, Any] = {

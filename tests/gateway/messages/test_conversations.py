@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.messages.input import generation_request_of
-from schemas.anthropic.requests import MessagesRequest
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolMode
+from millrace.gateway.messages.input import generation_request_of
+from millrace.schemas.anthropic.requests import MessagesRequest
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolMode
 
 USE = {"type": "tool_use", "id": "c-1", "name": "look", "input": {"at": "sky"}}
 RESULT = {"type": "tool_result", "tool_use_id": "c-1", "content": "blue"}

@@ -8,7 +8,7 @@ import anthropic
 import httpx
 import pytest
 
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 

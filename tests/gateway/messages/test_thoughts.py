@@ -8,9 +8,9 @@ from typing import Any
 import anthropic
 import pytest
 
-from gateway.models import Models
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.openai import ModelCard
+from millrace.gateway.models import Models
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.openai import ModelCard
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 
 TEXT = "<think>\nIs it?\n</think>\n\nIt is."

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from playwright.async_api import Browser, Page
 
-from schemas.config import RedisConfig
+from millrace.schemas.config import RedisConfig
 from tests.gateway.page.windows import (
     Watched,
     ready,

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from schemas.frames import Failed
+from millrace.schemas.frames import Failed
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway
 from tests.support.waiting import eventually
 

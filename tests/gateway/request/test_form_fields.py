@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from schemas.errors import GrammarError
-from schemas.frames import Failed
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.frames import Failed
 from tests.gateway.resuming.clients import opened, send, until
 from tests.support.running_gateway import MODEL, RunningGateway
 

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.errors import InvalidJsonError
-from gateway.request.parsing import parse_chat, parse_completion, parse_generate
-from gateway.transport.decoding import decode
-from schemas.errors import ParameterError
-from schemas.openai import ChatCompletionRequest, CompletionRequest
-from schemas.sampling import Grammar, GrammarKind
-from schemas.websocket import Generate
+from millrace.gateway.errors import InvalidJsonError
+from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.schemas.websocket import Generate
 
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _TEXT = msgspec.json.Decoder(CompletionRequest)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.generation_request import GenerationRequest
-from gateway.request.job_runner import InternalGenerationError
-from schemas.frames import Failed
-from schemas.jobs import ChatMessage, Source, Tier
-from schemas.sampling import SamplingParams
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.job_runner import InternalGenerationError
+from millrace.schemas.frames import Failed
+from millrace.schemas.jobs import ChatMessage, Source, Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.support.running_gateway import MODEL, RunningGateway
 
 _REQUEST = GenerationRequest(

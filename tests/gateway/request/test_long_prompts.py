@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.tenancy.tenants import TenantStore
-from gateway.models import Models
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.openai import ModelCard
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.models import Models
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.running_gateway import (
     MODEL,
     ByteModel,

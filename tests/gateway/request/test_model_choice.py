@@ -14,16 +14,16 @@ import pytest
 from msgspec.structs import replace
 from websockets.asyncio.client import connect
 
-from bus.memory import MemoryBus
-from gateway.__main__ import models_of
-from gateway.batches.lines import GenerationBatchEndpoint
-from gateway.rendering.chat import CHAT_COMPLETIONS
-from registry.catalogue import BUILT_IN, load_catalogue
-from schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
-from schemas.control import QueueStatus
-from schemas.errors import ParameterError
-from schemas.jobs import Job, Tier
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.memory import MemoryBus
+from millrace.gateway.__main__ import models_of
+from millrace.gateway.batches.lines import GenerationBatchEndpoint
+from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
+from millrace.registry.catalogue import BUILT_IN, load_catalogue
+from millrace.schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.echo_worker import EchoWorker
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.servers import RedisServer

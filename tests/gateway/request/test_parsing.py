@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.errors import InvalidJsonError
-from gateway.generation_request import GenerationRequest
-from gateway.request.parsing import parse_chat, parse_completion
-from gateway.transport.decoding import decode
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, Tier
-from schemas.openai import ChatCompletionRequest, CompletionRequest
-from schemas.tools import ToolCall
+from millrace.gateway.errors import InvalidJsonError
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.parsing import parse_chat, parse_completion
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
+from millrace.schemas.tools import ToolCall
 
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _TEXT = msgspec.json.Decoder(CompletionRequest)

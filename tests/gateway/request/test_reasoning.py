@@ -14,10 +14,10 @@ import openai
 import pytest
 from websockets.asyncio.client import connect
 
-from gateway.models import Models
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.config import RedisConfig
-from schemas.openai import ModelCard
+from millrace.gateway.models import Models
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.openai import ModelCard
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 

@@ -13,20 +13,20 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from bus import codec
-from bus.memory import MemoryBroker, MemoryBus
-from bus.tenancy.tenants import TenantStore
-from gateway.errors import Refusal
-from gateway.metrics import Metrics
-from gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
-from gateway.tenancy.caller import Caller
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.errors import BusUnavailableError
-from schemas.frames import Shed
-from schemas.jobs import Tier
-from schemas.records import OTHER_REFUSALS, Record, RefusalRecord
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.bus import codec
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.errors import Refusal
+from millrace.gateway.metrics import Metrics
+from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
+from millrace.gateway.tenancy.caller import Caller
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import Shed
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import OTHER_REFUSALS, Record, RefusalRecord
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -15,8 +15,8 @@ import openai
 import pytest
 import yaml
 
-from gateway.tools.catalogue import load_tools
-from schemas.config import GatewayConfig
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.schemas.config import GatewayConfig
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.tool_server import Seen, ToolServer, Write, reply, tool_server
 

@@ -12,13 +12,13 @@ import pytest
 from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
-from bus.tenancy.tenants import TenantStore
-from gateway.tenancy.identity import Identity
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.jobs import Tier
-from schemas.tenants import TenantRecord
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.tenancy.identity import Identity
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import TenantRecord
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.manual_clock import ManualClock
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer, free_port

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from schemas.config import RedisConfig
+from millrace.schemas.config import RedisConfig
 from tests.gateway.responses.fronts import transcribing_models
 from tests.support.running_gateway import (
     RunningGateway,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.models import Models
-from schemas.jobs import ChatMessage, Job
-from schemas.openai import ModelCard
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.gateway.models import Models
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 from tests.support.running_gateway import (
     MODEL,
     ByteModel,

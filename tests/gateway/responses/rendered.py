@@ -9,17 +9,22 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.generation_request import GenerationRequest
-from gateway.request.response_reader import ResponseReader
-from gateway.responses.input import check_fields, generation_request_of, given_items, messages_of
-from gateway.responses.renderer import ResponseRenderer
-from gateway.streams.parts import Part
-from gateway.tenancy.caller import LOCAL
-from gateway.transport.decoding import decode
-from schemas.frames import TokenLogprob, Usage
-from schemas.openai import LogprobInfo
-from schemas.responses import Item, ItemReference, ResponsesRequest
-from schemas.sampling import SamplingDefaults
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.responses.input import (
+    check_fields,
+    generation_request_of,
+    given_items,
+    messages_of,
+)
+from millrace.gateway.responses.renderer import ResponseRenderer
+from millrace.gateway.streams.parts import Part
+from millrace.gateway.tenancy.caller import LOCAL
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.frames import TokenLogprob, Usage
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.responses import Item, ItemReference, ResponsesRequest
+from millrace.schemas.sampling import SamplingDefaults
 
 DECODER = msgspec.json.Decoder(ResponsesRequest)
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from schemas.config import RedisConfig
-from schemas.frames import Failed
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.frames import Failed
 from tests.gateway.responses.fronts import transcribing_models
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually

@@ -11,11 +11,11 @@ import openai
 import pytest
 from openai.types.conversations import ConversationItem
 
-from bus.tenancy.tenants import TenantStore
-from gateway.responses.conversations import ConversationStore
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.frames import Failed
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.responses.conversations import ConversationStore
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.frames import Failed
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.gateway.resuming.clients import TAKES_EVENTS, Pair, slow
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

@@ -13,10 +13,10 @@ import openai
 import pydantic
 import pytest
 
-from gateway.tools.catalogue import load_tools
-from schemas.config import RedisConfig
-from schemas.frames import Failed
-from schemas.sampling import GrammarKind
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.frames import Failed
+from millrace.schemas.sampling import GrammarKind
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (
     MODEL,

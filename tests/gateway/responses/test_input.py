@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import InvalidJsonError
-from gateway.responses.input import check_fields, messages_of
-from gateway.streams.parts import ChoiceEnd
-from gateway.transport.decoding import decode
-from schemas.errors import GrammarError, ParameterError
-from schemas.responses import FunctionCallItem, Item, ResponsesRequest
+from millrace.gateway.errors import InvalidJsonError
+from millrace.gateway.responses.input import check_fields, messages_of
+from millrace.gateway.streams.parts import ChoiceEnd
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.errors import GrammarError, ParameterError
+from millrace.schemas.responses import FunctionCallItem, Item, ResponsesRequest
 from tests.gateway.responses.rendered import (
     DECODER,
     asked,

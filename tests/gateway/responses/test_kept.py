@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
 from tests.support.running_gateway import (
     MODEL,

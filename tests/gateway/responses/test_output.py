@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import Refusal
-from gateway.responses.items import _without_end
-from gateway.streams.parts import (
+from millrace.gateway.errors import Refusal
+from millrace.gateway.responses.items import _without_end
+from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -21,11 +21,11 @@ from gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from gateway.transport.decoding import decode
-from schemas.errors import MillraceError
-from schemas.frames import TokenLogprob
-from schemas.openai import LogprobInfo
-from schemas.responses import MessageItem
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.responses import MessageItem
 from tests.gateway.responses.rendered import (
     DECODER,
     events_of,

@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import transcribing_models
 from tests.support.running_gateway import MODEL, running_gateway
 

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from bus import redis_keys
-from gateway.responses.store import ResponseStore, conversation_of
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.errors import PayloadTooLargeError
-from schemas.openai import TextFormat
-from schemas.responses import (
+from millrace.bus import redis_keys
+from millrace.gateway.responses.store import ResponseStore, conversation_of
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.errors import PayloadTooLargeError
+from millrace.schemas.openai import TextFormat
+from millrace.schemas.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputText,

@@ -12,9 +12,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import GatewayConfig
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway
 
 TAKES_EVENTS = {"accept": "text/event-stream"}

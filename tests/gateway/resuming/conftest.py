@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 from redis.asyncio import Redis
 
-from schemas.config import RedisConfig
+from millrace.schemas.config import RedisConfig
 from tests.gateway.resuming.clients import CONFIG, Pair
 from tests.support.running_gateway import running_gateway
 from tests.support.servers import RedisServer

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.streams.state import Phase
-from gateway.tools.catalogue import load_tools
-from schemas.config import RedisConfig
+from millrace.gateway.streams.state import Phase
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.schemas.config import RedisConfig
 from tests.gateway.resuming.clients import (
     CHAT,
     CONFIG,

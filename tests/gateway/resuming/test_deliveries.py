@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bus import codec
-from gateway.streams.state import Phase
-from schemas.records import DeliveryRecord
+from millrace.bus import codec
+from millrace.gateway.streams.state import Phase
+from millrace.schemas.records import DeliveryRecord
 from tests.gateway.resuming.clients import (
     TEXT,
     Pair,

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.job_queue import PublishedJob
-from gateway.request.response_stream import ResponseStream
-from gateway.streams.state import Phase
-from schemas.errors import BusUnavailableError
-from schemas.jobs import Job
+from millrace.bus.job_queue import PublishedJob
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.state import Phase
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import Job
 from tests.gateway.resuming.clients import (
     CHAT,
     PATH,

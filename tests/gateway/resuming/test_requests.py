@@ -13,10 +13,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gateway.request import idempotency
-from gateway.request.index import RequestIndex, digest_of
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.errors import BusUnavailableError
+from millrace.gateway.request import idempotency
+from millrace.gateway.request.index import RequestIndex, digest_of
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.errors import BusUnavailableError
 from tests.gateway.resuming.clients import TAKES_EVENTS
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer

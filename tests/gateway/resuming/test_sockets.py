@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.resuming.clients import (
     TEXT,
     Pair,

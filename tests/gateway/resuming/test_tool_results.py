@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.catalogue import load_tools
-from schemas.config import RedisConfig
-from schemas.jobs import Job
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.jobs import Job
 from tests.gateway.resuming.clients import CONFIG, Pair, opened, send, until
 from tests.support.running_gateway import MODEL, running_gateway
 from tests.support.tool_server import reply, tool_server

@@ -17,15 +17,15 @@ import yaml
 from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
-from bus.job_queue import PublishedJob
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.limits import Reservation
-from gateway.tools.catalogue import ToolCatalogue, load_tools
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.errors import BusUnavailableError
-from schemas.frames import Usage
-from schemas.jobs import Job
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.job_queue import PublishedJob
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limits import Reservation
+from millrace.gateway.tools.catalogue import ToolCatalogue, load_tools
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Job
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.tool_server import Seen, ToolServer, Write, reply, tool_server

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from gateway.sessions.summaries import Generate
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from runtime.clock import Clock
-from schemas.config import GatewayConfig
+from millrace.gateway.sessions.summaries import Generate
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import GatewayConfig
 from tests.gateway.sessions.fronts import MODEL, Front, Make, no_summary
 from tests.support.servers import RedisServer
 

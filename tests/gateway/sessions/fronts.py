@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models
-from gateway.sessions.sessions import FittedSession, Sessions
-from gateway.sessions.summaries import Generate
-from gateway.tenancy.caller import LOCAL, Caller
-from gateway.tenancy.identity import Identity
-from registry.served import ServedModel
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import Clock, SystemClock
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig, SessionContexts
-from schemas.jobs import ChatMessage
-from schemas.openai import ModelCard
-from schemas.sampling import SamplingParams
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models
+from millrace.gateway.sessions.sessions import FittedSession, Sessions
+from millrace.gateway.sessions.summaries import Generate
+from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.tenancy.identity import Identity
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig, SessionContexts
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.sampling import SamplingParams
 
 MODEL = "demo"
 SESSION = "s-1"

@@ -11,13 +11,13 @@ import pytest
 from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
-from bus.redis_keys import session_key
-from gateway.models import Models
-from registry.served import ServedModel
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.frames import Failed
-from schemas.openai import ModelCard
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.redis_keys import session_key
+from millrace.gateway.models import Models
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.frames import Failed
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.gateway.sessions.fronts import LONG, SESSION, assistant, user
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sessions.context_window import (
+from millrace.gateway.sessions.context_window import (
     Counted,
     Fitted,
     Window,
@@ -18,11 +18,11 @@ from gateway.sessions.context_window import (
     text_of,
     turns,
 )
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall
 
 NUM_TEMPLATE_TOKENS = 3
 CALL = (ToolCall(id="c", name="look", arguments="{}"),)

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bus.redis_keys import session_key, session_turn_key
-from gateway.generation_request import GenerationRequest
-from gateway.sessions.sessions import SessionNotFoundError
-from gateway.sessions.store import SessionTooLargeError, SessionUnreadableError
-from gateway.tenancy.caller import LOCAL, Caller
-from schemas.config import GatewayConfig
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, Tier
-from schemas.sampling import SamplingParams
+from millrace.bus.redis_keys import session_key, session_turn_key
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.sessions.sessions import SessionNotFoundError
+from millrace.gateway.sessions.store import SessionTooLargeError, SessionUnreadableError
+from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.gateway.sessions.fronts import (
     LONG,
     MODEL,

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from bus.redis_keys import session_summary_key
-from gateway.generation_request import GenerationRequest
-from gateway.tenancy.caller import Caller
-from schemas.errors import BusUnavailableError, MillraceError, ParameterError
-from schemas.jobs import Tier
+from millrace.bus.redis_keys import session_summary_key
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.tenancy.caller import Caller
+from millrace.schemas.errors import BusUnavailableError, MillraceError, ParameterError
+from millrace.schemas.jobs import Tier
 from tests.gateway.sessions.fronts import (
     LONG,
     MODEL,

@@ -9,18 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from gateway.generation_request import GenerationRequest
-from gateway.models import Models
-from gateway.sessions.sessions import SessionNotFoundError, Sessions
-from gateway.tenancy.caller import LOCAL
-from registry.served import ServedModel
-from registry.tokenizers.prompt_pool import PromptPool
-from runtime.clock import SystemClock
-from runtime.redis.link import RedisUnreachableError
-from schemas.config import GatewayConfig
-from schemas.jobs import ChatMessage
-from schemas.sampling import SamplingParams
-from schemas.tools import ToolCall
+from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.models import Models
+from millrace.gateway.sessions.sessions import SessionNotFoundError, Sessions
+from millrace.gateway.tenancy.caller import LOCAL
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.clock import SystemClock
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tools import ToolCall
 from tests.gateway.sessions.fronts import (
     MODEL,
     SESSION,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.streams.delivery_statistics import (
+from millrace.gateway.streams.delivery_statistics import (
     DeliveryHistory,
     continue_statistics,
     delivery_record,
     statistics_of,
 )
-from gateway.streams.stream import Client, OpenStream
-from gateway.streams.token_gaps import TokenGaps
-from schemas.control import DeliveryStatistics
-from schemas.frames import Done, FinishReason, Started, Usage
-from schemas.jobs import Job
-from schemas.records import STALL_MS, DeliveryRecord
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.schemas.control import DeliveryStatistics
+from millrace.schemas.frames import Done, FinishReason, Started, Usage
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import STALL_MS, DeliveryRecord
 from tests.support.echo_worker import delta_of
 from tests.support.manual_clock import ManualClock
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.streams.fleet_view import FleetView
-from schemas.control import WorkerStatus
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.schemas.control import WorkerStatus
 from tests.support.manual_clock import ManualClock
 
 

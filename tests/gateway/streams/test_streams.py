@@ -6,19 +6,35 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.job_queue import TenantQueue
-from bus.memory import MemoryBroker, MemoryBus
-from bus.running_requests import RunningRequest
-from gateway.streams.fleet_view import FleetView
-from gateway.streams.state import Phase
-from gateway.streams.stream import Client, OpenStream, status_of
-from gateway.streams.streams import StreamTable
-from gateway.streams.token_gaps import TokenGaps
-from schemas.config import GatewayConfig
-from schemas.control import Cancel, CancelReason, Replay, WorkerCommand, WorkerReply, WorkerStatus
-from schemas.errors import BusUnavailableError
-from schemas.frames import Cancelled, Delta, Done, Failed, FinishReason, Frame, Started, Usage
-from schemas.jobs import Job
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.running_requests import RunningRequest
+from millrace.gateway.streams.fleet_view import FleetView
+from millrace.gateway.streams.state import Phase
+from millrace.gateway.streams.stream import Client, OpenStream, status_of
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.control import (
+    Cancel,
+    CancelReason,
+    Replay,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import (
+    Cancelled,
+    Delta,
+    Done,
+    Failed,
+    FinishReason,
+    Frame,
+    Started,
+    Usage,
+)
+from millrace.schemas.jobs import Job
 from tests.support.echo_worker import delta_of
 from tests.support.manual_clock import ManualClock
 

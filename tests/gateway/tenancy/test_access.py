@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from bus.tenancy.tenants import TenantStore
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

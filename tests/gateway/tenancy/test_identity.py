@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from bus.tenancy.tenants import TenantStore, digest_of, parse_token
-from gateway.tenancy.caller import LOCAL, Caller
-from gateway.tenancy.identity import (
+from millrace.bus.tenancy.tenants import TenantStore, digest_of, parse_token
+from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.tenancy.identity import (
     AuthenticationError,
     Identity,
     InsufficientPermissionsError,
@@ -20,10 +20,10 @@ from gateway.tenancy.identity import (
     require_admin,
     token_of,
 )
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.jobs import Tier
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from bus.tenancy.errors import (
+from millrace.bus.tenancy.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     RateLimitError,
@@ -16,11 +16,11 @@ from bus.tenancy.errors import (
     TokensPerMinuteError,
     TooManyTokensError,
 )
-from gateway.tenancy.caller import LOCAL
-from gateway.tenancy.identity import AuthenticationError
-from schemas.errors import MillraceError
-from schemas.jobs import Tier
-from schemas.tenants import LimitOverrides, TenantRecord
+from millrace.gateway.tenancy.caller import LOCAL
+from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.limit_bench import LimitBench, header, reserve, used
 from tests.support.waiting import eventually
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.tenancy.errors import RateLimitError
-from bus.tenancy.tenants import TenantStore
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.limits import Limiter
-from runtime.redis.link import RedisLink, RedisUnreachableError
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.frames import Usage
-from schemas.jobs import Tier
-from schemas.tenants import LimitOverrides, TenantRecord, from_nano, to_nano
+from millrace.bus.tenancy.errors import RateLimitError
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.frames import Usage
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitOverrides, TenantRecord, from_nano, to_nano
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 

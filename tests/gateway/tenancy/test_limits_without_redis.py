@@ -7,17 +7,17 @@ from decimal import Decimal
 
 import pytest
 
-from bus.tenancy.errors import (
+from millrace.bus.tenancy.errors import (
     ConcurrentRequestsError,
     InsufficientQuotaError,
     LimitsUnreachableError,
     TierContextError,
 )
-from gateway.tenancy.caller import LOCAL, Caller
-from gateway.tenancy.limits import Limiter
-from runtime.redis.link import RedisLink
-from schemas.config import RedisConfig
-from schemas.jobs import Tier
+from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.jobs import Tier
 from tests.support.limit_bench import LimitBench, header, reserve, used
 from tests.support.servers import RedisServer, free_port
 from tests.support.waiting import eventually

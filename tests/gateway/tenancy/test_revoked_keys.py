@@ -13,13 +13,13 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from bus.tenancy.tenants import TenantStore
-from gateway.api.socket.session import SocketSession
-from gateway.tenancy import identity, key_watch
-from runtime.redis.link import RedisLink
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.jobs import Tier
-from schemas.tenants import TenantRecord
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.api.socket.session import SocketSession
+from millrace.gateway.tenancy import identity, key_watch
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import TenantRecord
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from gateway.tools.catalogue import load_tools
-from gateway.tools.network import Resolve, resolve
-from gateway.tools.runner import ToolResult, ToolRunner
-from runtime.clock import SystemClock
-from schemas.config import GatewayConfig
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.gateway.tools.network import Resolve, resolve
+from millrace.gateway.tools.runner import ToolResult, ToolRunner
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import GatewayConfig
 
 WEATHER = {
     "type": "object",

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.catalogue import load_tools
-from gateway.tools.network import is_allowed
-from gateway.tools.runner import MAX_REDIRECTS, ToolRunner
-from runtime.clock import SystemClock
-from schemas.config import GatewayConfig
-from schemas.errors import ConfigError
+from millrace.gateway.tools.catalogue import load_tools
+from millrace.gateway.tools.network import is_allowed
+from millrace.gateway.tools.runner import MAX_REDIRECTS, ToolRunner
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ConfigError
 from tests.gateway.tools.runners import ARGUMENTS, SECRET, outcome, runner
 from tests.support.tool_server import ToolServer, reply, tool_server
 
@@ -182,7 +182,7 @@ async def test_redirects_to_no_address(tmp_path: Path, server: ToolServer, locat
 async def test_secrets_stay_at_their_origin(
     tmp_path: Path, server: ToolServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.tools.network.is_allowed", lambda *_, **__: True)
+    monkeypatch.setattr("millrace.gateway.tools.network.is_allowed", lambda *_, **__: True)
     async with tool_server() as other:
         server.answers["/w"] = reply("", 307, location=other.url("/w"))
         other.answers["/w"] = reply("fine")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ParameterError
+from millrace.schemas.errors import ParameterError
 from tests.gateway.tools.runners import ARGUMENTS, SECRET, WEATHER, outcome, runner
 from tests.support.tool_server import Answer, Seen, ToolServer, Write, reply, tool_server
 from tests.support.waiting import eventually

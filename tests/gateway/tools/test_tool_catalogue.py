@@ -8,8 +8,8 @@ import httpx
 import pytest
 import yaml
 
-from gateway.tools.catalogue import Origin, ToolCatalogue, load_tools
-from schemas.errors import ConfigError, ParameterError
+from millrace.gateway.tools.catalogue import Origin, ToolCatalogue, load_tools
+from millrace.schemas.errors import ConfigError, ParameterError
 from tests.support.running_gateway import running_gateway
 
 FILE = """

@@ -16,10 +16,10 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from gateway.transport.certificate import Certificate
-from runtime.settings import load_config
-from schemas.config import GatewayConfig
-from schemas.errors import ConfigError
+from millrace.gateway.transport.certificate import Certificate
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.errors import ConfigError
 from tests.support.certificates import Authority, Pair
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.servers import NatsServer, free_port
@@ -143,7 +143,7 @@ def test_sighup_has_the_process_read_it_again(authority: Authority, tmp_path: Pa
     nats.start()
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "gateway"],
+        [sys.executable, "-m", "millrace.gateway"],
         env={
             **os.environ,
             "MILLRACE_NATS__URL": nats.url,
@@ -183,7 +183,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_starts(
     pair = authority.sign("front")
     missing = str(tmp_path / "missing.pem")
     process = subprocess.run(
-        [sys.executable, "-m", "gateway"],
+        [sys.executable, "-m", "millrace.gateway"],
         env={
             **os.environ,
             "MILLRACE_GATEWAY__CERTIFICATE_FILE": str(pair.certificate),

@@ -11,14 +11,14 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from bus.tenancy.tenants import TenantStore
-from gateway.transport.http import Event, Receive, Scope, Send
-from gateway.transport.proxies import ProxyReader, is_forwarded
-from runtime.redis.link import RedisLink
-from runtime.settings import load_config
-from schemas.config import GatewayConfig, RedisConfig
-from schemas.errors import ConfigError
-from schemas.websocket import SUBPROTOCOL
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.transport.http import Event, Receive, Scope, Send
+from millrace.gateway.transport.proxies import ProxyReader, is_forwarded
+from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.settings import load_config
+from millrace.schemas.config import GatewayConfig, RedisConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.websocket import SUBPROTOCOL
 from tests.gateway.tenancy.test_access import make_key
 from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -12,10 +12,10 @@ from gguf import GGMLQuantizationType, GGUFEndian, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from registry.catalogue import Catalogue, ModelEntry
-from registry.gguf.gguf_file import read_gguf
-from registry.served import ServedModel
-from schemas.errors import CheckpointError
+from millrace.registry.catalogue import Catalogue, ModelEntry
+from millrace.registry.gguf.gguf_file import read_gguf
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import CheckpointError
 from tests.support.engine.gguf_made import TOKENS, write_metadata
 
 _FUZZED = settings(

@@ -14,21 +14,21 @@ import huggingface_hub
 import pytest
 
 from benchmarks.support.gguf_files import write_gguf
-from registry.catalogue import Catalogue, ModelEntry, load_catalogue
-from registry.checkpoints.checkpoint import read_model_config, read_model_outline
-from registry.gguf import checkpoint_folder as folders
-from registry.gguf.checkpoint_folder import checkpoint_folder
-from registry.served import ServedModel
-from registry.source import ModelSourceError, gguf_file, resolve
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.errors import CheckpointError, ConfigError
-from schemas.jobs import ChatMessage, Job
-from schemas.pooling import Pooling
+from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
+from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
+from millrace.registry.gguf import checkpoint_folder as folders
+from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
+from millrace.registry.served import ServedModel
+from millrace.registry.source import ModelSourceError, gguf_file, resolve
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.runners import load_runner
+from millrace.workers.simulated.engine import SimulatedEngine
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata
-from workers.engine.runners import load_runner
-from workers.simulated.engine import SimulatedEngine
 
 
 def entry_of(source: Path | str) -> ModelEntry:

@@ -17,14 +17,14 @@ from tokenizers import processors as post_processors
 from transformers.tokenization_utils_base import generate_merges
 
 from benchmarks.support.gguf_files import write_gguf
-from registry.catalogue import load_catalogue
-from registry.gguf.checkpoint_folder import checkpoint_folder
-from registry.gguf.splitters import SPLITTERS
-from registry.served import ServedModel
-from registry.tokenizers.split_patterns import LLAMA_3, QWEN_2
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import CheckpointError
-from schemas.jobs import ChatMessage
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
+from millrace.registry.gguf.splitters import SPLITTERS
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.split_patterns import LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import CheckpointError
+from millrace.schemas.jobs import ChatMessage
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata
 from tests.support.engine.tokenizers_made import TEXTS, byte_fallback, byte_level, write_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, ToolCallParser
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ContentPiece, ToolCallParser
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 def read(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from registry.chat_template import ChatTemplate
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolCall, ToolDefinition, ToolFormat
+from millrace.registry.chat_template import ChatTemplate
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 WEATHER = ToolDefinition(
     name="weather",

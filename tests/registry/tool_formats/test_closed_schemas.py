@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tool_formats.closed_schema import with_closed_parts
-from registry.tool_formats.grammar_rules import rules_of_call
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats.closed_schema import with_closed_parts
+from millrace.registry.tool_formats.grammar_rules import rules_of_call
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 _OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 _SHUT = _OPEN | {"additionalProperties": False}

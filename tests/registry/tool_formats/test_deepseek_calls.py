@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
     SEPARATOR,
 )
-from schemas.tools import ToolFormat
+from millrace.schemas.tools import ToolFormat
 from tests.registry.tool_formats.reading import read
 
 

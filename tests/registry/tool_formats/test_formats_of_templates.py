@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from registry.chat_template import ChatTemplate
-from registry.tool_formats.call_ids import new_call_id, short_id
-from registry.tool_formats.manners import CallManners, manners_of
-from registry.tool_formats.written import calls_as_text
-from schemas.jobs import ChatMessage
-from schemas.tools import ToolFormat
+from millrace.registry.chat_template import ChatTemplate
+from millrace.registry.tool_formats.call_ids import new_call_id, short_id
+from millrace.registry.tool_formats.manners import CallManners, manners_of
+from millrace.registry.tool_formats.written import calls_as_text
+from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.tools import ToolFormat
 from tests.registry.tool_formats import templates
 from tests.registry.tool_formats.reading import read
 from tests.registry.tool_formats.templates import ASKED, CALLED, CHAT, NOW, WEATHER, template

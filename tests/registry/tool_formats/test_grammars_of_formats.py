@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from registry.tool_formats import call_grammar
-from registry.tool_formats.written import calls_as_text
-from schemas.errors import ParameterError
-from schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
+from millrace.registry.tool_formats import call_grammar
+from millrace.registry.tool_formats.written import calls_as_text
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from tests.registry.test_tool_grammar import accepts, grammar
 from tests.registry.tool_formats.reading import read
 

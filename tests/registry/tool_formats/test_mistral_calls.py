@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.tools import ToolFormat
+from millrace.schemas.tools import ToolFormat
 from tests.registry.tool_formats.reading import read
 
 

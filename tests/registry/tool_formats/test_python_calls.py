@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
-from registry.tool_formats.python_literals import as_json, as_literal
-from schemas.tools import ToolFormat
+from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
+from millrace.registry.tool_formats.python_literals import as_json, as_literal
+from millrace.schemas.tools import ToolFormat
 from tests.registry.tool_formats.reading import read
 
 PYTHONIC = ToolFormat.PYTHONIC

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
-from registry.tool_formats.argument_types import ArgumentTypes
-from schemas.tools import ToolDefinition, ToolFormat
+from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser
+from millrace.registry.tool_formats.argument_types import ArgumentTypes
+from millrace.schemas.tools import ToolDefinition, ToolFormat
 from tests.registry.tool_formats.reading import read
 
 QWEN, GLM = ToolFormat.QWEN3_CODER, ToolFormat.GLM45

@@ -10,15 +10,15 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from registry.catalogue import load_catalogue
-from registry.served import ServedModel
-from scheduler.intake.puller import Puller
-from schemas.control import Cancel
-from schemas.frames import Cancelled, Expired, Failed, Queued
-from schemas.jobs import JobResult, Tier
-from schemas.pooling import Pooling
-from schemas.records import Status
-from schemas.sampling import SamplingParams
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.scheduler.intake.puller import Puller
+from millrace.schemas.control import Cancel
+from millrace.schemas.frames import Cancelled, Expired, Failed, Queued
+from millrace.schemas.jobs import JobResult, Tier
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.records import Status
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, TENANT_QUEUE, World, job
 from tests.support.engine.checkpoints_made import write_catalogue
 

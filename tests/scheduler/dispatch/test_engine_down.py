@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from schemas.control import ResumePoint
-from schemas.pooling import Pooling
+from millrace.schemas.control import ResumePoint
+from millrace.schemas.pooling import Pooling
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from scheduler.queues.fair_queue import FairQueue
-from schemas.config import SchedulerConfig
-from schemas.control import Dispatch, WorkerReply
-from schemas.jobs import Tier
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.control import Dispatch, WorkerReply
+from millrace.schemas.jobs import Tier
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job

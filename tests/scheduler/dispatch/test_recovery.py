@@ -6,11 +6,11 @@ import asyncio
 
 import msgspec
 
-from bus.running_requests import RunningRequest
-from schemas.control import Cancel, CancelReason, ResumePoint
-from schemas.frames import Cancelled, Done, Failed
-from schemas.pooling import Pooling
-from schemas.records import Status
+from millrace.bus.running_requests import RunningRequest
+from millrace.schemas.control import Cancel, CancelReason, ResumePoint
+from millrace.schemas.frames import Cancelled, Done, Failed
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.records import Status
 from tests.scheduler.world import CONFIG, World, job
 
 

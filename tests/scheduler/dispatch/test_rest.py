@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.dispatch.health_monitor import HealthMonitor
-from scheduler.fleet.fleet import Departure
+from millrace.scheduler.dispatch.health_monitor import HealthMonitor
+from millrace.scheduler.fleet.fleet import Departure
 from tests.scheduler.world import CONFIG, World, job
 
 

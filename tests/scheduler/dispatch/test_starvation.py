@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.jobs import Tier
-from schemas.sampling import SamplingParams
+from millrace.schemas.jobs import Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.world import CONFIG, World, job
 
 _LONG = {"prompt_token_ids": tuple(range(1, 641))}

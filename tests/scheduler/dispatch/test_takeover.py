@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.running_requests import RunningRequest
+from millrace.bus.running_requests import RunningRequest
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 

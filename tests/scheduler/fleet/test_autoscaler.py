@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.fleet.autoscaler import Autoscaler, Signals
-from schemas.config import AutoscaleConfig
+from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
+from millrace.schemas.config import AutoscaleConfig
 
 CONFIG = AutoscaleConfig(
     min_workers=1,

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from scheduler.fleet.fleet import Fleet
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.resource_request import ResourceRequest
-from schemas.jobs import Tier
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view, view_of
 
 

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from bus.jobs.decoding import read_job
-from runtime.json_outline import MAX_TOKEN_IDS
-from schemas.errors import MalformedMessageError
-from schemas.frames import Failed
-from schemas.jobs import Job
+from millrace.bus.jobs.decoding import read_job
+from millrace.runtime.json_outline import MAX_TOKEN_IDS
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.frames import Failed
+from millrace.schemas.jobs import Job
 from tests.scheduler.world import FakeModel, World, job
 
 LONG = "many words " * 10_000

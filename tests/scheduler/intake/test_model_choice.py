@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from registry.routing.router import ModelState, Route, Router
-from scheduler.intake.model_choice import ModelChooser
-from schemas.errors import ParameterError
-from schemas.jobs import ChatMessage, Job, Tier
-from schemas.pooling import Pooling
+from millrace.registry.routing.router import ModelState, Route, Router
+from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.jobs import ChatMessage, Job, Tier
+from millrace.schemas.pooling import Pooling
 from tests.scheduler.world import FakeRunningRequests
 
 HARD = "Prove that the wheel turns, step by step."

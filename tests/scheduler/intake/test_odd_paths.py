@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bus.job_queue import LeasedJob, TenantQueue
-from registry.routing.router import Route, Router
-from scheduler.jobs.scheduled_job import Phase
-from scheduler.scheduler import Scheduler
-from schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
-from schemas.control import Cancel, CancelReason
-from schemas.errors import BusUnavailableError
-from schemas.frames import Shed
-from schemas.jobs import Job, Tier
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.registry.routing.router import Route, Router
+from millrace.scheduler.jobs.scheduled_job import Phase
+from millrace.scheduler.scheduler import Scheduler
+from millrace.schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import Shed
+from millrace.schemas.jobs import Job, Tier
 from tests.scheduler.world import CONFIG, TENANT_QUEUE, World, job
 
 _WORDS = {"prompt": "hello", "prompt_token_ids": None}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.intake.puller import Puller
-from scheduler.intake.queue_watch import QueueWatch
+from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.queue_watch import QueueWatch
 from tests.scheduler.world import CONFIG, World, job
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bus import subjects
-from bus.job_queue import TenantQueue
-from bus.memory.jobs import MemoryJobQueue
-from bus.running_requests import RunningRequest
-from schemas.frames import Failed, Frame
-from schemas.jobs import Job
-from schemas.records import Status
+from millrace.bus import subjects
+from millrace.bus.job_queue import TenantQueue
+from millrace.bus.memory.jobs import MemoryJobQueue
+from millrace.bus.running_requests import RunningRequest
+from millrace.schemas.frames import Failed, Frame
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import Status
 from tests.scheduler.world import World, job
 
 

@@ -9,18 +9,18 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from bus.tenancy.keeper import LimitKeeper
-from bus.tenancy.settling import Settlement, Settlements
-from gateway.tenancy.caller import Caller
-from registry.pricing import PriceBook
-from runtime.redis.link import RedisLink
-from scheduler.jobs.admission import JobAdmission
-from scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from schemas.config import RedisConfig
-from schemas.frames import Shed
-from schemas.jobs import Tier
-from schemas.records import Status
-from schemas.tenants import TierLimits
+from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.bus.tenancy.settling import Settlement, Settlements
+from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.pricing import PriceBook
+from millrace.runtime.redis.link import RedisLink
+from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.schemas.config import RedisConfig
+from millrace.schemas.frames import Shed
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.schemas.tenants import TierLimits
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.support.limit_bench import LimitBench, reserve
 from tests.support.servers import RedisServer, free_port

@@ -6,11 +6,11 @@ from decimal import Decimal
 
 import pytest
 
-from bus.running_requests import RunningRequest
-from scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
-from schemas.control import Served
-from schemas.jobs import Tier
-from schemas.records import Attempt, Status
+from millrace.bus.running_requests import RunningRequest
+from millrace.scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
+from millrace.schemas.control import Served
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Attempt, Status
 from tests.scheduler.world import CONFIG, World, job
 
 _NS = 1_000_000_000

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.fleet.fleet import Fleet
-from scheduler.fleet.worker_view import WorkerView
-from scheduler.jobs.resource_request import ResourceRequest
-from scheduler.placement import placement
-from schemas.control import WorkerStatus
-from schemas.jobs import Tier
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.placement import placement
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view
 
 _NEED = ResourceRequest(1_000, 100)

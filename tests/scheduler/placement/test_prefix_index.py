@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from scheduler.jobs.prompt_keys import PromptKeys, read_keys
-from scheduler.placement.prefix_index import PrefixIndex
-from schemas.control import PrefixReport
-from schemas.jobs import Job
-from schemas.pooling import Pooling
-from schemas.prefix import extend_keys, root_key, salt_of
-from schemas.sampling import SamplingParams
+from millrace.scheduler.jobs.prompt_keys import PromptKeys, read_keys
+from millrace.scheduler.placement.prefix_index import PrefixIndex
+from millrace.schemas.control import PrefixReport
+from millrace.schemas.jobs import Job
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.prefix import extend_keys, root_key, salt_of
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.statuses import view
 
 # Keys are hashes, and the index takes them to be.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bus.job_queue import TenantQueue
-from scheduler.queues.backlog import Backlog
-from schemas.jobs import Tier
+from millrace.bus.job_queue import TenantQueue
+from millrace.scheduler.queues.backlog import Backlog
+from millrace.schemas.jobs import Tier
 from tests.scheduler.scheduled_jobs import scheduled_job
 
 TENANT_QUEUE = TenantQueue("m", Tier.FREE, "t")

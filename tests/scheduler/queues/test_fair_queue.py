@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from scheduler.queues.fair_queue import FairQueue
-from schemas.config import SchedulerConfig
-from schemas.jobs import Tier
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.jobs import Tier
 from tests.scheduler.scheduled_jobs import scheduled_job
 
 CONFIG = SchedulerConfig()

@@ -8,12 +8,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from registry.routing.router import Route, Router
-from schemas.config import TierPolicies, TierPolicy
-from schemas.frames import Queued, Shed
-from schemas.jobs import Tier
-from schemas.records import Status
-from schemas.sampling import SamplingParams
+from millrace.registry.routing.router import Route, Router
+from millrace.schemas.config import TierPolicies, TierPolicy
+from millrace.schemas.frames import Queued, Shed
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import CONFIG, World, job
 

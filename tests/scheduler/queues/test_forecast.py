@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from benchmarks.prediction import LOADS, Load, run_load
-from registry.routing.router import Route, Router
-from scheduler.jobs.scheduled_job import Tenant
-from scheduler.queues.arrivals import Arrivals, JobSize
-from scheduler.queues.fair_queue import FairQueue
-from scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
-from schemas.config import SchedulerConfig, TierPolicies, TierPolicy
-from schemas.control import QueueStatus
-from schemas.frames import Queued, Shed
-from schemas.jobs import Tier
-from schemas.sampling import SamplingParams
+from millrace.registry.routing.router import Route, Router
+from millrace.scheduler.jobs.scheduled_job import Tenant
+from millrace.scheduler.queues.arrivals import Arrivals, JobSize
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
+from millrace.schemas.config import SchedulerConfig, TierPolicies, TierPolicy
+from millrace.schemas.control import QueueStatus
+from millrace.schemas.frames import Queued, Shed
+from millrace.schemas.jobs import Tier
+from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.statuses import status, view

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.nats import accounts
-from bus.nats.permissions import Part
-from schemas.config import NatsConfig
-from schemas.jobs import Tier
+from millrace.bus.nats import accounts
+from millrace.bus.nats.permissions import Part
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import Tier
 from tests.support.servers import NatsServer
 
 ACME = accounts.Service("acme", (Tier.FREE, Tier.BATCH))
@@ -20,7 +20,7 @@ SHOP = accounts.Service("shop", (Tier.PRO,))
 
 
 class NatsWithUsers(NatsServer):
-    """Its file is that of ``python -m bus.nats.accounts``, with passwords in its environment."""
+    """Its file is that of ``python -m millrace.bus.nats.accounts``, with passwords in its environment."""
 
     def __init__(self, directory: Path, services: tuple[accounts.Service, ...]) -> None:
         super().__init__(directory, "include ./accounts.conf")

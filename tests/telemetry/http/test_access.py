@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError
-from telemetry.http.interface import HttpInterface
-from telemetry.store.embedded_engine import connect
-from telemetry.store.reading import QueryError
-from telemetry.store.store import Store
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError
+from millrace.telemetry.http.interface import HttpInterface
+from millrace.telemetry.store.embedded_engine import connect
+from millrace.telemetry.store.reading import QueryError
+from millrace.telemetry.store.store import Store
 from tests.telemetry.reaching_out import REACHING_OUT, SECRET
 
 CONFIG = ClickHouseConfig(username="reader", password="pä55")
@@ -212,7 +212,7 @@ async def test_an_engine_that_was_open_before_is_not_served(tmp_path: Path) -> N
     """Its user is the one that it started with, who may read everything."""
     script = (
         "import sys, chdb\n"
-        "from telemetry.store.embedded_engine import connect\n"
+        "from millrace.telemetry.store.embedded_engine import connect\n"
         "open_to_all = chdb.connect(sys.argv[1])\n"
         "connect(sys.argv[1], 'millrace')\n"
     )

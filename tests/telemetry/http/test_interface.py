@@ -12,13 +12,13 @@ import clickhouse_connect
 import httpx
 import pytest
 
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError
-from telemetry.http.interface import HttpInterface, HttpServer
-from telemetry.store.reading import ReadLimits
-from telemetry.store.reading_embedded import EmbeddedReader
-from telemetry.store.store import Store
-from telemetry.store.tables import REQUESTS
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError
+from millrace.telemetry.http.interface import HttpInterface, HttpServer
+from millrace.telemetry.store.reading import ReadLimits
+from millrace.telemetry.store.reading_embedded import EmbeddedReader
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REQUESTS
 from tests.telemetry.records import request_record
 
 CONFIG = ClickHouseConfig(serve_port=0, username="reader", password="opens the door")

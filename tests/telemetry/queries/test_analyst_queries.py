@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from telemetry.store.store import Store
+from millrace.telemetry.store.store import Store
 from tests.telemetry.books import DAY_S, FIRST_S, RANGE, REQUEST_ROWS, fill
 from tests.telemetry.queries.test_queries import ask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from telemetry.store.store import Store
+from millrace.telemetry.store.store import Store
 from tests.support.repository import ROOT
 from tests.telemetry.books import fill
 

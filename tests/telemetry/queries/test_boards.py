@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from runtime.clock import SystemClock
-from schemas.records import Attempt, RequestRecord, Status
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.records import Attempt, RequestRecord, Status
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 from tests.deploy.grafana import BOARDS, interpolated, read_board, targets
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 

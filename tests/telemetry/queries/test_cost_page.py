@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from cli.analytics.rows import parse_rows, table
-from cli.main import build_parser
-from registry.pricing import PriceBook, cost, device_cost
-from runtime.clock import SystemClock
-from schemas.jobs import Source, Tier
-from schemas.records import Attempt, Record, RequestRecord, Status, WorkerSample
-from telemetry.http.answers import load_queries
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import PlainTable, Store
-from telemetry.store.tables import table_of
+from millrace.cli.analytics.rows import parse_rows, table
+from millrace.cli.main import build_parser
+from millrace.registry.pricing import PriceBook, cost, device_cost
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import Attempt, Record, RequestRecord, Status, WorkerSample
+from millrace.telemetry.http.answers import load_queries
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import PlainTable, Store
+from millrace.telemetry.store.tables import table_of
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "cost.md"

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.clock import SystemClock
-from schemas.control import TelemetryQuery
-from schemas.jobs import Source, Tier
-from schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
-from telemetry.http.answers import Answers
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.control import TelemetryQuery
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
+from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
 
 # The begin of an hour, a while ago.
 BEGIN_S = int(time.time()) // 3600 * 3600 - 7_200

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from runtime.clock import SystemClock
-from schemas.control import TelemetryQuery
-from schemas.records import Status, WorkerSample
-from telemetry.http.answers import Answers, load_queries
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.control import TelemetryQuery
+from millrace.schemas.records import Status, WorkerSample
+from millrace.telemetry.http.answers import Answers, load_queries
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
 
 

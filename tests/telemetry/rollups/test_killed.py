@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.nats import connect
-from schemas.config import KafkaConfig, NatsConfig, TelemetryConfig
-from telemetry.kafka.embedded import EmbeddedKafka
+from millrace.bus.nats import connect
+from millrace.schemas.config import KafkaConfig, NatsConfig, TelemetryConfig
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess

@@ -8,10 +8,10 @@ from decimal import Decimal
 import msgspec
 import pytest
 
-from registry.catalogue import Catalogue, ModelEntry
-from registry.pricing import UNPRICED, PriceBook
-from telemetry.rollups.prices import record_prices
-from telemetry.store.store import Store
+from millrace.registry.catalogue import Catalogue, ModelEntry
+from millrace.registry.pricing import UNPRICED, PriceBook
+from millrace.telemetry.rollups.prices import record_prices
+from millrace.telemetry.store.store import Store
 from tests.support.manual_clock import ManualClock
 
 PRICES = PriceBook(

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.clock import SystemClock
-from schemas.records import RequestRecord
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.reading import Parameters
-from telemetry.store.store import Store, StoreUnavailableError
-from telemetry.store.tables import REQUESTS, WORKER_SAMPLES
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.records import RequestRecord
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.reading import Parameters
+from millrace.telemetry.store.store import Store, StoreUnavailableError
+from millrace.telemetry.store.tables import REQUESTS, WORKER_SAMPLES
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, SAMPLE_ROWS

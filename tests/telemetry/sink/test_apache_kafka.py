@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import KafkaConfig
-from telemetry.store.store import Store
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.store.store import Store
 from tests.support.kafka import KafkaBroker, missing_tool
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore

@@ -11,10 +11,10 @@ import nats
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from bus import subjects
-from bus.nats import NatsBus, connect
-from schemas.config import KafkaConfig, NatsConfig
-from telemetry.kafka.embedded import EmbeddedKafka
+from millrace.bus import subjects
+from millrace.bus.nats import NatsBus, connect
+from millrace.schemas.config import KafkaConfig, NatsConfig
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess

@@ -9,18 +9,18 @@ import pytest
 from aiokafka import ConsumerRebalanceListener
 from msgspec.structs import replace
 
-from bus import subjects
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import KafkaConfig
-from schemas.errors import (
+from millrace.bus import subjects
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import KafkaConfig
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,
     UntrustedServerError,
 )
-from telemetry.kafka.kafka import ensure_topics, make_producer, start_consumer, stop_client
-from telemetry.kafka.security import connection_options
-from telemetry.store.store import Store
+from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, start_consumer, stop_client
+from millrace.telemetry.kafka.security import connection_options
+from millrace.telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.kafka import SecureKafkaBroker, missing_tool
 from tests.support.waiting import eventually

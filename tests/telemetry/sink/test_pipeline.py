@@ -6,10 +6,10 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import KafkaConfig
-from telemetry.kafka.embedded import EmbeddedKafka
-from telemetry.store.store import Store
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.kafka.embedded import EmbeddedKafka
+from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 from aiokafka import TopicPartition
 
-from bus import subjects
-from bus.memory import MemoryBroker, MemoryBus
-from runtime.clock import SystemClock
-from schemas.config import KafkaConfig, TelemetryConfig
-from schemas.records import TranscriptRecord
-from telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
-from telemetry.service import TelemetryService
-from telemetry.sink.rebalance_listener import RebalanceListener
-from telemetry.sink.sink import Sink, sparse_rest_s
-from telemetry.store.outbox_ledger import OutboxLedger
-from telemetry.store.store import Store
+from millrace.bus import subjects
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import KafkaConfig, TelemetryConfig
+from millrace.schemas.records import TranscriptRecord
+from millrace.telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
+from millrace.telemetry.service import TelemetryService
+from millrace.telemetry.sink.rebalance_listener import RebalanceListener
+from millrace.telemetry.sink.sink import Sink, sparse_rest_s
+from millrace.telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.store import Store
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore

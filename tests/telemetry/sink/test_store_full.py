@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.api import Bus
-from bus.memory import MemoryBroker, MemoryBus
-from bus.nats import connect
-from schemas.config import KafkaConfig, MetricsConfig, NatsConfig
-from schemas.control import WorkerStatus
-from telemetry.metrics import TelemetryMetrics
-from telemetry.store.store import Store
+from millrace.bus.api import Bus
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.nats import connect
+from millrace.schemas.config import KafkaConfig, MetricsConfig, NatsConfig
+from millrace.schemas.control import WorkerStatus
+from millrace.telemetry.metrics import TelemetryMetrics
+from millrace.telemetry.store.store import Store
 from tests.support.kafka import KafkaBroker, missing_tool
 from tests.support.scraped import scrape_of
 from tests.support.servers import NatsServer, free_port

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.records import TranscriptRecord
-from telemetry.store.store import Store
-from telemetry.store.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table
+from millrace.schemas.records import TranscriptRecord
+from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample
 
 NUM_ROWS = 3_000

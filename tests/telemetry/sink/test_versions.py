@@ -7,10 +7,10 @@ from decimal import Decimal
 
 import msgspec
 
-from bus.memory import MemoryBroker, MemoryBus
-from schemas.config import KafkaConfig
-from schemas.records import RECORD_VERSION
-from telemetry.store.store import Store
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.schemas.config import KafkaConfig
+from millrace.schemas.records import RECORD_VERSION
+from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import dead_letters, running
 from tests.telemetry.records import delivery_record, request_record, worker_sample

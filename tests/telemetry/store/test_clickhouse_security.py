@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cli.analytics.store import ask_server
-from schemas.config import ClickHouseConfig
-from schemas.errors import (
+from millrace.cli.analytics.store import ask_server
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
     MillraceError,
     UntrustedServerError,
 )
-from telemetry.http.interface import HttpServer
-from telemetry.store.clickhouse_server import raise_refusal, server_connect
-from telemetry.store.store import Store
+from millrace.telemetry.http.interface import HttpServer
+from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
+from millrace.telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.servers import free_port
 from tests.telemetry.tls_proxy import tls_proxy

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.clock import SystemClock
-from schemas.config import ClickHouseConfig
-from telemetry.rollups.rollups import Rollups
-from telemetry.store.migrate import APPLIED, load_migrations, migrate
-from telemetry.store.store import Store, StoreUnavailableError
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import ClickHouseConfig
+from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.store.migrate import APPLIED, load_migrations, migrate
+from millrace.telemetry.store.store import Store, StoreUnavailableError
 
 OLD = 6
 REQUEST = """

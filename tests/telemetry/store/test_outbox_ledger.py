@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from telemetry.store.outbox_ledger import OutboxLedger, merge
-from telemetry.store.store import Store
+from millrace.telemetry.store.outbox_ledger import OutboxLedger, merge
+from millrace.telemetry.store.store import Store
 
 
 @pytest.mark.parametrize(

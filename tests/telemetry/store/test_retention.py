@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from telemetry.store.store import Store
+from millrace.telemetry.store.store import Store
 from tests.docs.security_page import kept_s
 
 

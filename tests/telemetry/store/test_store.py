@@ -12,13 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config import ClickHouseConfig
-from schemas.errors import ConfigError, MalformedMessageError
-from schemas.records import RECORD_VERSION, Attempt, TranscriptRecord
-from telemetry.store.migrate import MigrationError, load_migrations, migrate
-from telemetry.store.outbox_ledger import OutboxLedger, merge
-from telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
-from telemetry.store.tables import DELIVERIES, REQUESTS, TRANSCRIPTS, WORKER_SAMPLES, Table, check
+from millrace.schemas.config import ClickHouseConfig
+from millrace.schemas.errors import ConfigError, MalformedMessageError
+from millrace.schemas.records import RECORD_VERSION, Attempt, TranscriptRecord
+from millrace.telemetry.store.migrate import MigrationError, load_migrations, migrate
+from millrace.telemetry.store.outbox_ledger import OutboxLedger, merge
+from millrace.telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
+from millrace.telemetry.store.tables import (
+    DELIVERIES,
+    REQUESTS,
+    TRANSCRIPTS,
+    WORKER_SAMPLES,
+    Table,
+    check,
+)
 from tests.support.servers import free_port
 from tests.telemetry.records import delivery_record, request_record, worker_sample
 

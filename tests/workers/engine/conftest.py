@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
 from tests.workers.checkpoints import save_llama
-from workers.engine.engine import Engine
 
 MakeEngine = Callable[..., Engine]
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from schemas.config import EngineConfig
-from schemas.pooling import Pooling
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.device.device_double import POISON, DeviceRunner, Fault
 from tests.workers.engine.support import SteppingClock, drawn_settings, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineOutput, EngineRequest
 
 MAX_STEPS = 3_000
 _BLOCK_BYTES = 16 * 2 * 4

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from schemas.sampling import SamplingParams
-from workers.engine.device.runner import DeviceRunner
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 
 
 class FakeMemory:

@@ -9,16 +9,16 @@ import pytest
 import torch
 import transformers
 
-from schemas.config import EngineConfig
-from schemas.errors import CheckpointError
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import CheckpointError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import save_classifier
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 PROMPTS = [prompt(seed, length) for seed, length in ((1, 100), (2, 1), (3, 33), (4, 16), (5, 47))]
 

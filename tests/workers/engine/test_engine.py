@@ -9,9 +9,11 @@ import msgspec
 import pytest
 import torch
 
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from schemas.frames import FinishReason
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineRequest
 from tests.workers.checkpoints import reference_greedy, reference_logits
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
@@ -22,8 +24,6 @@ from tests.workers.engine.support import (
     request,
     tokens_by_request,
 )
-from workers.engine.engine import Engine
-from workers.engine.types import EngineRequest
 
 RUNNERS = ("host", "device")
 

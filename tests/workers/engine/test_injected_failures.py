@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from schemas.config import EngineConfig
-from schemas.pooling import Pooling
-from schemas.sampling import Grammar, GrammarKind
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine import beam_processor, output_processor
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.engine.support import prompt, request
-from workers.engine import beam_processor, output_processor
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 _GRAMMARS = (
     Grammar(kind=GrammarKind.REGEX, text="[a-z]{1,8}"),

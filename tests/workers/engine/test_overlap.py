@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.in_flight_step import InFlightStep
+from millrace.workers.engine.scheduling.cost_model import StepWork
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import UNREAD_TOKEN, SequenceState
+from millrace.workers.engine.types import EngineRequest
 from tests.workers.engine.device.device_double import DeviceRunner, Fault
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
-from workers.engine.engine import Engine
-from workers.engine.in_flight_step import InFlightStep
-from workers.engine.scheduling.cost_model import StepWork
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import UNREAD_TOKEN, SequenceState
-from workers.engine.types import EngineRequest
 
 PROMPT = prompt(1, 20, 190)
 

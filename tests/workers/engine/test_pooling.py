@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.config import EngineConfig
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import SMALL, save_base_model, save_llama
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 RUNNERS = ("host", "device")
 EMBEDDINGS = (Pooling.LAST, Pooling.MEAN)

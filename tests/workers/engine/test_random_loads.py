@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.scheduling.planner import MAX_PREEMPTIONS
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.kv.test_host_cache import BLOCK_BYTES
 from tests.workers.engine.support import SteppingClock, drawn_settings, prompt, request
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.scheduling.planner import MAX_PREEMPTIONS
-from workers.engine.types import EngineOutput, EngineRequest
 
 POISON = 198
 MAX_STEPS = 3000

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from schemas.config import EngineConfig
-from schemas.frames import TokenLogprob
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 _MAX_TOKENS = 24
 _OPTIONS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput
 
 RUNNERS = ("host", "device")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from schemas.config import EngineConfig
-from workers.engine.thread_report import explain_threads
-from workers.engine.threads import configure_threads, usable_cores
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.thread_report import explain_threads
+from millrace.workers.engine.threads import configure_threads, usable_cores
 
 _CORES = usable_cores()
 _PLURAL = "core" if _CORES == 1 else "cores"

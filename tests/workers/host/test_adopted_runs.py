@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from bus.frame_reader import StreamReader
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason
-from schemas.frames import Done, FinishReason, TokenLogprob
+from millrace.bus.frame_reader import StreamReader
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.frames import Done, FinishReason, TokenLogprob
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.scripted import Bench, bench
-from workers.engine.types import EngineOutput
 
 _SENTENCE = "naïve café 你好, then the END is near"
 _PROMPT_SCORES = (None, TokenLogprob(11, -1.0, ((11, -1.0),)), TokenLogprob(12, -2.0, ()))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from bus.frame_reader import StreamReader
-from registry.served import ServedModel
-from schemas.control import Cancel, Replay
-from schemas.frames import Beam, BeamEnd, Cancelled, Done, Failed, FinishReason, Usage
-from schemas.jobs import Job
-from schemas.records import Status
+from millrace.bus.frame_reader import StreamReader
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, Replay
+from millrace.schemas.frames import Beam, BeamEnd, Cancelled, Done, Failed, FinishReason, Usage
+from millrace.schemas.jobs import Job
+from millrace.schemas.records import Status
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.host.endings.records import smaller_results
+from millrace.workers.host.generations.beam_answers import MAX_TOKENS_PER_BEAM_FRAME
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, Bench, bench
-from workers.engine.types import EngineOutput
-from workers.host.endings.records import smaller_results
-from workers.host.generations.beam_answers import MAX_TOKENS_PER_BEAM_FRAME
 
 _TEXTS = ("naïve café 你好", "second best", "third")
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP)

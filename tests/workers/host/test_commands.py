@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason, Drain, Replay
-from schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
-from schemas.prefix import salt_of
-from schemas.sampling import SamplingParams
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Drain, Replay
+from millrace.schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
+from millrace.schemas.prefix import salt_of
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.host.generations.output_text import TextStream
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, Bench, bench, line_of
-from workers.host.generations.output_text import TextStream
 
 # --- dispatch ---------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.codec import RECORD
-from schemas.config import NatsConfig
-from schemas.control import Cancel, CancelReason
-from schemas.records import Record, RequestRecord, WorkerSample
+from millrace.bus.codec import RECORD
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.records import Record, RequestRecord, WorkerSample
 from tests.support.waiting import eventually
 from tests.workers.worker_process import HandScheduler, WorkerProcess, hand_scheduler
 

@@ -6,14 +6,14 @@ from decimal import Decimal
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason, Ended
-from schemas.frames import FinishReason
-from schemas.records import Attempt, RequestRecord, Status
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Ended
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import Attempt, RequestRecord, Status
+from millrace.workers.engine.types import DeviceTime, EngineOutput
+from millrace.workers.host.endings import device_times
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
-from workers.engine.types import DeviceTime, EngineOutput
-from workers.host.endings import device_times
 
 _S = 1_000_000_000
 _BEFORE = Attempt(epoch=1, worker_id="gone", started_ns=5, ended_ns=9, device_us=400)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from registry.served import ServedModel
+from millrace.registry.served import ServedModel
+from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 from tests.workers.scripted import bench
-from workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 
 class _NvmlError(Exception):

@@ -7,14 +7,22 @@ from itertools import pairwise
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason
-from schemas.errors import BusUnavailableError
-from schemas.frames import Cancelled, Done, Expired, Failed, FinishReason, TokenLogprob, Usage
-from schemas.records import Record, RequestRecord, Status
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import (
+    Cancelled,
+    Done,
+    Expired,
+    Failed,
+    FinishReason,
+    TokenLogprob,
+    Usage,
+)
+from millrace.schemas.records import Record, RequestRecord, Status
+from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, bench
-from workers.engine.types import EngineOutput
 
 _S = 1_000_000_000
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason
-from schemas.frames import FinishReason
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import bench
-from workers.engine.types import EngineOutput
 
 
 def _outputs(ids: list[str], token: int, finish: FinishReason | None = None) -> list[EngineOutput]:

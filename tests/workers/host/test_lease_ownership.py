@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason, Ended
-from schemas.frames import Done, FinishReason
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Ended
+from millrace.schemas.frames import Done, FinishReason
+from millrace.workers.host.leases.ownership import SETTLE_S
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of
-from workers.host.leases.ownership import SETTLE_S
 
 _SUPERSEDED = Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2)
 

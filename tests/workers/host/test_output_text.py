@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry.served import ServedModel
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.sampling import SamplingParams
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.host.generations.output_text import TextStream
 from tests.workers.scripted import EOS
-from workers.host.generations.output_text import TextStream
 
 _PROMPT = (10, 11, 12)
 _TEXTS = st.text(alphabet="ab END.é你👍\n", max_size=40)

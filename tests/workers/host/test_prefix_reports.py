@@ -10,14 +10,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.memory import MemoryBroker, MemoryBus
-from registry.served import ServedModel
-from schemas.config import WorkerConfig
-from schemas.control import PrefixReport
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import WorkerConfig
+from millrace.schemas.control import PrefixReport
+from millrace.workers.engine.types import PrefixChanges
+from millrace.workers.host.reports.prefixes import PrefixReporter
 from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import bench
-from workers.engine.types import PrefixChanges
-from workers.host.reports.prefixes import PrefixReporter
 
 
 def keys(*numbers: int) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from registry.served import ServedModel
-from schemas.control import Replay
-from schemas.frames import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Replay
+from millrace.schemas.frames import (
     Done,
     Embedding,
     Failed,
@@ -16,11 +16,11 @@ from schemas.frames import (
     TokenLogprob,
     Usage,
 )
-from schemas.pooling import Pooling
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.host.generations.frames import MAX_PROMPT_LOGPROBS_PER_FRAME
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
-from workers.engine.types import EngineOutput
-from workers.host.generations.frames import MAX_PROMPT_LOGPROBS_PER_FRAME
 
 _VALUES = (0.5, -1.25, 3.0)
 _BYTES = struct.pack("<3f", *_VALUES)

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason, Replay
-from schemas.frames import TERMINAL_FRAMES, Done, Embedding, FinishReason
-from schemas.pooling import Pooling
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Replay
+from millrace.schemas.frames import TERMINAL_FRAMES, Done, Embedding, FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.process.keeper import MAX_RESTARTS, RESTART_WINDOW_S
 from tests.workers.scripted import Bench, bench
-from workers.engine.types import EngineOutput
-from workers.process.keeper import MAX_RESTARTS, RESTART_WINDOW_S
 
 _NUM_ACTIONS = 150
 

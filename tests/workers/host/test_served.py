@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel, CancelReason, Drain, Ended, Served
-from schemas.frames import Delta, Done, FinishReason
-from schemas.jobs import Tier
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Drain, Ended, Served
+from millrace.schemas.frames import Delta, Done, FinishReason
+from millrace.schemas.jobs import Tier
+from millrace.workers.engine.types import EngineOutput
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of
-from workers.engine.types import EngineOutput
 
 
 @asynccontextmanager

@@ -6,16 +6,16 @@ from decimal import Decimal
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Ended, QueueStatus, Served
-from schemas.errors import BusUnavailableError
-from schemas.frames import FinishReason
-from schemas.jobs import Tier
-from schemas.records import Record
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Ended, QueueStatus, Served
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Record
+from millrace.workers.engine_like import EngineFailedError
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.workers.scripted import CONTEXT_WINDOW_TOKENS, bench, line_of
-from workers.engine_like import EngineFailedError
 
 
 async def test_heartbeats_tell_capacity_and_load(demo: ServedModel) -> None:

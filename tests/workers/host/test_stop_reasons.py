@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from registry.served import ServedModel
-from schemas.frames import Done, FinishReason
+from millrace.registry.served import ServedModel
+from millrace.schemas.frames import Done, FinishReason
 from tests.workers.scripted import EOS, bench
 
 _TEXT = "go on, the END is near"

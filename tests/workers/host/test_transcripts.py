@@ -8,14 +8,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from bus.codec import RECORD
-from registry.served import ServedModel
-from schemas.control import Cancel
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.records import TranscriptRecord, WorkerSample
+from millrace.bus.codec import RECORD
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.records import TranscriptRecord, WorkerSample
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.scripted import GATEWAY, Bench, bench
-from workers.engine.types import EngineOutput
 
 _PROMPT, _ANSWER = "xylophone marmalade", "zeppelin quicksand"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.memory import MemoryBroker, MemoryBus
-from registry.checkpoints.fingerprint import weights_fingerprint
-from schemas.control import WorkerStatus
+from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.schemas.control import WorkerStatus
+from millrace.workers.host.weights import WeightsDifferError, check_weights
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.manual_clock import ManualClock
-from workers.host.weights import WeightsDifferError, check_weights
 
 _NOW_NS = 1_700_000_000_000_000_000
 _OTHER = WorkerStatus(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from registry.served import ServedModel
-from schemas.control import Cancel
-from schemas.frames import FinishReason
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.host.metrics import WorkerMetrics
+from millrace.workers.host.reports.device_watch import DeviceReading
 from tests.support.scraped import Scraped, scrape_of
 from tests.workers.scripted import Bench, bench
-from workers.engine.types import EngineOutput
-from workers.host.metrics import WorkerMetrics
-from workers.host.reports.device_watch import DeviceReading
 
 _AT = {"model": "demo", "worker": "w"}
 

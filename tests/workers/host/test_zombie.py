@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.running_requests import RunningRequestIndex
-from schemas.config import NatsConfig, RedisConfig
-from schemas.control import Cancel, CancelReason
+from millrace.bus.running_requests import RunningRequestIndex
+from millrace.schemas.config import NatsConfig, RedisConfig
+from millrace.schemas.control import Cancel, CancelReason
 from tests.support.servers import NatsServer, RedisServer
 from tests.support.waiting import eventually
 from tests.workers.worker_process import LINE, HandScheduler, WorkerProcess, hand_scheduler

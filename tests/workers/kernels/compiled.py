@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.kernels.build import KernelBuildError, cpu_library
-from workers.kernels.cpu import CpuKernels
+from millrace.workers.kernels.build import KernelBuildError, cpu_library
+from millrace.workers.kernels.cpu import CpuKernels
 
 
 def compiled(dtype: torch.dtype, *more_flags: str) -> CpuKernels:

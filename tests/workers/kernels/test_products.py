@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.models.packed_projection import PackedProjection
 from tests.workers.kernels.compiled import compiled
-from workers.kernels.cpu import CpuKernels
-from workers.models.packed_projection import PackedProjection
 
 # Sums of some hundred products of numbers about 1, rounded to 8 bits at the end.
 TOLERANCE = 2e-2

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from registry.checkpoints.checkpoint import open_tensors, read_model_config
-from schemas.errors import CheckpointError
+from millrace.registry.checkpoints.checkpoint import open_tensors, read_model_config
+from millrace.schemas.errors import CheckpointError
+from millrace.workers.models.loader import load_weights
 from tests.workers.checkpoints import save_base_model, save_model
-from workers.models.loader import load_weights
 
 CHANGES: dict[str, dict[str, Any]] = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

@@ -9,7 +9,11 @@ import pytest
 import torch
 import transformers
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
 from tests.workers.checkpoints import (
     reference_greedy,
     reference_logits,
@@ -17,10 +21,6 @@ from tests.workers.checkpoints import (
     save_model,
 )
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import Sequence
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -11,10 +11,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
 from tests.workers.checkpoints import reference_logits, save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
-from workers.engine.engine import Engine
 
 NUM_TOKENS = 40
 PROMPT = prompt(3, 30, 199)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from registry.checkpoints.checkpoint import read_model_config
-from schemas.errors import CheckpointError, ConfigError
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.workers.models.loader import choose_dtype, load_weights, num_parameters
 from tests.workers.checkpoints import save_base_model, save_llama, save_model
-from workers.models.loader import choose_dtype, load_weights, num_parameters
 
 CPU = torch.device("cpu")
 

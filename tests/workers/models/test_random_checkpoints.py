@@ -12,7 +12,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
 from tests.workers.checkpoints import cached_logits, reference_logits, save_model
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from tests.workers.models.drawn import (
@@ -21,10 +25,6 @@ from tests.workers.models.drawn import (
     NUM_TOKENS_OUT,
     checkpoints,
 )
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import Sequence
 
 TOLERANCE = 1e-4
 NUM_DECODED = 8

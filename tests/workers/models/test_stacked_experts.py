@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.workers.kernels.gpu.reference import experts as reference_experts
+from millrace.workers.models.loader import load_weights
+from millrace.workers.models.mlp import MixtureOfExperts, plus_mlp
+from millrace.workers.models.projection import Projection
+from millrace.workers.models.stacked_experts import StackedExperts, stacked_experts
 from tests.workers.checkpoints import save_model
-from workers.kernels.gpu.reference import experts as reference_experts
-from workers.models.loader import load_weights
-from workers.models.mlp import MixtureOfExperts, plus_mlp
-from workers.models.projection import Projection
-from workers.models.stacked_experts import StackedExperts, stacked_experts
 
 CPU = torch.device("cpu")
 

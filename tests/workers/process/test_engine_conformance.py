@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.process.engine_process import EngineClient
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.workers.conformance import EngineConformance, running
-from workers.engine_like import EngineLike
-from workers.process.engine_process import EngineClient
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

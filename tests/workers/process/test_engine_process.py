@@ -15,13 +15,11 @@ import msgspec
 import psutil
 import pytest
 
-from schemas.config import EngineConfig
-from schemas.frames import FinishReason
-from schemas.sampling import SamplingParams
-from tests.support.engine.checkpoints_made import write_checkpoint
-from tests.support.waiting import eventually
-from workers.engine.engine import Engine
-from workers.engine.types import (
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import (
     DeviceLostError,
     DeviceTime,
     EngineOutput,
@@ -29,11 +27,11 @@ from workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from workers.engine_like import EngineFailedError
-from workers.process import loop as engine_loop
-from workers.process.engine_process import EngineClient
-from workers.process.loop import Link, drive
-from workers.process.wire import (
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.process import loop as engine_loop
+from millrace.workers.process.engine_process import EngineClient
+from millrace.workers.process.loop import Link, drive
+from millrace.workers.process.wire import (
     Add,
     Broken,
     Load,
@@ -44,6 +42,8 @@ from workers.process.wire import (
     pack,
     report_decoder,
 )
+from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.waiting import eventually
 
 _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_sequences=8)
 

@@ -7,16 +7,16 @@ import asyncio
 import msgspec
 import pytest
 
-from registry.served import ServedModel
-from schemas.control import Cancel
-from schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
-from schemas.jobs import Tier
-from schemas.records import Status
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel
+from millrace.schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.workers.engine.types import EngineOutput, EngineStats
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import Bench, ScriptedEngine, bench
-from workers.engine.types import EngineOutput, EngineStats
-from workers.engine_like import EngineFailedError
-from workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 
 _GAUGES = {
     "max_num_sequences",

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.frames import FinishReason, TokenLogprob
-from workers.engine.types import EngineOutput, EngineRequest
-from workers.process.gathering import OutputGatherer
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.process.gathering import OutputGatherer
 
 INTERVAL_S = 0.015
 

@@ -1,4 +1,4 @@
-"""``python -m workers`` on a real nats-server, with the real engine on a tiny checkpoint."""
+"""``python -m millrace.workers`` on a real nats-server, with the real engine on a tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config import NatsConfig
-from schemas.control import Cancel, Replay
-from schemas.frames import Cancelled, Delta, Done, FinishReason, Usage
-from schemas.records import RequestRecord, Status
-from schemas.sampling import Grammar, GrammarKind
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import Cancel, Replay
+from millrace.schemas.frames import Cancelled, Delta, Done, FinishReason, Usage
+from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.sampling import Grammar, GrammarKind
 from tests.support.waiting import eventually
 from tests.workers.worker_process import (
     LINE,
@@ -180,7 +180,7 @@ def test_a_bad_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("worker: {nmae: w1}")
     ended = subprocess.run(
-        [sys.executable, "-m", "workers", "--config", str(config)],
+        [sys.executable, "-m", "millrace.workers", "--config", str(config)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from registry.served import ServedModel
+from millrace.registry.served import ServedModel
 from tests.workers.scripted import served_model
 
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from registry.served import ServedModel
+from millrace.registry.served import ServedModel
+from millrace.workers.servers.server_process import find_program
 from tests.support.servers import free_port
-from workers.servers.server_process import find_program
 
 
 @asynccontextmanager

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from registry.served import ServedModel
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.served import ServedModel
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.servers.dialect import ServerStreamError
+from millrace.workers.servers.dialects.json_grammars import with_few_blanks
+from millrace.workers.servers.guided import Guides
 from tests.workers.conformance import request
-from workers.servers.dialect import ServerStreamError
-from workers.servers.dialects.json_grammars import with_few_blanks
-from workers.servers.guided import Guides
 
 _ANY = Grammar(kind=GrammarKind.JSON_OBJECT)
 

@@ -18,27 +18,27 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.support.gguf_files import write_gguf
-from registry.catalogue import Catalogue
-from registry.gguf.kv_size import kv_bytes_per_token
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import CheckpointError, ConfigError
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.gguf.kv_size import kv_bytes_per_token
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.process.keeper import EngineKeeper
+from millrace.workers.servers.dialect import ServerAddress
+from millrace.workers.servers.dialects.llamacpp import LlamaCppDialect
+from millrace.workers.servers.dialects.llamacpp_answers import LlamaReader
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server
-from workers.engine.engine import Engine
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.process.keeper import EngineKeeper
-from workers.servers.dialect import ServerAddress
-from workers.servers.dialects.llamacpp import LlamaCppDialect
-from workers.servers.dialects.llamacpp_answers import LlamaReader
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamacpp]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.servers.dialects.llamacpp_slots import Assignment, Slots
+from millrace.workers.servers.dialects.llamacpp_slots import Assignment, Slots
 
 
 async def _turns() -> None:

@@ -12,19 +12,19 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.support.gguf_files import write_gguf
-from registry.catalogue import Catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.frames import FinishReason
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server
-from workers.engine_like import EngineLike
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.llamacpp]
 

@@ -14,27 +14,27 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from registry.served import ServedModel
-from registry.tokenizers.incremental import IncrementalTokenizer
-from registry.tokenizers.tokenizer import Tokenizer
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.frames import FinishReason
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.incremental import IncrementalTokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.dialect import RefusedByServerError, ServerStreamError
+from millrace.workers.servers.dialects.openai import OpenAiDialect
+from millrace.workers.servers.dialects.openai_answers import TextReader
+from millrace.workers.servers.dialects.same_model import PROBE_TEXT
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.tokenizers_made import metaspace, write_tokenizer
 from tests.workers.conformance import PROMPT, Heard, request
 from tests.workers.scripted import EOS
 from tests.workers.servers.stand_ins.checks import attached
 from tests.workers.servers.stand_ins.listening import listening
 from tests.workers.servers.stand_ins.transcripts import Played, Transcript
-from workers.engine_like import EngineFailedError
-from workers.servers.dialect import RefusedByServerError, ServerStreamError
-from workers.servers.dialects.openai import OpenAiDialect
-from workers.servers.dialects.openai_answers import TextReader
-from workers.servers.dialects.same_model import PROBE_TEXT
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 _COMPLETIONS, _MODELS = "/v1/completions", "/v1/models"
 

@@ -12,21 +12,21 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.frames import FinishReason
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.servers.kinds import DIALECTS
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import attached, check_cancel
 from tests.workers.servers.stand_ins.random_server import RandomDialect, RandomServer, serving
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.servers.kinds import DIALECTS
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 _SCHEMA = {
     "type": "object",
@@ -123,7 +123,7 @@ async def test_a_server_that_does_not_answer_ends_the_engine(model: ServedModel)
 async def test_a_server_without_figures_lives_as_long_as_it_is_healthy(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.servers.server_engine._LOAD_INTERVAL_S", 0.02)
+    monkeypatch.setattr("millrace.workers.servers.server_engine._LOAD_INTERVAL_S", 0.02)
     server = RandomServer(model.vocab_size, token_s=0.01, tells_load=False)
     async with _engine(model, server) as engine:
         heard = Heard(engine)

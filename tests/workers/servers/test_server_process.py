@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millrace.workers.servers.dialect import Command
+from millrace.workers.servers.server_process import ServerProcess
 from tests.support.engine_servers import runs
 from tests.support.waiting import eventually
-from workers.servers.dialect import Command
-from workers.servers.server_process import ServerProcess
 
 # A server whose own child cares for nothing, as the processes of an engine core do.
 _SERVER = """

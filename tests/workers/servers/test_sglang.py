@@ -15,12 +15,21 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
-from schemas.frames import FinishReason, TokenLogprob
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.servers.dialect import (
+    Part,
+    RefusedByServerError,
+    ServerAddress,
+    ServerStreamError,
+)
+from millrace.workers.servers.dialects.sglang import SglangDialect
+from millrace.workers.servers.dialects.sglang_answers import SglangReader
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import (
@@ -31,15 +40,6 @@ from tests.workers.servers.stand_ins.checks import (
     steered_request,
 )
 from tests.workers.servers.stand_ins.sglang_server import SglangServer
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.servers.dialect import (
-    Part,
-    RefusedByServerError,
-    ServerAddress,
-    ServerStreamError,
-)
-from workers.servers.dialects.sglang import SglangDialect
-from workers.servers.dialects.sglang_answers import SglangReader
 
 _attached = partial(attached_to, EngineKind.SGLANG)
 

@@ -12,10 +12,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.servers.dialect import RefusedByServerError, ServerAddress, ServerStreamError
+from millrace.workers.servers.dialects.tgi import TgiDialect
+from millrace.workers.servers.dialects.tgi_answers import TgiReader
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import (
     END_AT,
@@ -25,10 +29,6 @@ from tests.workers.servers.stand_ins.checks import (
     launched,
 )
 from tests.workers.servers.stand_ins.tgi_server import TgiServer
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.servers.dialect import RefusedByServerError, ServerAddress, ServerStreamError
-from workers.servers.dialects.tgi import TgiDialect
-from workers.servers.dialects.tgi_answers import TgiReader
 
 _attached = partial(attached_to, EngineKind.TGI)
 

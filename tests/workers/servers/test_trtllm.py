@@ -12,11 +12,15 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
-from schemas.frames import FinishReason
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
+from millrace.workers.servers.dialects.openai_answers import TokenIdsReader
+from millrace.workers.servers.dialects.trtllm import TrtllmDialect
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.scripted import EOS
 from tests.workers.servers.stand_ins.checks import (
@@ -27,10 +31,6 @@ from tests.workers.servers.stand_ins.checks import (
     launched,
 )
 from tests.workers.servers.stand_ins.trtllm_server import TrtllmServer
-from workers.engine_like import EngineFailedError, EngineLike
-from workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
-from workers.servers.dialects.openai_answers import TokenIdsReader
-from workers.servers.dialects.trtllm import TrtllmDialect
 
 # As its documentation shows it.
 _STEP = {

@@ -16,24 +16,24 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from registry.catalogue import Catalogue
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.frames import FinishReason
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.process.keeper import EngineKeeper
+from millrace.workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.relay import port_of
-from workers.engine.types import EngineOutput, EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.process.keeper import EngineKeeper
-from workers.servers.prometheus_text import read_samples
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 

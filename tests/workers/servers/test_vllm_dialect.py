@@ -13,27 +13,27 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, MillraceError
-from schemas.frames import FinishReason, TokenLogprob
-from schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
-from tests.workers.conformance import PROMPT, Heard, request
-from tests.workers.servers.stand_ins.checks import attached, check_refused, steered_request
-from tests.workers.servers.stand_ins.listening import listening
-from tests.workers.servers.stand_ins.transcripts import Played, Transcript
-from workers.engine.grammar.library import start
-from workers.engine_like import EngineFailedError
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
+from millrace.workers.engine.grammar.library import start
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.dialect import (
     Part,
     RefusedByServerError,
     ServerAddress,
     ServerStreamError,
 )
-from workers.servers.dialects.vllm import VllmDialect
-from workers.servers.dialects.vllm_answers import VllmReader
-from workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.dialects.vllm import VllmDialect
+from millrace.workers.servers.dialects.vllm_answers import VllmReader
+from millrace.workers.servers.server_engine import ServerEngine
+from tests.workers.conformance import PROMPT, Heard, request
+from tests.workers.servers.stand_ins.checks import attached, check_refused, steered_request
+from tests.workers.servers.stand_ins.listening import listening
+from tests.workers.servers.stand_ins.transcripts import Played, Transcript
 
 _GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 # What there is nothing to add to.

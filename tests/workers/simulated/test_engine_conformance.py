@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig, SimulationConfig
-from schemas.engines import EngineKind
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig, SimulationConfig
+from millrace.schemas.engines import EngineKind
+from millrace.workers.engine_like import EngineLike
+from millrace.workers.simulated.engine import SimulatedEngine
 from tests.workers.conformance import EngineConformance, running
 from tests.workers.scripted import served_model
-from workers.engine_like import EngineLike
-from workers.simulated.engine import SimulatedEngine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

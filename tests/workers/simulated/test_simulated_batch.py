@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import SimulationConfig
-from schemas.errors import ConfigError
-from workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch
-from workers.simulated.latency_model import LatencyModel
-from workers.simulated.sequence import GenerationLimits, SimulatedSequence, State
-from workers.simulated.tokens import SimulatedTokens
+from millrace.schemas.config import SimulationConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch
+from millrace.workers.simulated.latency_model import LatencyModel
+from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence, State
+from millrace.workers.simulated.tokens import SimulatedTokens
 
 _CONFIG = SimulationConfig(
     prefill_tokens_per_s=1_000.0, step_ms=10.0, step_ms_per_sequence=1.0, step_ms_per_kv_token=0.1

@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig, SimulationConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.prefix import REPORTED_BYTES
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig, SimulationConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.prefix import REPORTED_BYTES
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
+from millrace.workers.simulated.engine import SimulatedEngine
+from millrace.workers.simulated.words import readable_token_ids
 from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import served_model
-from workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
-from workers.simulated.engine import SimulatedEngine
-from workers.simulated.words import readable_token_ids
 
 _SIMULATION = SimulationConfig(
     prefill_tokens_per_s=1_000.0, step_ms=10.0, step_ms_per_sequence=0.0, step_ms_per_kv_token=0.0

@@ -1,4 +1,4 @@
-"""``python -m workers --engine simulated`` on a real nats-server: several workers, one process."""
+"""``python -m millrace.workers --engine simulated`` on a real nats-server: several workers, one process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bus import nats
-from runtime.process import MISCONFIGURED
-from schemas.config import NatsConfig
-from schemas.control import Dispatch, WorkerStatus
-from schemas.frames import Delta, Done, Frame
-from schemas.jobs import Job
-from schemas.sampling import SamplingParams
+from millrace.bus import nats
+from millrace.runtime.process import MISCONFIGURED
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import Dispatch, WorkerStatus
+from millrace.schemas.frames import Delta, Done, Frame
+from millrace.schemas.jobs import Job
+from millrace.schemas.sampling import SamplingParams
 from tests.support.servers import NatsServer, die_with_parent, free_port
 from tests.support.waiting import eventually
 
@@ -42,7 +42,7 @@ def _workers(nats_url: str, *options: str, name: str = "sim") -> subprocess.Pope
         "MILLRACE_WORKER__NAME": name,
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "workers", *options],
+        [sys.executable, "-m", "millrace.workers", *options],
         env=env,
         stderr=subprocess.PIPE,
         preexec_fn=die_with_parent,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from workers.engine.beams.search import Beam, BeamSearch, Candidate, Extension
-from workers.engine.sequence import UNREAD_TOKEN, Sequence
-from workers.engine.types import EngineRequest
+from millrace.workers.engine.beams.search import Beam, BeamSearch, Candidate, Extension
+from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.workers.engine.types import EngineRequest
 
 
 def charged_together(sequence: Sequence) -> Rows[Sequence]:

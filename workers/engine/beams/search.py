@@ -6,8 +6,8 @@ from bisect import insort
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
-from schemas.frames import FinishReason
-from schemas.sampling import SamplingParams
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import SamplingParams
 
 
 class Candidate(NamedTuple):

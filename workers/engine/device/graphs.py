@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from workers.engine.device.device import Device
-from workers.engine.device.inputs import fits
-from workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.engine.device.device import Device
+from millrace.workers.engine.device.inputs import fits
+from millrace.workers.kernels.gpu.step_inputs import StepShape
 
 # Up to here a step decodes so few sequences that each more would be felt.
 _FEW = (1, 2, 4)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from workers.engine.batch import BatchLayout
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.engine.batch import BatchLayout
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.kernels.gpu.step_inputs import StepShape
 
 _Longs = npt.NDArray[np.int64]
 _PADDING_POSITION = -1

@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from workers.engine.device.device import Device, Stopwatch
-from workers.engine.device.memory import cache_bytes
-from workers.engine.device.operations import DeviceOperations
-from workers.engine.device.runner import Bounds, DeviceRunner
-from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
-from workers.kernels.gpu.step_inputs import StepShape
-from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.device_linear import DeviceLinear
-from workers.models.dummy import DummyTensors
-from workers.models.loader import choose_dtype, load_weights
-from workers.models.stacked_experts import stacked_experts
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.device.device import Device, Stopwatch
+from millrace.workers.engine.device.memory import cache_bytes
+from millrace.workers.engine.device.operations import DeviceOperations
+from millrace.workers.engine.device.runner import Bounds, DeviceRunner
+from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
+from millrace.workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.models.decoder import Decoder, DecoderWeights
+from millrace.workers.models.device_linear import DeviceLinear
+from millrace.workers.models.dummy import DummyTensors
+from millrace.workers.models.loader import choose_dtype, load_weights
+from millrace.workers.models.stacked_experts import stacked_experts
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from schemas.errors import ConfigError
-from workers.engine.device.device import MemoryInfo
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.device.device import MemoryInfo
 
 _GIB = float(1 << 30)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
-from workers.engine.sequence import Sequence
+from millrace.workers.engine.sequence import Sequence
 
 
 class DeviceMeter:

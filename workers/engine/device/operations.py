@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
-from workers.kernels.gpu.kernel_set import Attention, KernelSet
-from workers.kernels.operations import HeadNorms, Linear, Rotation
+from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.kernel_set import Attention, KernelSet
+from millrace.workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class DeviceMetadata(NamedTuple):

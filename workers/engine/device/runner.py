@@ -10,26 +10,32 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from schemas.frames import TokenLogprob
-from workers.engine.batch import BatchLayout, lay_out
-from workers.engine.device.device import Array, Device, Stopwatch
-from workers.engine.device.graphs import RecordedSteps, ladder
-from workers.engine.device.inputs import SampledRow, exact_shape, finite_items, pack, shifted
-from workers.engine.device.operations import DeviceMetadata
-from workers.engine.device.sampler import DeviceSampler
-from workers.engine.device.state import DeviceState, StateRow
-from workers.engine.in_flight_step import ChosenTokens, InFlightStep
-from workers.engine.kv.cache import KVCache
-from workers.engine.pooling import PooledChunk, pool_rows
-from workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import Sequence
-from workers.engine.types import DeviceLostError
-from workers.kernels.gpu.device_batch import DeviceBatch
-from workers.kernels.gpu.kernel_set import KernelSet
-from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
-from workers.models.decoder import Decoder
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.batch import BatchLayout, lay_out
+from millrace.workers.engine.device.device import Array, Device, Stopwatch
+from millrace.workers.engine.device.graphs import RecordedSteps, ladder
+from millrace.workers.engine.device.inputs import (
+    SampledRow,
+    exact_shape,
+    finite_items,
+    pack,
+    shifted,
+)
+from millrace.workers.engine.device.operations import DeviceMetadata
+from millrace.workers.engine.device.sampler import DeviceSampler
+from millrace.workers.engine.device.state import DeviceState, StateRow
+from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.pooling import PooledChunk, pool_rows
+from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import DeviceLostError
+from millrace.workers.kernels.gpu.device_batch import DeviceBatch
+from millrace.workers.kernels.gpu.kernel_set import KernelSet
+from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
+from millrace.workers.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
 

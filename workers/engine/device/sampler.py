@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from schemas.frames import TokenLogprob
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.logits_processors import has_penalties
-from workers.engine.sequence import Sequence
-from workers.kernels.gpu.sampler_state import (
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.logits_processors import has_penalties
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.kernels.gpu.sampler_state import (
     IN_PROMPT,
     MOST_COUNTED,
     RECORD,
@@ -181,9 +181,9 @@ class DeviceSampler:
 def _functions(kernels: str) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
     """Triton is imported only where it is used."""
     if kernels == "triton":
-        from workers.kernels.gpu import sampling
+        from millrace.workers.kernels.gpu import sampling
 
         return sampling.choose_tokens, sampling.token_logprobs
-    from workers.kernels.gpu.reference import sampling as reference
+    from millrace.workers.kernels.gpu.reference import sampling as reference
 
     return reference.choose_tokens, reference.token_logprobs

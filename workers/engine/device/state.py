@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from workers.engine.device.device import Array, Device
-from workers.engine.sequence import Sequence, SequenceState
-from workers.kernels.gpu.step_inputs import StepState
+from millrace.workers.engine.device.device import Array, Device
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.kernels.gpu.step_inputs import StepState
 
 
 class StateRow:

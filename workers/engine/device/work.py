@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.sequence import Sequence
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.sequence import Sequence
 
 # How many floating-point operations a device does while it reads one byte of its memory: what
 # NVIDIA states of an H200 is 989 TFLOP/s in bfloat16 and 4.8 TB/s; the CPU's figure is what a core

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.eager.attention import PrefillChunk, TorchAttention
-from workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
-from workers.kernels.operations import HeadNorms, Linear, Rotation
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.batch import FlatBatch, QueryRange
+from millrace.workers.engine.eager.attention import PrefillChunk, TorchAttention
+from millrace.workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
+from millrace.workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class CpuMetadata(NamedTuple):

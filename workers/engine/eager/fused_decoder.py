@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.batch import FlatBatch
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
-from workers.kernels.cpu import CpuKernels, DecoderShape
-from workers.models.decoder import Decoder, DecoderWeights, LayerWeights
-from workers.models.mlp import GatedMLP
-from workers.models.packed_projection import PackedProjection
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
+from millrace.workers.kernels.cpu import CpuKernels, DecoderShape
+from millrace.workers.models.decoder import Decoder, DecoderWeights, LayerWeights
+from millrace.workers.models.mlp import GatedMLP
+from millrace.workers.models.packed_projection import PackedProjection
 
 
 class _Layer(NamedTuple):

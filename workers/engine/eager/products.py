@@ -11,17 +11,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata
-from workers.engine.eager.fused_decoder import compiled_decoder
-from workers.engine.kv.cache import KVCache
-from workers.kernels.cpu import CpuKernels
-from workers.models.decoder import Decoder
-from workers.models.loader import MakeLinear, load_weights
-from workers.models.packed_projection import PackedProjection
-from workers.models.projection import Projection
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.batch import FlatBatch, QueryRange
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.eager.cpu_operations import CpuMetadata
+from millrace.workers.engine.eager.fused_decoder import compiled_decoder
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.models.decoder import Decoder
+from millrace.workers.models.loader import MakeLinear, load_weights
+from millrace.workers.models.packed_projection import PackedProjection
+from millrace.workers.models.projection import Projection
 
 # A model's own layers up to this width, of which a pair is more than a core's caches hold and less
 # than is measured in a tenth of a second. Wider ones take their time for the products alone, whose

@@ -8,27 +8,27 @@ from pathlib import Path
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from workers.engine.batch import FlatBatch, build_batch
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata, suits
-from workers.engine.eager.fused_decoder import compiled_decoder
-from workers.engine.eager.products import choose_product
-from workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
-from workers.engine.in_flight_step import ChosenTokens, InFlightStep
-from workers.engine.kv.cache import KVCache, choose_num_blocks
-from workers.engine.pooling import PooledChunk, pool_rows
-from workers.engine.sampling.prompt_logprobs import score_rows
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.settings import choose_device, with_device_defaults
-from workers.kernels.build import KernelBuildError, cpu_library
-from workers.kernels.cpu import CpuKernels
-from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.dummy import DummyTensors
-from workers.models.loader import choose_dtype, load_weights
-from workers.models.projection import Projection
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.batch import FlatBatch, build_batch
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
+from millrace.workers.engine.eager.fused_decoder import compiled_decoder
+from millrace.workers.engine.eager.products import choose_product
+from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
+from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
+from millrace.workers.engine.kv.cache import KVCache, choose_num_blocks
+from millrace.workers.engine.pooling import PooledChunk, pool_rows
+from millrace.workers.engine.sampling.prompt_logprobs import score_rows
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.kernels.build import KernelBuildError, cpu_library
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.models.decoder import Decoder, DecoderWeights
+from millrace.workers.models.dummy import DummyTensors
+from millrace.workers.models.loader import choose_dtype, load_weights
+from millrace.workers.models.projection import Projection
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.batch import FlatBatch
-from workers.engine.eager.attention import TorchAttention, TorchAttentionMetadata
-from workers.kernels.operations import HeadNorms, Linear, Rotation
+from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager.attention import TorchAttention, TorchAttentionMetadata
+from millrace.workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class TorchMetadata(NamedTuple):

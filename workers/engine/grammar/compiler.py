@@ -11,12 +11,12 @@ from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-from schemas.errors import GrammarError
-from schemas.sampling import Grammar, SamplingParams
-from workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
-from workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
-from workers.engine.grammar.threads import TaskThreads
-from workers.engine.sequence import Sequence, SequenceState
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import Grammar, SamplingParams
+from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
+from millrace.workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
+from millrace.workers.engine.grammar.threads import TaskThreads
+from millrace.workers.engine.sequence import Sequence, SequenceState
 
 NUM_COMPILE_THREADS = 2
 MAX_CACHED_GRAMMARS = 128

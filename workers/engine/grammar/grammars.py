@@ -10,15 +10,15 @@ from functools import cache
 
 import torch
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import GrammarError, MillraceError
-from schemas.sampling import Grammar
-from workers.engine.grammar.compiler import GrammarCompiler, Settled
-from workers.engine.grammar.library import GrammarLibrary, Matcher
-from workers.engine.grammar.masks import MaskFiller
-from workers.engine.grammar.probe import GrammarProbe
-from workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
-from workers.engine.sequence import Sequence, SequenceState
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import GrammarError, MillraceError
+from millrace.schemas.sampling import Grammar
+from millrace.workers.engine.grammar.compiler import GrammarCompiler, Settled
+from millrace.workers.engine.grammar.library import GrammarLibrary, Matcher
+from millrace.workers.engine.grammar.masks import MaskFiller
+from millrace.workers.engine.grammar.probe import GrammarProbe
+from millrace.workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
+from millrace.workers.engine.sequence import Sequence, SequenceState
 
 # A library of so many tokens is built in some 0.1 s; one of 150,000 takes 0.7 s.
 _MAX_LAZY_VOCAB = 24_000

@@ -15,11 +15,11 @@ from llguidance import (
     grammar_from,
 )
 
-from schemas.errors import GrammarError
-from schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
 
 if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
-    from registry.tokenizers.tokenizer import Tokenizer
+    from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 MAX_MESSAGE_CHARACTERS = 240
 # Compiling goes as deep as the text nests; a text of the longest that is taken fits well.

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from workers.engine.grammar.library import Matcher
-from workers.engine.grammar.reasoning import ReasoningMatcher
-from workers.engine.grammar.threads import TaskThreads
-from workers.engine.sequence import Sequence
+from millrace.workers.engine.grammar.library import Matcher
+from millrace.workers.engine.grammar.reasoning import ReasoningMatcher
+from millrace.workers.engine.grammar.threads import TaskThreads
+from millrace.workers.engine.sequence import Sequence
 
 _MAX_THREADS = 4
 _ROWS_AT_LEAST = 8

@@ -21,9 +21,9 @@ from typing import BinaryIO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from schemas.errors import GrammarError
-from schemas.sampling import Grammar
-from workers.engine.grammar.library import raise_error_of, start
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import Grammar
+from millrace.workers.engine.grammar.library import raise_error_of, start
 
 # Processor time. What comes near it may take as long for a mask, which a step then waits for.
 COMPILE_LIMIT_S = 0.5
@@ -31,7 +31,7 @@ _WAIT_LIMIT_S = 10.0
 _TRIED_STEPS = 16
 _NUM_BYTES = 256
 _START_LIMIT_S = 30.0
-_MODULE = "workers.engine.grammar.probe"
+_MODULE = "millrace.workers.engine.grammar.probe"
 _ROOT = Path(__file__).resolve().parents[3]
 _READY = b"ready\n"
 

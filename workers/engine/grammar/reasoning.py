@@ -10,11 +10,11 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.errors import GrammarError
-from schemas.sampling import SamplingParams
-from workers.engine.grammar.library import GrammarLibrary, Matcher
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.grammar.library import GrammarLibrary, Matcher
 
 _BLANKS = b" \t\n\r"
 _GAPS = ("\n\n", "\n")

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from workers.engine.threads import leave_core
+from millrace.workers.engine.threads import leave_core
 
 Task = Callable[[], None]
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from schemas.prefix import extend_keys, root_key
-from workers.engine.kv.block_pool import BlockPool
-from workers.engine.kv.events import KvEvents
-from workers.engine.kv.host_cache import HostCache
-from workers.engine.kv.prefix_cache import PrefixCache
-from workers.engine.sequence import Sequence
-from workers.engine.types import PrefixChanges
+from millrace.schemas.prefix import extend_keys, root_key
+from millrace.workers.engine.kv.block_pool import BlockPool
+from millrace.workers.engine.kv.events import KvEvents
+from millrace.workers.engine.kv.host_cache import HostCache
+from millrace.workers.engine.kv.prefix_cache import PrefixCache
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import PrefixChanges
 
 
 class BlockMemory(Protocol):

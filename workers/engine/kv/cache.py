@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from workers.kernels.gpu.device_batch import CacheLayer
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.kernels.gpu.device_batch import CacheLayer
 
 
 class KVCache:

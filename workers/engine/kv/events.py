@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from schemas.prefix import REPORTED_BYTES
-from workers.engine.types import PrefixChanges
+from millrace.schemas.prefix import REPORTED_BYTES
+from millrace.workers.engine.types import PrefixChanges
 
 MAX_NOTED_KEYS = 1 << 16
 

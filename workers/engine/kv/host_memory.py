@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.engine.kv.cache import KVCache
-from workers.engine.kv.host_cache import HostMemory
-from workers.engine.threads import leave_core
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.host_cache import HostMemory
+from millrace.workers.engine.threads import leave_core
 
 # A thread more is worth starting for so many blocks.
 _BLOCKS_PER_THREAD = 16
@@ -24,7 +24,7 @@ def host_memory_of(cache: KVCache, host_bytes: int) -> HostMemory:
     if not cache.blocks.is_cuda:
         return PlainHostMemory(cache, host_bytes)
     # Needs Triton, which there is for Linux only.
-    from workers.engine.kv.locked_host_memory import LockedHostMemory
+    from millrace.workers.engine.kv.locked_host_memory import LockedHostMemory
 
     return LockedHostMemory(cache, host_bytes)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from schemas.errors import ConfigError
-from workers.engine.kv.cache import KVCache
-from workers.kernels.gpu.blocks import copy_blocks
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.kernels.gpu.blocks import copy_blocks
 
 # What copies are taken to run at before one was measured, and what a later one counts.
 _ASSUMED_BYTES_PER_S = 20e9

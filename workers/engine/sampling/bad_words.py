@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import lru_cache
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import ParameterError
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import ParameterError
 
 _CACHED_LISTS = 128
 

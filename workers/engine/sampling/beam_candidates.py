@@ -8,9 +8,9 @@ from math import inf
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from workers.engine.beams.search import Candidate
-from workers.engine.sampling.groups import GROUP_TOKENS, largest
-from workers.engine.sampling.logprobs import LogprobTable, tabulate
+from millrace.workers.engine.beams.search import Candidate
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, largest
+from millrace.workers.engine.sampling.logprobs import LogprobTable, tabulate
 
 
 def likeliest(

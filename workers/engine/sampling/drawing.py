@@ -13,15 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.groups import (
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.groups import (
     GROUP_TOKENS,
     GroupedLogits,
     ScaledRows,
     first_largest,
 )
-from workers.engine.sampling.top_k_top_p import Bounds, Limits, filter_top_k_top_p, limits_of
-from workers.kernels.random_stream import uniforms
+from millrace.workers.engine.sampling.top_k_top_p import (
+    Bounds,
+    Limits,
+    filter_top_k_top_p,
+    limits_of,
+)
+from millrace.workers.kernels.random_stream import uniforms
 
 # No group weighs more than this many times its likeliest token, rounding included.
 _MOST_OF_PEAK = GROUP_TOKENS * (1 + 1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError
 
 
 class NoTokenAllowedError(MillraceError, code="no_token_allowed", http_status=400):

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.bad_words import BadWords
-from workers.engine.sequence import Sequence
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.bad_words import BadWords
+from millrace.workers.engine.sequence import Sequence
 
 _Ids = npt.NDArray[np.int64]
 _Amounts = npt.NDArray[np.float32]

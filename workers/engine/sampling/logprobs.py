@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.frames import TokenLogprob
-from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
 
 
 class LogprobTable(NamedTuple):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from schemas.frames import TokenLogprob
-from workers.engine.batch import ScoredRows
-from workers.engine.sampling.groups import GROUP_TOKENS, largest
-from workers.engine.sampling.logprobs import tabulate
-from workers.engine.sequence import Sequence
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.batch import ScoredRows
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, largest
+from millrace.workers.engine.sampling.logprobs import tabulate
+from millrace.workers.engine.sequence import Sequence
 
 # Logits of no more rows than this exist at a time: enough for the product with the head to run at
 # full speed, far fewer than a long prompt has.

@@ -10,24 +10,24 @@ from typing import NamedTuple
 
 import torch
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import MillraceError, ParameterError
-from schemas.frames import TokenLogprob
-from schemas.sampling import SamplingParams
-from workers.engine.outputs import as_millrace_error
-from workers.engine.sampling.bad_words import bad_words_reader
-from workers.engine.sampling.drawing import Draws, draw, draws_of
-from workers.engine.sampling.errors import NoTokenAllowedError
-from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, largest, num_groups
-from workers.engine.sampling.logits_processors import (
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.outputs import as_millrace_error
+from millrace.workers.engine.sampling.bad_words import bad_words_reader
+from millrace.workers.engine.sampling.drawing import Draws, draw, draws_of
+from millrace.workers.engine.sampling.errors import NoTokenAllowedError
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, largest, num_groups
+from millrace.workers.engine.sampling.logits_processors import (
     LogitsProcessorBatch,
     RowLogitsProcessor,
     needs_logits_processor,
 )
-from workers.engine.sampling.logprobs import LogprobTable, tabulate
-from workers.engine.sampling.token_masks import TokenMasks
-from workers.engine.sequence import Sequence
-from workers.engine.types import NonFiniteLogitsError
+from millrace.workers.engine.sampling.logprobs import LogprobTable, tabulate
+from millrace.workers.engine.sampling.token_masks import TokenMasks
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import NonFiniteLogitsError
 
 _log = logging.getLogger(__name__)
 

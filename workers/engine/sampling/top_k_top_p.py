@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
-from workers.engine.sampling.ordering import ascending, ascending_order, smallest
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
+from millrace.workers.engine.sampling.ordering import ascending, ascending_order, smallest
 
 _LOWEST = torch.finfo(torch.float32).min
 # Rows with about as many groups of candidates are padded and sorted together: the widths are this

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError, ContextLengthError, ParameterError
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from workers.engine.types import EngineRequest, KVCapacityError
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.types import EngineRequest, KVCapacityError
 
 
 def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workers.engine.sequence import Rank, Sequence
+from millrace.workers.engine.sequence import Rank, Sequence
 
 # Of slots and blocks, so that arrivals find the rest at once: what all of it may have that is not
 # preempted, and what a single one may.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from workers.engine.beams.group import BeamGroup
-from workers.engine.sequence import Sequence
+from millrace.workers.engine.beams.group import BeamGroup
+from millrace.workers.engine.sequence import Sequence
 
 
 def has_slot(

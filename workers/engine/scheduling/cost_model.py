@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from workers.engine.sequence import Sequence
+from millrace.workers.engine.sequence import Sequence
 
 # Weight that an observation loses with each later one: about 300 steps are remembered. What a
 # coefficient is stays as it was while nothing is observed that would tell.

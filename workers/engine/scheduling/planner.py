@@ -8,13 +8,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from workers.engine.kv.block_tables import BlockTables, PrefixHit
-from workers.engine.scheduling.background import is_background, non_preemptible, rank_of
-from workers.engine.scheduling.beam_slots import has_slot
-from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.schedule import Schedule, ScheduledSequence
-from workers.engine.scheduling.waiting import WaitingQueue
-from workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.kv.block_tables import BlockTables, PrefixHit
+from millrace.workers.engine.scheduling.background import is_background, non_preemptible, rank_of
+from millrace.workers.engine.scheduling.beam_slots import has_slot
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.schedule import Schedule, ScheduledSequence
+from millrace.workers.engine.scheduling.waiting import WaitingQueue
+from millrace.workers.engine.sequence import Sequence, SequenceState
 
 # Blocks that admissions leave free for those who already run: without it every newcomer preempts
 # somebody a few steps later.

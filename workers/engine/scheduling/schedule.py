@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workers.engine.sequence import Sequence
+from millrace.workers.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
 
 # Weight that an observation loses with each later one of its kind: about 64 are remembered.
 _DECAY = 1 - 1 / 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from workers.engine.sequence import Rank, Sequence, SequenceState
+from millrace.workers.engine.sequence import Rank, Sequence, SequenceState
 
 # Entries of sequences that were removed are dropped together once they are this many and most.
 _MAX_DEAD_ENTRIES = 64

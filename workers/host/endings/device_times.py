@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from workers.engine.types import DeviceTime, EngineOutput
-from workers.host.endings.records import attempt_of
-from workers.host.generations.generation import Generation
+from millrace.workers.engine.types import DeviceTime, EngineOutput
+from millrace.workers.host.endings.records import attempt_of
+from millrace.workers.host.generations.generation import Generation
 
 # An engine that has not said the last of a request by then is not waited for: it is in a step that
 # takes this long, and may never come out of it.

@@ -6,20 +6,20 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from bus.tenancy.settling import Settlement, Settlements
-from runtime.retry import doubling_delays, retry
-from schemas.engines import PROMISES
-from schemas.errors import PayloadTooLargeError
-from schemas.jobs import JobResult
-from schemas.records import RequestRecord
-from schemas.tenants import to_nano
-from workers.host.context import WorkerContext
-from workers.host.endings.device_times import DeviceTimes
-from workers.host.endings.records import job_result, request_record, smaller_results
-from workers.host.endings.transcripts import transcript_of, wants_transcript
-from workers.host.flusher import Flusher
-from workers.host.generations.generation import Generation
-from workers.host.leases.ownership import LeaseOwnership, Ownership
+from millrace.bus.tenancy.settling import Settlement, Settlements
+from millrace.runtime.retry import doubling_delays, retry
+from millrace.schemas.engines import PROMISES
+from millrace.schemas.errors import PayloadTooLargeError
+from millrace.schemas.jobs import JobResult
+from millrace.schemas.records import RequestRecord
+from millrace.schemas.tenants import to_nano
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.endings.device_times import DeviceTimes
+from millrace.workers.host.endings.records import job_result, request_record, smaller_results
+from millrace.workers.host.endings.transcripts import transcript_of, wants_transcript
+from millrace.workers.host.flusher import Flusher
+from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.leases.ownership import LeaseOwnership, Ownership
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0

@@ -7,13 +7,13 @@ from itertools import accumulate
 
 import msgspec
 
-from bus.jobs.decoding import owner_of
-from bus.jobs.ends import record_of, result_of
-from registry.pricing import PriceBook, cost, device_cost
-from schemas.engines import CostMethod
-from schemas.jobs import JobResult
-from schemas.records import Attempt, RequestRecord, Status
-from workers.host.generations.generation import Generation
+from millrace.bus.jobs.decoding import owner_of
+from millrace.bus.jobs.ends import record_of, result_of
+from millrace.registry.pricing import PriceBook, cost, device_cost
+from millrace.schemas.engines import CostMethod
+from millrace.schemas.jobs import JobResult
+from millrace.schemas.records import Attempt, RequestRecord, Status
+from millrace.workers.host.generations.generation import Generation
 
 _NS_PER_MS = 1e6
 _NS_PER_US = 1e3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.records import Status, TranscriptRecord
-from workers.host.generations.generation import Generation
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.records import Status, TranscriptRecord
+from millrace.workers.host.generations.generation import Generation
 
 
 def wants_transcript(generation: Generation) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from registry.reasoning import num_reasoning_tokens
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.frames import Beam, BeamEnd
-from schemas.jobs import BeamResult, Job
-from schemas.records import Status
-from workers.engine.types import EngineOutput
-from workers.host.generations.outcomes import GenerationOutcome
-from workers.host.generations.output_text import TextStream
+from millrace.registry.reasoning import num_reasoning_tokens
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.frames import Beam, BeamEnd
+from millrace.schemas.jobs import BeamResult, Job
+from millrace.schemas.records import Status
+from millrace.workers.engine.types import EngineOutput
+from millrace.workers.host.generations.outcomes import GenerationOutcome
+from millrace.workers.host.generations.output_text import TextStream
 
 MAX_TOKENS_PER_BEAM_FRAME = 1024
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from runtime.clock import Clock
-from workers.host.generations.generation import Generation
+from millrace.runtime.clock import Clock
+from millrace.workers.host.generations.generation import Generation
 
 _MAX_GENERATIONS = 8_192
 _MAX_NUMBERS = 4_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from schemas.frames import (
+from millrace.schemas.frames import (
     Cancelled,
     Delta,
     Expired,
@@ -14,8 +14,8 @@ from schemas.frames import (
     TerminalFrame,
     TokenLogprob,
 )
-from schemas.records import Status
-from workers.host.generations.outcomes import GenerationOutcome
+from millrace.schemas.records import Status
+from millrace.workers.host.generations.outcomes import GenerationOutcome
 
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import msgspec
 
-from registry.reasoning import num_reasoning_tokens
-from schemas.control import Dispatch, Served
-from schemas.frames import (
+from millrace.registry.reasoning import num_reasoning_tokens
+from millrace.schemas.control import Dispatch, Served
+from millrace.schemas.frames import (
     Delta,
     Done,
     Embedding,
@@ -21,16 +21,16 @@ from schemas.frames import (
     TokenLogprob,
     Usage,
 )
-from schemas.jobs import Tier
-from schemas.records import Status
-from schemas.sampling import SamplingParams
-from workers.engine.types import EngineOutput, EngineRequest
-from workers.host.generations.beam_answers import BeamAnswers
-from workers.host.generations.device_use import DeviceUse
-from workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
-from workers.host.generations.outcomes import LENGTH_REACHED, STOPPED, GenerationOutcome
-from workers.host.generations.output_text import TextStream
-from workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.host.generations.beam_answers import BeamAnswers
+from millrace.workers.host.generations.device_use import DeviceUse
+from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
+from millrace.workers.host.generations.outcomes import LENGTH_REACHED, STOPPED, GenerationOutcome
+from millrace.workers.host.generations.output_text import TextStream
+from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
 # An attribute of an enum takes longer to look up, and each output does so.
 _QUEUED, _PREFILLING, _, _ENDED = Phase

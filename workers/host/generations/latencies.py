@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
-from schemas.records import Status
-from workers.host.generations.state import Timing
+from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
+from millrace.schemas.records import Status
+from millrace.workers.host.generations.state import Timing
 
 _NS_PER_S = 1e9
 

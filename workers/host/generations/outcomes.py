@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.frames import FinishReason
-from schemas.records import Status
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import Status
 
 
 class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):

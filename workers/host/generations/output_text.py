@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from registry.tokenizers.detokenizer import IncrementalDetokenizer
+from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
-    from registry.tokenizers.tokenizer import Tokenizer
-    from schemas.sampling import SamplingOptions
+    from millrace.registry.tokenizers.tokenizer import Tokenizer
+    from millrace.schemas.sampling import SamplingOptions
 
 
 class TextPiece(NamedTuple):

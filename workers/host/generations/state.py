@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import msgspec
 
-from schemas.control import Dispatch, Reservation
+from millrace.schemas.control import Dispatch, Reservation
 
 _MAX_LISTENERS = 4
 

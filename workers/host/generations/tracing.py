@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runtime.clock import Clock
-from runtime.tracing import (
+from millrace.runtime.clock import Clock
+from millrace.runtime.tracing import (
     Span,
     SpanEvent,
     SpanKind,
@@ -13,9 +13,9 @@ from runtime.tracing import (
     parse_traceparent,
     record_span,
 )
-from schemas.control import Dispatch
-from schemas.records import Status
-from workers.host.generations.generation import Generation
+from millrace.schemas.control import Dispatch
+from millrace.schemas.records import Status
+from millrace.workers.host.generations.generation import Generation
 
 
 class RunTrace:

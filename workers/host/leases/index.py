@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from bus.running_requests import RunningRequest
+from millrace.bus.running_requests import RunningRequest
 
 _MAX_PENDING = 10_000
 

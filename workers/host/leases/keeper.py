@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from bus.job_queue import JobQueue
-from runtime.clock import Clock
-from schemas.errors import MillraceError
+from millrace.bus.job_queue import JobQueue
+from millrace.runtime.clock import Clock
+from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 

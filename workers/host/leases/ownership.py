@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 
-from bus.api import Bus
-from runtime.clock import Clock
-from workers.host.generations.generation import Generation
-from workers.host.leases.index import Generations
+from millrace.bus.api import Bus
+from millrace.runtime.clock import Clock
+from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.leases.index import Generations
 
 # Once schedulers receive its heartbeats again, they take nothing away from a worker for silence;
 # takeovers that they began before are in the index after this.

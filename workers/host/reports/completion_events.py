@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from bus.control import Control
-from schemas.control import Ended, Served
-from schemas.errors import MillraceError
+from millrace.bus.control import Control
+from millrace.schemas.control import Ended, Served
+from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from typing import Protocol
 
-from runtime.clock import until_beat_s
-from schemas.control import QueueStatus, WorkerStatus
-from schemas.errors import MillraceError
-from schemas.jobs import Tier
-from schemas.records import WorkerSample
-from workers.engine.types import EngineStats
-from workers.host.context import WorkerContext
-from workers.host.reports.device_watch import DeviceReading, DeviceWatch
+from millrace.runtime.clock import until_beat_s
+from millrace.schemas.control import QueueStatus, WorkerStatus
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Tier
+from millrace.schemas.records import WorkerSample
+from millrace.workers.engine.types import EngineStats
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8

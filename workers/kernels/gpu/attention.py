@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.attention_tiles import (
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.attention_tiles import (
     decode_tile,
     decode_tokens,
     masks_all_tiles,
     padded,
     prefill_tile,
 )
-from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
-from workers.kernels.gpu.jit.attention_decode import combine_kernel, cut_kernel, decode_kernel
-from workers.kernels.gpu.jit.attention_prefill import prefill_kernel
+from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.jit.attention_decode import (
+    combine_kernel,
+    cut_kernel,
+    decode_kernel,
+)
+from millrace.workers.kernels.gpu.jit.attention_prefill import prefill_kernel
 
 # More tokens than any sequence has: the window of a layer that has none.
 EVERYTHING = 2**31 - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.jit.blocks import copy_blocks_kernel
-from workers.kernels.gpu.tiles import COPY_WARPS, COPY_WORDS, power_of_two
+from millrace.workers.kernels.gpu.jit.blocks import copy_blocks_kernel
+from millrace.workers.kernels.gpu.tiles import COPY_WARPS, COPY_WORDS, power_of_two
 
 # From the widest: a thread loads two of eight bytes at once.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kernels.gpu.jit.experts import (
+from millrace.workers.kernels.gpu.jit.experts import (
     add_choices_kernel,
     expert_products_kernel,
     route_kernel,
 )
-from workers.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
-from workers.kernels.gpu.tiles import power_of_two
+from millrace.workers.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
+from millrace.workers.kernels.gpu.tiles import power_of_two
 
 __all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
 

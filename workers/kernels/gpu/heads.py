@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
-from workers.kernels.gpu.jit.heads import rotate_store_kernel
-from workers.kernels.gpu.tiles import head_tile
-from workers.kernels.operations import HeadNorms
+from millrace.workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
+from millrace.workers.kernels.gpu.jit.heads import rotate_store_kernel
+from millrace.workers.kernels.gpu.tiles import head_tile
+from millrace.workers.kernels.operations import HeadNorms
 
 
 def rotate_store(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from workers.kernels.gpu.jit.inputs import prepare_inputs_kernel
-from workers.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
+from millrace.workers.kernels.gpu.jit.inputs import prepare_inputs_kernel
+from millrace.workers.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
 
 _WIDTH = 256
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from schemas.errors import ConfigError
-from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
-from workers.kernels.gpu.sorted_choices import SortedChoices
+from millrace.schemas.errors import ConfigError
+from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.sorted_choices import SortedChoices
 
 
 class Attention(Protocol):
@@ -100,7 +100,7 @@ def is_interpreted() -> bool:
 
 def triton_kernels() -> KernelSet:
     """The Triton kernels: compiled on a CUDA device, else interpreted."""
-    from workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
+    from millrace.workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
 
     return _gathered(
         "triton",
@@ -111,7 +111,14 @@ def triton_kernels() -> KernelSet:
 
 
 def _reference_kernels() -> KernelSet:
-    from workers.kernels.gpu.reference import attention, experts, heads, inputs, matmul, rows
+    from millrace.workers.kernels.gpu.reference import (
+        attention,
+        experts,
+        heads,
+        inputs,
+        matmul,
+        rows,
+    )
 
     return _gathered(
         "reference",

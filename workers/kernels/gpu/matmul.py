@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.jit.matmul import product_kernel, row_product_kernel
-from workers.kernels.gpu.tiles import (
+from millrace.workers.kernels.gpu.jit.matmul import product_kernel, row_product_kernel
+from millrace.workers.kernels.gpu.tiles import (
     MAX_SKINNY_ROWS,
     ProductTile,
     fixed_product_tile,

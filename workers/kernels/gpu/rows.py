@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.jit.rows import add_rms_norm_kernel, rms_norm_kernel, swiglu_kernel
-from workers.kernels.gpu.tiles import norm_tile, swiglu_tile
+from millrace.workers.kernels.gpu.jit.rows import (
+    add_rms_norm_kernel,
+    rms_norm_kernel,
+    swiglu_kernel,
+)
+from millrace.workers.kernels.gpu.tiles import norm_tile, swiglu_tile
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

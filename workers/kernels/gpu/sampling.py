@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from workers.kernels.gpu.jit.sampling_choose import choose_kernel
-from workers.kernels.gpu.jit.sampling_logprobs import logprobs_kernel
-from workers.kernels.gpu.jit.sampling_summary import summarise_kernel, summarise_raw_kernel
-from workers.kernels.gpu.sampler_state import SamplerState, num_groups
+from millrace.workers.kernels.gpu.jit.sampling_choose import choose_kernel
+from millrace.workers.kernels.gpu.jit.sampling_logprobs import logprobs_kernel
+from millrace.workers.kernels.gpu.jit.sampling_summary import summarise_kernel, summarise_raw_kernel
+from millrace.workers.kernels.gpu.sampler_state import SamplerState, num_groups
 
 
 class SamplingTiles(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from schemas.frames import FinishReason
-from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
 
 _DONE = b"[DONE]"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

@@ -6,11 +6,11 @@ import asyncio
 
 import msgspec
 
-from registry.served import ServedModel
-from schemas.errors import ConfigError
-from workers.engine_like import EngineFailedError
-from workers.servers.client import ServerClient
-from workers.servers.dialects.same_model import PROBE_TEXT
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialects.same_model import PROBE_TEXT
 
 # Tokens that a server may put around a prompt beyond those of its tokenizer.
 _MOST_AROUND = 2

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from registry.gguf.kv_size import kv_bytes_per_token
-from registry.served import ServedModel
-from registry.source import gguf_file
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.sampling import SamplingParams
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.servers.client import ServerClient
-from workers.servers.dialect import (
+from millrace.registry.gguf.kv_size import kv_bytes_per_token
+from millrace.registry.served import ServedModel
+from millrace.registry.source import gguf_file
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -26,10 +26,10 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.llamacpp_answers import LlamaReader
-from workers.servers.dialects.llamacpp_slots import Slots
-from workers.servers.dialects.settings import check_settings
-from workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.llamacpp_answers import LlamaReader
+from millrace.workers.servers.dialects.llamacpp_slots import Slots
+from millrace.workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.prometheus_text import read_samples
 
 _NUM_SLOTS = 8
 # Of the machine's memory, what slots get for their keys and values where nothing else is said.

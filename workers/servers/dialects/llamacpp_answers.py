@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from registry.tokenizers.token_bytes import TokenBytes
-from schemas.frames import FinishReason, TokenLogprob
-from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.registry.tokenizers.token_bytes import TokenBytes
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CALLERS_FAULT = range(400, 500)

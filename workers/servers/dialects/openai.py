@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from registry.served import ServedModel
-from registry.tokenizers.incremental import IncrementalTokenizer
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from workers.engine.types import EngineRequest
-from workers.servers.client import ServerClient
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.incremental import IncrementalTokenizer
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -27,11 +27,11 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.completions_probe import check_completions
-from workers.servers.dialects.logit_bias import add_bias
-from workers.servers.dialects.openai_answers import TextReader
-from workers.servers.dialects.prompt_text import check_spelling, prompt_text
-from workers.servers.dialects.same_model import chosen_model
+from millrace.workers.servers.dialects.completions_probe import check_completions
+from millrace.workers.servers.dialects.logit_bias import add_bias
+from millrace.workers.servers.dialects.openai_answers import TextReader
+from millrace.workers.servers.dialects.prompt_text import check_spelling, prompt_text
+from millrace.workers.servers.dialects.same_model import chosen_model
 
 _VERSION = "/v1"
 # Some servers keep a seed in 32 bits, one of them for the sign.

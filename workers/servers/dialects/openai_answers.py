@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from registry.tokenizers.incremental import IncrementalTokenizer
-from workers.servers.dialect import Part, ServerStreamError
-from workers.servers.dialects.completions_answers import Choice, CompletionsReader
+from millrace.registry.tokenizers.incremental import IncrementalTokenizer
+from millrace.workers.servers.dialect import Part, ServerStreamError
+from millrace.workers.servers.dialects.completions_answers import Choice, CompletionsReader
 
 
 class TextReader(CompletionsReader[Choice]):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from registry.served import ServedModel
-from registry.tokenizers.detokenizer import IncrementalDetokenizer
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError, ParameterError
-from workers.engine.types import EngineRequest
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.workers.engine.types import EngineRequest
 
 
 def check_spelling(model: ServedModel, kind: EngineKind) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from registry.served import ServedModel
-from schemas.errors import ConfigError
-from workers.engine_like import EngineFailedError
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine_like import EngineFailedError
 
 # Other tokenizers cut it otherwise.
 PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."

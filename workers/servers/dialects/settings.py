@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
 
 _UNKNOWN = (
     "num_blocks",

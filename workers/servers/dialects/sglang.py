@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.sampling import Grammar, GrammarKind
-from workers.engine.grammar.library import ANY_OBJECT
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.servers.client import AnswerError, ServerClient
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.grammar.library import ANY_OBJECT
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import AnswerError, ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -30,12 +30,12 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.json_grammars import with_few_blanks
-from workers.servers.dialects.logit_bias import add_bias
-from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
-from workers.servers.dialects.settings import check_settings
-from workers.servers.dialects.sglang_answers import SglangReader
-from workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.json_grammars import with_few_blanks
+from millrace.workers.servers.dialects.logit_bias import add_bias
+from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
+from millrace.workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.dialects.sglang_answers import SglangReader
+from millrace.workers.servers.prometheus_text import read_samples
 
 _GENERATE = "/generate"
 _ABORT = "/abort_request"

@@ -6,8 +6,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from schemas.frames import FinishReason, TokenLogprob
-from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
 
 _DONE = b"[DONE]"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

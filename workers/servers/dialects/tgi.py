@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.servers.client import ServerClient
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -28,11 +28,11 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.prompt_text import num_whole, prompt_text
-from workers.servers.dialects.same_model import PROBE_TEXT, check_probe
-from workers.servers.dialects.settings import check_settings, check_usual
-from workers.servers.dialects.tgi_answers import TgiReader
-from workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.prompt_text import num_whole, prompt_text
+from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe
+from millrace.workers.servers.dialects.settings import check_settings, check_usual
+from millrace.workers.servers.dialects.tgi_answers import TgiReader
+from millrace.workers.servers.prometheus_text import read_samples
 
 _GENERATE = "/generate_stream"
 _STEPS = "tgi_batch_inference_count"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from schemas.frames import FinishReason
-from workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.schemas.frames import FinishReason
+from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
 
 _REASONS = {
     "length": FinishReason.LENGTH,

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.servers.client import ServerClient
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -28,11 +28,11 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.completions_probe import check_completions
-from workers.servers.dialects.logit_bias import add_bias
-from workers.servers.dialects.openai_answers import TokenIdsReader
-from workers.servers.dialects.same_model import chosen_model
-from workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.dialects.completions_probe import check_completions
+from millrace.workers.servers.dialects.logit_bias import add_bias
+from millrace.workers.servers.dialects.openai_answers import TokenIdsReader
+from millrace.workers.servers.dialects.same_model import chosen_model
+from millrace.workers.servers.dialects.settings import check_settings
 
 _COMPLETIONS = "/v1/completions"
 _NUM_SEQUENCES = 64

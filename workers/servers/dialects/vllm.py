@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.errors import ConfigError
-from schemas.sampling import Grammar, GrammarKind
-from workers.engine.types import EngineRequest
-from workers.engine_like import EngineFailedError
-from workers.servers.client import AnswerError, ServerClient
-from workers.servers.dialect import (
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import AnswerError, ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -29,13 +29,17 @@ from workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
-from workers.servers.dialects.json_grammars import with_few_blanks
-from workers.servers.dialects.logit_bias import add_bias
-from workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
-from workers.servers.dialects.vllm_answers import VllmReader
-from workers.servers.dialects.vllm_command import SCHEDULING_POLICY, num_sequences, vllm_command
-from workers.servers.prometheus_text import read_labels, read_samples
-from workers.servers.versions import version_of
+from millrace.workers.servers.dialects.json_grammars import with_few_blanks
+from millrace.workers.servers.dialects.logit_bias import add_bias
+from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
+from millrace.workers.servers.dialects.vllm_answers import VllmReader
+from millrace.workers.servers.dialects.vllm_command import (
+    SCHEDULING_POLICY,
+    num_sequences,
+    vllm_command,
+)
+from millrace.workers.servers.prometheus_text import read_labels, read_samples
+from millrace.workers.servers.versions import version_of
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from schemas.frames import TokenLogprob
-from workers.servers.dialect import Part, ServerStreamError
-from workers.servers.dialects.completions_answers import Choice, CompletionsReader
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.servers.dialect import Part, ServerStreamError
+from millrace.workers.servers.dialects.completions_answers import Choice, CompletionsReader
 
 _TOKEN_ID = "token_id:"  # noqa: S105  (how it writes a token as its id)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from registry.served import ServedModel
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.sampling import MAX_LOGPROBS
-from workers.servers.dialect import Command
-from workers.servers.dialects.settings import check_settings
+from millrace.registry.served import ServedModel
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.sampling import MAX_LOGPROBS
+from millrace.workers.servers.dialect import Command
+from millrace.workers.servers.dialects.settings import check_settings
 
 SCHEDULING_POLICY = "--scheduling-policy"
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.models import Models
-from gateway.rendering.activation import activated
-from registry.checkpoints.classifier import Activation, ClassifierHead
-from schemas.openai import ModelCard
-from schemas.pooling import Pooling
+from millrace.gateway.models import Models
+from millrace.gateway.rendering.activation import activated
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.schemas.openai import ModelCard
+from millrace.schemas.pooling import Pooling
 from tests.gateway.test_openapi import validator
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 

@@ -13,16 +13,16 @@ import httpx
 import openai
 import pytest
 
-from bus.tenancy.errors import LimitsUnreachableError
-from gateway.api.pooled import MAX_JOBS_AT_ONCE
-from gateway.rendering.embedding_vectors import VectorForm
-from gateway.tenancy.caller import Caller
-from gateway.tenancy.limits import Limiter, Reservation
-from schemas.config import GatewayConfig
-from schemas.embeddings import MAX_INPUTS
-from schemas.frames import Expired, Failed, Frame, Shed, Usage
-from schemas.jobs import Source
-from schemas.pooling import Pooling
+from millrace.bus.tenancy.errors import LimitsUnreachableError
+from millrace.gateway.api.pooled import MAX_JOBS_AT_ONCE
+from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limits import Limiter, Reservation
+from millrace.schemas.config import GatewayConfig
+from millrace.schemas.embeddings import MAX_INPUTS
+from millrace.schemas.frames import Expired, Failed, Frame, Shed, Usage
+from millrace.schemas.jobs import Source
+from millrace.schemas.pooling import Pooling
 from tests.support.echo_worker import EMBEDDING_SIZE
 from tests.support.running_gateway import (
     CONTEXT_WINDOW_TOKENS,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.rendering.similarity import Vector, cosine
-from schemas.frames import Failed
-from schemas.pooling import Pooling
+from millrace.gateway.rendering.similarity import Vector, cosine
+from millrace.schemas.frames import Failed
+from millrace.schemas.pooling import Pooling
 from tests.support.echo_worker import EMBEDDING_SIZE
 from tests.support.running_gateway import MODEL, RunningGateway
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.frames import FinishReason
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
@@ -21,8 +23,6 @@ from tests.workers.engine.support import (
     request,
     tokens_by_request,
 )
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 RUNNERS = ("host", "device")
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.frames import FinishReason
-from schemas.sampling import SamplingParams
-from workers.engine.beams.search import Answer, Beam, BeamSearch, Candidate
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.beams.search import Answer, Beam, BeamSearch, Candidate
 
 VOCAB_SIZE = 9
 STOPS = frozenset({0, 1})

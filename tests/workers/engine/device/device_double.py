@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from schemas.frames import TokenLogprob
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
-from workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
-from workers.engine.pooling import PooledChunk
-from workers.engine.sampling.drawing import draw, draws_of
-from workers.engine.sampling.groups import GROUP_TOKENS, largest
-from workers.engine.sampling.logits_processors import needs_logits_processor
-from workers.engine.sampling.prompt_logprobs import ScoredChunk
-from workers.engine.scheduling.schedule import ScheduledSequence
-from workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
+from millrace.workers.engine.pooling import PooledChunk
+from millrace.workers.engine.sampling.drawing import draw, draws_of
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, largest
+from millrace.workers.engine.sampling.logits_processors import needs_logits_processor
+from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
 
 VOCAB_SIZE = 192
 POISON = 190

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from workers.engine.device.device import Array, HostDevice, MemoryInfo
+from millrace.workers.engine.device.device import Array, HostDevice, MemoryInfo
 
 
 class LateDevice(HostDevice):

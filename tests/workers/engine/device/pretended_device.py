@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workers.engine.device.device import Array, MemoryInfo
-from workers.kernels import gpu
+from millrace.workers.engine.device.device import Array, MemoryInfo
+from millrace.workers.kernels import gpu
 
 CUDA = torch.device("cuda", 0)
 _MAX_GRID = (2**31 - 1, 65_535, 65_535)

@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
-from schemas.frames import TokenLogprob
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.engine import Engine
 from tests.support.engine.triton_products import rows_by_themselves
 from tests.workers.checkpoints import (
     reference_greedy,
@@ -22,8 +24,6 @@ from tests.workers.checkpoints import (
 )
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from tests.workers.models.test_decoder import CASES, PROMPTS, mean_error
-from workers.engine.device.runner import DeviceRunner
-from workers.engine.engine import Engine
 
 
 def make_engine(path: Path, **config: Any) -> Engine:

@@ -15,10 +15,18 @@ import pytest
 import torch
 
 from benchmarks.gpu_compile.models import CONFIGS
-from registry.checkpoints.checkpoint import read_model_config
-from schemas.config import EngineConfig
-from schemas.pooling import Pooling
-from schemas.sampling import SamplingParams
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.device import loading as device_loading
+from millrace.workers.engine.device.device import MemoryInfo
+from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.in_flight_step import InFlightStep
+from millrace.workers.engine.settings import with_device_defaults
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.kernels.gpu.blocks import copy_blocks
 from tests.workers.engine.device.pretended_device import (
     CUDA,
     Kernel,
@@ -29,14 +37,6 @@ from tests.workers.engine.device.pretended_device import (
     replace_kernels,
 )
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine.device import loading as device_loading
-from workers.engine.device.device import MemoryInfo
-from workers.engine.device.runner import DeviceRunner
-from workers.engine.engine import Engine
-from workers.engine.in_flight_step import InFlightStep
-from workers.engine.settings import with_device_defaults
-from workers.engine.types import EngineRequest
-from workers.kernels.gpu.blocks import copy_blocks
 
 GIB = 1 << 30
 

@@ -13,24 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from registry.checkpoints.checkpoint import read_model_config
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.device.device import HostDevice, MemoryInfo
+from millrace.workers.engine.device.graphs import ladder
+from millrace.workers.engine.device.inputs import fits
+from millrace.workers.engine.device.loading import load_device_runner
+from millrace.workers.engine.device.memory import cache_bytes
+from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.device.state import DeviceState
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.settings import with_device_defaults
+from millrace.workers.engine.types import DeviceLostError, EngineOutput, EngineRequest
+from millrace.workers.kernels.gpu.step_inputs import StepShape
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.device.late_device import LateDevice
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
-from workers.engine.device.device import HostDevice, MemoryInfo
-from workers.engine.device.graphs import ladder
-from workers.engine.device.inputs import fits
-from workers.engine.device.loading import load_device_runner
-from workers.engine.device.memory import cache_bytes
-from workers.engine.device.runner import DeviceRunner
-from workers.engine.device.state import DeviceState
-from workers.engine.engine import Engine
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.settings import with_device_defaults
-from workers.engine.types import DeviceLostError, EngineOutput, EngineRequest
-from workers.kernels.gpu.step_inputs import StepShape
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

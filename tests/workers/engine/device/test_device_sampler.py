@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.workers.engine.device.sampler import DeviceSampler, LogprobBuffers
 from tests.workers.engine.sampling.sampling_rows import random_logits, row, sample
 from tests.workers.kernels.gpu.device_sampling import CPU, begun, choose
-from workers.engine.device.sampler import DeviceSampler, LogprobBuffers
 
 # The interpreter computes with numpy, which tells of what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

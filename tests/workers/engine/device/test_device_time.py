@@ -10,16 +10,21 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoints.checkpoint import ModelConfig
-from registry.checkpoints.expert_layers import ExpertsConfig
-from schemas.config import EngineConfig
-from schemas.pooling import Pooling
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.pooling import Pooling
+from millrace.workers.engine.device.work import (
+    FLOP_PER_BYTE,
+    Chunk,
+    DeviceWork,
+    num_token_parameters,
+)
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
 from tests.workers.engine.support import SteppingClock, last_by_request, prompt, request
-from workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork, num_token_parameters
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 # Explaining traces every line, which takes minutes here.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)

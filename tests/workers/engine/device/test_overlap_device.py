@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.grammar import grammars
 from tests.workers.engine.support import (
     drain,
@@ -17,8 +19,6 @@ from tests.workers.engine.support import (
     request,
     tokens_by_request,
 )
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 _KINDS: tuple[dict[str, Any], ...] = (
     {},

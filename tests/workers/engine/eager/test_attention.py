@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.kv.cache import KVCache
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.batch import FlatBatch, QueryRange
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.kv.cache import KVCache
 
 HEAD_DIM = 4
 DTYPE = torch.float32

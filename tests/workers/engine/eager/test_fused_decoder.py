@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from schemas.config import EngineConfig
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
+from millrace.workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.models.decoder import Decoder, DecoderWeights
+from millrace.workers.models.loader import load_weights
+from millrace.workers.models.packed_projection import PackedProjection
+from millrace.workers.models.projection import Projection
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.eager.test_operations import BLOCK_SIZE, ragged_batch
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from tests.workers.kernels.compiled import compiled
-from workers.engine.batch import FlatBatch
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
-from workers.engine.eager.fused_decoder import FusedDecoder, packed_layers
-from workers.engine.engine import Engine
-from workers.engine.kv.cache import KVCache
-from workers.kernels.cpu import CpuKernels
-from workers.models.decoder import Decoder, DecoderWeights
-from workers.models.loader import load_weights
-from workers.models.packed_projection import PackedProjection
-from workers.models.projection import Projection
 
 NUM_BLOCKS = 80
 LLAMA: dict[str, Any] = {
@@ -174,7 +174,7 @@ def test_a_stream_has_the_same_tokens_alone_and_in_company(
 ) -> None:
     save_model(tmp_path, "Llama", **LLAMA)
     monkeypatch.setattr(
-        "workers.engine.eager.runner.choose_product",
+        "millrace.workers.engine.eager.runner.choose_product",
         lambda kernels, config: partial(PackedProjection, kernels),
     )
     settings = EngineConfig(device="cpu", dtype="bfloat16", num_blocks=64, max_batch_tokens=48)

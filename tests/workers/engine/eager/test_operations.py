@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig
-from schemas.config import EngineConfig
-from schemas.errors import ConfigError
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.batch import FlatBatch, QueryRange
+from millrace.workers.engine.eager.attention import TorchAttention
+from millrace.workers.engine.eager.cpu_operations import CpuOperations
+from millrace.workers.engine.eager.torch_operations import TorchOperations
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.kernels.build import KernelBuildError, cpu_library
+from millrace.workers.kernels.cpu import HEAD_DIMS
+from millrace.workers.kernels.operations import HeadNorms, Rotation
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 from tests.workers.kernels.compiled import compiled
-from workers.engine.batch import FlatBatch, QueryRange
-from workers.engine.eager.attention import TorchAttention
-from workers.engine.eager.cpu_operations import CpuOperations
-from workers.engine.eager.torch_operations import TorchOperations
-from workers.engine.engine import Engine
-from workers.engine.kv.cache import KVCache
-from workers.kernels.build import KernelBuildError, cpu_library
-from workers.kernels.cpu import HEAD_DIMS
-from workers.kernels.operations import HeadNorms, Rotation
 
 EPSILON = 1e-6
 BLOCK_SIZE = 16

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager import products
+from millrace.workers.engine.eager.fused_decoder import FusedDecoder
+from millrace.workers.engine.eager.products import choose_product, sample_config, time_ratio
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.models.decoder import Decoder
+from millrace.workers.models.projection import Projection
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.eager.test_fused_decoder import LLAMA
 from tests.workers.kernels.compiled import compiled
-from workers.engine.batch import FlatBatch
-from workers.engine.eager import products
-from workers.engine.eager.fused_decoder import FusedDecoder
-from workers.engine.eager.products import choose_product, sample_config, time_ratio
-from workers.kernels.cpu import CpuKernels
-from workers.models.decoder import Decoder
-from workers.models.projection import Projection
 
 _WIDE = {
     "hidden_size": 2560,

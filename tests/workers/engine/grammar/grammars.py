@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.config import EngineConfig
-from schemas.frames import FinishReason
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput, EngineRequest
 
 # More than the tokenizer has: the ids beyond it must never come.
 VOCAB_SIZE = 448

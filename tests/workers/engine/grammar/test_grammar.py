@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import GrammarError, ParameterError
-from schemas.frames import FinishReason
-from schemas.pooling import Pooling
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import GrammarError, ParameterError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.grammar.library import GrammarLibrary, Matcher
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.grammar.grammars import (
     Told,
@@ -31,9 +34,6 @@ from tests.workers.engine.grammar.grammars import (
     schema,
 )
 from tests.workers.engine.support import drain
-from workers.engine.engine import Engine
-from workers.engine.grammar.library import GrammarLibrary, Matcher
-from workers.engine.types import EngineOutput
 
 _WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 _PERSON = {

@@ -15,9 +15,22 @@ import psutil
 import pytest
 import torch
 
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import GrammarError
-from schemas.sampling import Grammar, GrammarKind
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import GrammarError
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine.grammar import compiler as grammar_compiler
+from millrace.workers.engine.grammar.compiler import GrammarCompiler
+from millrace.workers.engine.grammar.library import (
+    MAX_MESSAGE_CHARACTERS,
+    GrammarLibrary,
+    Matcher,
+    shortened,
+)
+from millrace.workers.engine.grammar.masks import MaskFiller
+from millrace.workers.engine.grammar.probe import GrammarProbe
+from millrace.workers.engine.grammar.reasoning import ReasoningMatchers
+from millrace.workers.engine.grammar.threads import TaskThreads
+from millrace.workers.engine.sequence import Sequence
 from tests.support.engine.tokenizers_made import (
     byte_fallback,
     byte_level,
@@ -26,19 +39,6 @@ from tests.support.engine.tokenizers_made import (
 )
 from tests.support.waiting import eventually
 from tests.workers.engine.grammar.grammars import ask, ebnf, regex, schema
-from workers.engine.grammar import compiler as grammar_compiler
-from workers.engine.grammar.compiler import GrammarCompiler
-from workers.engine.grammar.library import (
-    MAX_MESSAGE_CHARACTERS,
-    GrammarLibrary,
-    Matcher,
-    shortened,
-)
-from workers.engine.grammar.masks import MaskFiller
-from workers.engine.grammar.probe import GrammarProbe
-from workers.engine.grammar.reasoning import ReasoningMatchers
-from workers.engine.grammar.threads import TaskThreads
-from workers.engine.sequence import Sequence
 
 _TOKENIZERS = {
     "byte level": (byte_level, "<|end|>"),

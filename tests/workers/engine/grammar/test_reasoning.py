@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from tokenizers import AddedToken
 
-from registry.reasoning import ReasoningParser, num_reasoning_tokens
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.chat.reasoning import ReasoningFormat
-from schemas.frames import FinishReason
-from schemas.sampling import Grammar
+from millrace.registry.reasoning import ReasoningParser, num_reasoning_tokens
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import Grammar
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineRequest
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.grammar.grammars import ask, load_engine, regex, run, schema
-from workers.engine.engine import Engine
-from workers.engine.types import EngineRequest
 
 OPEN = ReasoningFormat(is_open=True)
 _BUDGET = 7

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.kv.block_pool import BlockPool
+from millrace.workers.engine.kv.block_pool import BlockPool
 
 
 def test_sizes() -> None:

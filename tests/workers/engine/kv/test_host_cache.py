@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.kv.host_cache import HostCache
+from millrace.workers.engine.kv.host_memory import PlainHostMemory
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
-from workers.engine.eager.runner import ModelRunner
-from workers.engine.engine import Engine
-from workers.engine.kv.host_cache import HostCache
-from workers.engine.kv.host_memory import PlainHostMemory
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 

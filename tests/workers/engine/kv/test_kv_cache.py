@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from registry.checkpoints.checkpoint import ModelConfig
-from workers.engine.kv.cache import KVCache, block_bytes, cache_dtype
-from workers.engine.kv.host_memory import PlainHostMemory, host_memory_of
-from workers.engine.kv.locked_host_memory import LockedHostMemory
-from workers.kernels.gpu.reference.heads import rotate_store
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype
+from millrace.workers.engine.kv.host_memory import PlainHostMemory, host_memory_of
+from millrace.workers.engine.kv.locked_host_memory import LockedHostMemory
+from millrace.workers.kernels.gpu.reference.heads import rotate_store
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn

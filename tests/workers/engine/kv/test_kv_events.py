@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from schemas.prefix import extend_keys, root_key
+from millrace.schemas.prefix import extend_keys, root_key
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.kv.events import KvEvents
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.step_speed import StepSpeed
+from millrace.workers.engine.types import PrefixChanges
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.kv.events import KvEvents
-from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.step_speed import StepSpeed
-from workers.engine.types import PrefixChanges
 
 
 def keys_of(token_ids: list[int], num_blocks: int, salt: str = "") -> list[bytes]:

@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config import EngineConfig
-from schemas.prefix import extend_keys, root_key
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.prefix import extend_keys, root_key
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.kv.block_pool import BlockPool
+from millrace.workers.engine.kv.prefix_cache import PrefixCache
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
     drain,
@@ -21,9 +24,6 @@ from tests.workers.engine.support import (
     request,
     tokens_by_request,
 )
-from workers.engine.engine import Engine
-from workers.engine.kv.block_pool import BlockPool
-from workers.engine.kv.prefix_cache import PrefixCache
 
 SYSTEM = prompt(1, 70)  # four full blocks and six tokens
 

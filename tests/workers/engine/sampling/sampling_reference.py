@@ -9,7 +9,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import numpy.typing as npt
 
-from schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SamplingParams
 
 Row = npt.NDArray[np.float64]
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from schemas.errors import MillraceError
-from schemas.frames import TokenLogprob
-from schemas.sampling import SamplingParams
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.sequence import Sequence
-from workers.engine.types import EngineRequest
-from workers.kernels.random_stream import stream_key
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.kernels.random_stream import stream_key
 
 VOCAB_SIZE = 150  # no multiple of the sampler's groups
 

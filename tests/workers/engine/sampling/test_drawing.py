@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS
+from millrace.workers.engine.sampling.ordering import ascending, ascending_order, smallest
+from millrace.workers.kernels.random_stream import stream_key, uniforms
 from tests.workers.engine.sampling.sampling_rows import random_logits, row, sample
-from workers.engine.sampling.groups import GROUP_TOKENS
-from workers.engine.sampling.ordering import ascending, ascending_order, smallest
-from workers.kernels.random_stream import stream_key, uniforms
 
 
 def raced(logits: torch.Tensor, temperature: float, key: int, index: int) -> int:

@@ -17,18 +17,21 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from registry.tokenizers.token_bytes import token_bytes
-from registry.tokenizers.tokenizer import Tokenizer
-from schemas.errors import MillraceError, ParameterError
-from schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.registry.tokenizers.token_bytes import token_bytes
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.workers.engine.sampling.bad_words import BadWords
+from millrace.workers.engine.sampling.errors import NoTokenAllowedError
+from millrace.workers.engine.sampling.logits_processors import (
+    LogitsProcessorBatch,
+    RowLogitsProcessor,
+)
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.types import NonFiniteLogitsError
 from tests.support.engine.tokenizers_made import byte_level
 from tests.workers.engine.sampling.sampling_reference import processed
 from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
-from workers.engine.sampling.bad_words import BadWords
-from workers.engine.sampling.errors import NoTokenAllowedError
-from workers.engine.sampling.logits_processors import LogitsProcessorBatch, RowLogitsProcessor
-from workers.engine.sampling.sampler import Sampler
-from workers.engine.types import NonFiniteLogitsError
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 

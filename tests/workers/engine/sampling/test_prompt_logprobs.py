@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.config import EngineConfig
-from schemas.frames import TokenLogprob
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import TokenLogprob
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineOutput
 
 RUNNERS = ("host", "device")
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.kernels.random_stream import stream_key, uniforms, uniforms_by_torch
 from tests.workers.engine.sampling.sampling_reference import (
     chi_square,
     chi_square_limit,
@@ -17,8 +19,6 @@ from tests.workers.engine.sampling.sampling_reference import (
     processed,
 )
 from tests.workers.engine.sampling.sampling_rows import VOCAB_SIZE, Row, random_logits, row, sample
-from workers.engine.sampling.sampler import Sampler
-from workers.kernels.random_stream import stream_key, uniforms, uniforms_by_torch
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from schemas.config import EngineConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.types import EngineRequest
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
-from workers.engine.engine import Engine
-from workers.engine.types import EngineRequest
 
 OPTIONS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},

@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
+from millrace.workers.engine.sampling.top_k_top_p import filter_top_k_top_p, limits_of
 from tests.workers.engine.sampling.sampling_reference import distribution
 from tests.workers.engine.sampling.sampling_rows import random_logits
-from workers.engine.sampling.groups import GROUP_TOKENS, ScaledRows, largest
-from workers.engine.sampling.top_k_top_p import filter_top_k_top_p, limits_of
 
 _NOTHING = 1e-30
 

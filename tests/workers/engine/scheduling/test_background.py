@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
+from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.scheduling.test_planner import make_planner, sequence, step, warm_costs
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
-from workers.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
-from workers.engine.sequence import Sequence, SequenceState
-from workers.engine.types import EngineOutput, EngineRequest
 
 RUNNERS = ("host", "device")
 

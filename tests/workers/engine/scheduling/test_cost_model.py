@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engine.scheduling.cost_model import CostModel, StepWork, chunk_pairs
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork, chunk_pairs
 
 COEFFICIENTS = (4e-3, 2e-4, 3e-4, 1e-7, 2e-8)
 

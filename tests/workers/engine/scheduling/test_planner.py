@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
+from millrace.workers.engine.sequence import Sequence, SequenceState
 from tests.workers.engine.support import FakeMemory, request
-from workers.engine.kv.block_tables import BlockTables
-from workers.engine.scheduling.cost_model import CostModel, StepWork
-from workers.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
-from workers.engine.sequence import Sequence, SequenceState
 
 
 def make_planner(

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from millrace.workers.kernels.gpu.attention import PagedAttention
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.reference.attention import attend
 from tests.workers.kernels.gpu.closeness import poisoned
-from workers.kernels.gpu.attention import PagedAttention
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
-from workers.kernels.gpu.reference.attention import attend
 
 # A block that no cache has: whoever looks it up reads far outside.
 NO_BLOCK = 2**30

@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from millrace.workers.engine.device.sampler import DeviceSampler
+from millrace.workers.kernels.gpu import sampling as kernels
+from millrace.workers.kernels.gpu.sampling import SamplingTiles
 from tests.workers.engine.sampling.sampling_rows import Row, row
-from workers.engine.device.sampler import DeviceSampler
-from workers.kernels.gpu import sampling as kernels
-from workers.kernels.gpu.sampling import SamplingTiles
 
 CPU = torch.device("cpu")
 POISON = -99

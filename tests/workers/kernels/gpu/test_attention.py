@@ -8,6 +8,9 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.kernels.gpu.attention import PagedAttention
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.reference.attention import ReferenceAttention
 from tests.workers.kernels.gpu.attention_cases import (
     FP8,
     Case,
@@ -20,9 +23,6 @@ from tests.workers.kernels.gpu.attention_cases import (
     make_story,
 )
 from tests.workers.kernels.gpu.closeness import assert_close
-from workers.kernels.gpu.attention import PagedAttention
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.reference.attention import ReferenceAttention
 
 
 def make(shape: Shape, spans: list[tuple[int, int]], seed: int = 0, padding: int = 0) -> Case:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.gpu.attention import AttentionWork, PagedAttention
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.attention_tiles import decode_tokens
-from workers.kernels.gpu.device_batch import DeviceBatch
+from millrace.workers.kernels.gpu.attention import AttentionWork, PagedAttention
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.attention_tiles import decode_tokens
+from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 
 HEAD_DIM = 256
 TILE = decode_tokens(HEAD_DIM)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.gpu.blocks import copy_blocks
-from workers.kernels.gpu.reference.blocks import copy_blocks as reference_copy
+from millrace.workers.kernels.gpu.blocks import copy_blocks
+from millrace.workers.kernels.gpu.reference.blocks import copy_blocks as reference_copy
 
 BLOCK_SHAPES = [(1,), (3,), (7, 5), (16, 2, 2, 8), (4104,), (2, 2, 2, 80)]
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from millrace.workers.kernels.gpu import experts as triton_experts
+from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
+from millrace.workers.kernels.gpu.reference import experts as reference_experts
+from millrace.workers.kernels.operations import SwiGLU
+from millrace.workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
+from millrace.workers.models.projection import Projection
+from millrace.workers.models.stacked_experts import StackedExperts
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.kernels.gpu import experts as triton_experts
-from workers.kernels.gpu.kernel_set import ExpertKernels
-from workers.kernels.gpu.reference import experts as reference_experts
-from workers.kernels.operations import SwiGLU
-from workers.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
-from workers.models.projection import Projection
-from workers.models.stacked_experts import StackedExperts
 
 KERNELS: list[ExpertKernels] = [triton_experts, reference_experts]
 

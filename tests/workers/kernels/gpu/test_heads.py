@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
+from millrace.workers.kernels.gpu.heads import rotate_store
+from millrace.workers.kernels.gpu.reference import heads as reference
+from millrace.workers.kernels.operations import HeadNorms
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close, poisoned
-from workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
-from workers.kernels.gpu.heads import rotate_store
-from workers.kernels.gpu.reference import heads as reference
-from workers.kernels.operations import HeadNorms
 
 EPSILON = 1e-6
 FP8 = torch.float8_e4m3fn

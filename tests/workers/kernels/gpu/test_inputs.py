@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.kernels.gpu import inputs as triton_inputs
-from workers.kernels.gpu.reference import inputs as reference_inputs
-from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
+from millrace.workers.kernels.gpu import inputs as triton_inputs
+from millrace.workers.kernels.gpu.reference import inputs as reference_inputs
+from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
 
 BLOCK_SIZE = 4
 NUM_ROWS = 6

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.kernels.gpu.matmul import gated_linear, linear, tiled_linear
+from millrace.workers.kernels.gpu.reference.matmul import gated_linear as reference_gated_linear
+from millrace.workers.kernels.gpu.reference.matmul import linear as reference_linear
+from millrace.workers.kernels.gpu.tiles import fixed_product_tile, gated_product_tile, product_tile
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.kernels.gpu.matmul import gated_linear, linear, tiled_linear
-from workers.kernels.gpu.reference.matmul import gated_linear as reference_gated_linear
-from workers.kernels.gpu.reference.matmul import linear as reference_linear
-from workers.kernels.gpu.tiles import fixed_product_tile, gated_product_tile, product_tile
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.workers.kernels.gpu import rows as kernels
+from millrace.workers.kernels.gpu.reference import rows as reference
+from millrace.workers.kernels.gpu.tiles import norm_tile
 from tests.workers.kernels.gpu.closeness import DTYPES, assert_close
-from workers.kernels.gpu import rows as kernels
-from workers.kernels.gpu.reference import rows as reference
-from workers.kernels.gpu.tiles import norm_tile
 
 EPSILON = 1e-6
 SHAPES = {

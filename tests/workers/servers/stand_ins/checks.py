@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from registry.served import ServedModel
-from runtime.clock import SystemClock
-from schemas.config import EngineConfig
-from schemas.engines import EngineKind
-from schemas.frames import FinishReason
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import SystemClock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.server_engine import ServerEngine
+from millrace.workers.servers.starting import start_server_engine
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
 from tests.workers.conformance import Heard, request
 from tests.workers.scripted import EOS
 from tests.workers.servers.stand_ins.listening import Busy, listening
-from workers.engine.types import EngineRequest
-from workers.servers.server_engine import ServerEngine
-from workers.servers.starting import start_server_engine
 
 # A stand-in that ends by itself makes so many tokens first.
 END_AT = 5

@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from schemas.engines import EngineKind
-from schemas.frames import FinishReason
-from tests.workers.servers.stand_ins.listening import break_off, event_stream, listening
-from workers.engine.types import EngineRequest
-from workers.servers.client import ServerClient
-from workers.servers.dialect import (
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.frames import FinishReason
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.servers.client import ServerClient
+from millrace.workers.servers.dialect import (
     Call,
     Command,
     Dialect,
@@ -29,6 +28,7 @@ from workers.servers.dialect import (
     ServerLoad,
     ServerStreamError,
 )
+from tests.workers.servers.stand_ins.listening import break_off, event_stream, listening
 
 
 @dataclass

@@ -19,7 +19,7 @@ import msgspec
 import yaml
 from aiohttp import web
 
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.workers.servers.stand_ins.listening import event_stream, listening
 
 

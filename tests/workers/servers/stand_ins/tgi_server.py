@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.workers.servers.stand_ins.listening import break_off, listening
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.jit.attention_tile import attend_tile, block_ids_of
+from millrace.workers.kernels.gpu.jit.attention_tile import attend_tile, block_ids_of
 
 
 @triton.jit

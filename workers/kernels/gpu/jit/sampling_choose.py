@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.jit.random_stream import exponentials
-from workers.kernels.gpu.jit.sampling_logits import (
+from millrace.workers.kernels.gpu.jit.random_stream import exponentials
+from millrace.workers.kernels.gpu.jit.sampling_logits import (
     GROUP,
     INF_BITS,
     KEY,
@@ -22,7 +22,7 @@ from workers.kernels.gpu.jit.sampling_logits import (
     weights_of,
     word,
 )
-from workers.kernels.gpu.jit.sampling_narrow import largest_gap
+from millrace.workers.kernels.gpu.jit.sampling_narrow import largest_gap
 
 # A group's mass in the summary may be wrong by less than this share.
 _SLACK = tl.constexpr(1e-3)

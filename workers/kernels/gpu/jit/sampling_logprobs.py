@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.jit.sampling_logits import GROUP, NO_GAP
+from millrace.workers.kernels.gpu.jit.sampling_logits import GROUP, NO_GAP
 
 
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["picked", "tokens"])

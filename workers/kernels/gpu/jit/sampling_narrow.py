@@ -9,7 +9,7 @@ Sums are taken in an order that depends on the row alone.
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.jit.sampling_logits import (
+from millrace.workers.kernels.gpu.jit.sampling_logits import (
     GROUP,
     INF_BITS,
     NO_GAP,

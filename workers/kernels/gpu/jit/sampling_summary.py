@@ -6,7 +6,7 @@ The only pass over all logits that every row takes; each program takes a part of
 import triton
 import triton.language as tl
 
-from workers.kernels.gpu.jit.sampling_logits import (
+from millrace.workers.kernels.gpu.jit.sampling_logits import (
     GROUP,
     RECORD_WORDS,
     TEMPERATURE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.attention_shape import AttentionShape
-from workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.workers.kernels.gpu.attention_shape import AttentionShape
+from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 
 
 def attend(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
-from workers.kernels.gpu.reference.rows import rms_norm
-from workers.kernels.operations import HeadNorms
+from millrace.workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer
+from millrace.workers.kernels.gpu.reference.rows import rms_norm
+from millrace.workers.kernels.operations import HeadNorms
 
 
 def rotate_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
+from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
 
 
 def prepare_inputs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.gpu.reference.rows import swiglu
+from millrace.workers.kernels.gpu.reference.rows import swiglu
 
 
 def linear(

@@ -6,14 +6,14 @@ from math import inf
 
 import torch
 
-from workers.kernels.gpu.sampler_state import (
+from millrace.workers.kernels.gpu.sampler_state import (
     GROUP_TOKENS,
     MOST_COUNTED,
     RECORD,
     SamplerState,
     num_groups,
 )
-from workers.kernels.random_stream import uniforms
+from millrace.workers.kernels.random_stream import uniforms
 
 
 def choose_tokens(
