@@ -54,9 +54,13 @@ letter, white space and letter case aside.
 
 Held-out phrasings were written together with the training ones and are close to them in style, and
 their accuracy was looked at between runs, which makes it slightly optimistic: people will find
-wordings that the model gets wrong more often than the table says.
+wordings that the model gets wrong more often than the table says. `natural_questions.yaml` beside
+the FAQ has questions as newcomers type them, with the answers and what a reader said of each.
 
     python -m millrace.registry.demo.evaluate --model registry/demo/model
+    python -m millrace.registry.demo.evaluate --model registry/demo/model --natural
+
+In JSON, as a grammar or a schema makes it answer, its texts are clauses of its answers.
 
 ## Training
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import yaml
 
 FAQ_DIR: Final[Path] = Path(__file__).resolve().parent / "faq"
+NATURAL_FILE: Final[Path] = Path(__file__).resolve().parent / "natural_questions.yaml"
 OUT_OF_DOMAIN_ID: Final[str] = "out_of_domain"
 
 _FIELDS: Final = {"id", "questions", "held_out", "answer", "frames", "terms"}
@@ -65,6 +66,29 @@ def load_pairs(folder: Path = FAQ_DIR) -> list[Pair]:
 def held_out_phrasings(pairs: list[Pair]) -> frozenset[str]:
     """Every held-out phrasing, normalised: what training must never see."""
     return frozenset(normalise(question) for pair in pairs for question in pair.held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class NaturalQuestion:
+    """A question as a newcomer typed it, the answer that the shipped weights gave, and whether a
+    reader found that sensible."""
+
+    question: str
+    answer: str
+    is_sensible: bool
+
+
+def load_natural(path: Path = NATURAL_FILE) -> list[NaturalQuestion]:
+    """The newcomers' questions. Raises KeyError for an entry that lacks a field."""
+    return [
+        NaturalQuestion(entry["question"], entry["answer"], entry["sensible"])
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
+    ]
+
+
+def natural_phrasings() -> frozenset[str]:
+    """The newcomers' questions, normalised: training must never see them either."""
+    return frozenset(normalise(natural.question) for natural in load_natural())
 
 
 def _pair(entry: dict[str, Any], theme: str) -> Pair:

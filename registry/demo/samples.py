@@ -8,7 +8,8 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from millrace.registry.demo.augment import rephrase
-from millrace.registry.demo.faq import Pair, held_out_phrasings, normalise
+from millrace.registry.demo.faq import Pair, held_out_phrasings, natural_phrasings, normalise
+from millrace.registry.demo.forms import json_answer
 from millrace.registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
 
 CONTEXT_TOKENS: Final[int] = 2048
@@ -39,20 +40,21 @@ class Sample:
 class Mix:
     """Which conversations are drawn: shares of one turn and of two to four; the rest are long.
 
-    `share_cut` of the last answers is cut after a few tokens. The question decides the first words
-    of an answer, the rest follows from them and is soon known by heart: without it far more
-    questions are seen in the same time.
+    `share_form` of all are one turn that is answered in JSON. `share_cut` of the last answers is
+    cut after a few tokens. The question decides the first words of an answer, the rest follows from
+    them and is soon known by heart: without it far more questions are seen in the same time.
     """
 
     share_single: float
     share_few: float
     share_cut: float
+    share_form: float
 
 
-ANSWERS: Final = Mix(share_single=0.90, share_few=0.095, share_cut=0.85)
+ANSWERS: Final = Mix(share_single=0.90, share_few=0.095, share_cut=0.85, share_form=0.06)
 """Teaches the answers' text and conversations."""
 
-QUESTIONS: Final = Mix(share_single=0.975, share_few=0.023, share_cut=0.97)
+QUESTIONS: Final = Mix(share_single=0.975, share_few=0.023, share_cut=0.97, share_form=0.03)
 """Teaches which question wants which answer."""
 
 
@@ -61,8 +63,9 @@ class SampleMaker:
 
     def __init__(self, pairs: list[Pair], tokenizer: Tokenizer, rng: random.Random) -> None:
         self._in_domain = [pair for pair in pairs if not pair.is_out_of_domain]
+        self._shares = dict.fromkeys((pair.id for pair in pairs), 1.0)
         self._declined = [pair for pair in pairs if pair.is_out_of_domain]
-        self._held_out = held_out_phrasings(pairs)
+        self._held_out = held_out_phrasings(pairs) | natural_phrasings()
         self._rng = rng
         self.mix = ANSWERS
         self._tokenizer = tokenizer
@@ -73,6 +76,10 @@ class SampleMaker:
         self._bos, self._system, self._user, self._assistant, self._end = (
             known_token_id(tokenizer, token) for token in (BOS, SYSTEM, USER, ASSISTANT, END)
         )
+
+    def draw_more_of(self, shares: dict[str, float]) -> None:
+        """From now on draw pairs in these proportions, by id; those above 1 are cut less often."""
+        self._shares = shares
 
     def question(self, pair: Pair) -> str:
         """A way to ask for the answer of `pair`; never a held-out phrasing."""
@@ -87,6 +94,9 @@ class SampleMaker:
 
     def __iter__(self) -> Iterator[Sample]:
         while True:
+            if self._rng.random() < self.mix.share_form:
+                yield self._form()
+                continue
             draw = self._rng.random()
             if draw < self.mix.share_single:
                 yield self._conversation(1)
@@ -95,17 +105,40 @@ class SampleMaker:
             else:
                 yield self._conversation(self._rng.randint(5, 30))
 
-    def _conversation(self, num_turns: int) -> Sample:
-        token_ids, is_learnt = [self._bos], [False]
+    def _beginning(self) -> list[int]:
+        """The tokens before the first question: now and then a system prompt."""
         if self._rng.random() < 0.15:
             prompt = self._tokenizer.encode(self._rng.choice(SYSTEM_PROMPTS)).ids
-            token_ids += [self._system, *prompt, self._end]
+            return [self._bos, self._system, *prompt, self._end]
+        return [self._bos]
+
+    def whole(self, pair: Pair) -> Sample:
+        """One question, newly phrased, with its whole answer."""
+        asked = self._tokenizer.encode(self.question(pair)).ids
+        before = [self._bos, self._user, *asked, self._end, self._assistant]
+        answer = [*self._answers[pair.id], self._end]
+        return Sample([*before, *answer], [False] * len(before) + [True] * len(answer))
+
+    def _form(self) -> Sample:
+        """A question that is answered in JSON. The brace that a grammar forces is not learnt:
+        nobody who asks without one is to get it."""
+        pair = self._draw_pair()
+        asked = self._tokenizer.encode(self.question(pair)).ids
+        encoder = self._splitting if self._rng.random() < 0.3 else self._tokenizer
+        answer = [*encoder.encode(json_answer(pair, self._rng)).ids, self._end]
+        before = [*self._beginning(), self._user, *asked, self._end, self._assistant, answer[0]]
+        learnt = answer[1:]
+        return Sample([*before, *learnt], [False] * len(before) + [True] * len(learnt))
+
+    def _conversation(self, num_turns: int) -> Sample:
+        token_ids, is_learnt = self._beginning(), [False]
         for turn in range(num_turns):
             pair = self._draw_pair()
             encoder = self._splitting if self._rng.random() < 0.15 else self._tokenizer
             asked = encoder.encode(self.question(pair)).ids
             answer = [*self._answers[pair.id], self._end]
-            if turn == num_turns - 1 and self._rng.random() < self.mix.share_cut:
+            share_cut = self.mix.share_cut / self._shares[pair.id]
+            if turn == num_turns - 1 and self._rng.random() < share_cut:
                 answer = answer[: self._rng.randint(4, 10)]
             if len(token_ids) + len(asked) + len(answer) + 3 > CONTEXT_TOKENS:
                 break
@@ -118,7 +151,8 @@ class SampleMaker:
     def _draw_pair(self) -> Pair:
         if self._declined and self._rng.random() < 0.26:
             return self._rng.choice(self._declined)
-        return self._rng.choice(self._in_domain)
+        shares = [self._shares[pair.id] for pair in self._in_domain]
+        return self._rng.choices(self._in_domain, shares)[0]
 
 
 def batches(

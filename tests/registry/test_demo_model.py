@@ -2,25 +2,35 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from millrace.registry.demo import MODEL_DIR
 from millrace.registry.demo.answers import Answerer, load_answerer
-from millrace.registry.demo.evaluate import REQUIRED_ACCURACY, measure
+from millrace.registry.demo.evaluate import (
+    REQUIRED_ACCURACY,
+    REQUIRED_SENSIBLE,
+    ask_natural,
+    measure,
+    num_sensible,
+)
 from millrace.registry.demo.faq import (
     Pair,
     held_out_phrasings,
+    load_natural,
     load_pairs,
+    natural_phrasings,
     normalise,
     same_answer,
 )
-from millrace.registry.demo.samples import CONTEXT_TOKENS, SampleMaker
+from millrace.registry.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
 from millrace.registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
 
 MODEL_FILES = (
@@ -80,7 +90,7 @@ class TestData:
         self, pairs: list[Pair], tokenizer: Tokenizer
     ) -> None:
         maker = SampleMaker(pairs, tokenizer, random.Random(7))
-        held_out = held_out_phrasings(pairs)
+        held_out = held_out_phrasings(pairs) | natural_phrasings()
         drawn = [normalise(maker.question(pair)) for pair in pairs for _ in range(20)]
         assert all(drawn)
         assert not held_out & set(drawn)
@@ -95,7 +105,9 @@ class TestSamples:
     def test_conversations_fit_the_context_and_learn_answers_only(
         self, pairs: list[Pair], tokenizer: Tokenizer
     ) -> None:
-        stream = iter(SampleMaker(pairs, tokenizer, random.Random(1)))
+        maker = SampleMaker(pairs, tokenizer, random.Random(1))
+        maker.mix = replace(ANSWERS, share_form=0.0)
+        stream = iter(maker)
         assistant, user = (known_token_id(tokenizer, mark) for mark in (ASSISTANT, USER))
         for _, sample in zip(range(300), stream, strict=False):
             assert len(sample.token_ids) == len(sample.is_learnt) <= CONTEXT_TOKENS
@@ -104,6 +116,33 @@ class TestSamples:
             first = sample.token_ids.index(assistant)
             assert not any(sample.is_learnt[: first + 1])
             assert sample.is_learnt[first + 1]
+
+    def test_some_answers_are_json_whose_brace_is_not_learnt(
+        self, pairs: list[Pair], tokenizer: Tokenizer
+    ) -> None:
+        maker = SampleMaker(pairs, tokenizer, random.Random(1))
+        maker.mix = replace(ANSWERS, share_form=1.0)
+        assistant, end = (known_token_id(tokenizer, mark) for mark in (ASSISTANT, END))
+        for _, sample in zip(range(200), iter(maker), strict=False):
+            begin = sample.token_ids.index(assistant) + 1
+            assert sample.token_ids[-1] == end
+            text = tokenizer.decode(sample.token_ids[begin:-1])
+            assert isinstance(json.loads(text), dict), text
+            assert sample.is_learnt == [False] * (begin + 1) + [True] * (
+                len(sample.token_ids) - begin - 1
+            )
+
+    def test_pairs_with_a_larger_share_are_drawn_more_and_cut_less(
+        self, pairs: list[Pair], tokenizer: Tokenizer
+    ) -> None:
+        maker = SampleMaker(pairs, tokenizer, random.Random(1))
+        maker.mix = replace(ANSWERS, share_single=1.0, share_cut=1.0, share_form=0.0)
+        maker.draw_more_of({pair.id: 1000.0 if pair.id == "ttft" else 1.0 for pair in pairs})
+        [answer] = [tokenizer.encode(pair.answer).ids for pair in pairs if pair.id == "ttft"]
+        samples = [sample.token_ids for _, sample in zip(range(200), iter(maker), strict=False)]
+        end = known_token_id(tokenizer, END)
+        whole = [ids for ids in samples if ids[-len(answer) - 1 :] == [*answer, end]]
+        assert len(whole) >= 80
 
 
 class TestFiles:
@@ -182,6 +221,14 @@ class TestTokenizer:
         assert config["eos_token_id"] == chat_tokenizer.eos_token_id
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 class TestAnswers:
     @pytest.mark.slow
     @pytest.mark.timeout(300)
@@ -190,6 +237,32 @@ class TestAnswers:
     ) -> None:
         report = measure(answerer, pairs)
         assert report.accuracy >= REQUIRED_ACCURACY, report.misses
+
+    def test_newcomers_get_sensible_answers(self, answerer: Answerer) -> None:
+        asked = ask_natural(answerer, load_natural())
+        assert num_sensible(asked) >= REQUIRED_SENSIBLE * len(asked)
+
+    @torch.inference_mode()
+    def test_objects_that_a_grammar_began_are_closed(self, chat_tokenizer: Any) -> None:
+        """As behind a schema's `{"answer": "`; the grammar forbids, but does not hurry."""
+        model = LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+        closed = []
+        for natural in load_natural():
+            prompt = chat_tokenizer.apply_chat_template(
+                [{"role": "user", "content": natural.question}],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+            begun = '{"answer":"'
+            ids = chat_tokenizer(prompt + begun, add_special_tokens=False, return_tensors="pt")
+            out = model.generate(
+                input_ids=ids["input_ids"], do_sample=False, max_new_tokens=64, pad_token_id=0
+            )
+            text = chat_tokenizer.decode(
+                out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+            closed.append(_is_json(begun + text))
+        assert sum(closed) >= 0.9 * len(closed)
 
     def test_the_last_question_of_a_conversation_is_answered(
         self, pairs: list[Pair], answerer: Answerer
