@@ -131,10 +131,10 @@ def _read_plain(module: _Module) -> QuantizedWeight:
     shape = (module.num_outputs, module.num_inputs)
     codes = module.part("weight", shape, "F8_E4M3" if module.scheme.is_float else "I8")
     part = _first_of(module, _WEIGHT_SCALES)
+    stored = module.tensors.shape_of(f"{module.name}.{part}") or ()
     scales = _scales_of_outputs(module, part)
     zeros = None
     if module.scheme.has_zeros or (not module.scheme.is_float and module.has("weight_zero_point")):
-        stored = module.tensors.shape_of(f"{module.name}.{part}") or ()
         zeros = _of_outputs(module, module.part("weight_zero_point", stored, "I8"))
     return module.weight(codes, scales, zeros)
 
