@@ -19,6 +19,8 @@ from millrace.registry.checkpoints.families import (
 )
 from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
 from millrace.registry.checkpoints.layer_windows import read_windows
+from millrace.registry.checkpoints.quantization.reading import read_quantization
+from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
 from millrace.registry.checkpoints.rope_scaling import extended_window, read_rope
 from millrace.registry.checkpoints.side_files import refuse_side_files
 from millrace.registry.checkpoints.tensors import TensorIndex, TensorInfo, open_tensors
@@ -74,7 +76,8 @@ class ModelConfig(ModelOutline, frozen=True, kw_only=True):
     projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
     normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
     ``sliding_window`` tokens, itself the last, in the others all before it. ``dtype`` is the torch
-    name that the weights were made for.
+    name that the weights were made for; ``quantization`` says which of them are stored in fewer
+    bits.
     """
 
     num_hidden_layers: int
@@ -93,6 +96,7 @@ class ModelConfig(ModelOutline, frozen=True, kw_only=True):
     sliding_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
     dtype: str = "float32"
+    quantization: QuantizationConfig | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -156,6 +160,7 @@ def read_model_config(path: Path) -> ModelConfig:
         has_head=not is_classifier and architecture not in EMBEDDING_ARCHITECTURES,
         classifier=read_classifier(fields) if is_classifier else None,
         dtype=_dtype(fields),
+        quantization=read_quantization(fields),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )
@@ -164,8 +169,8 @@ def read_model_config(path: Path) -> ModelConfig:
 def read_model_outline(path: Path, *, any_architecture: bool = False) -> ModelOutline:
     """Read ``config.json`` of the checkpoint folder ``path``, or of one that stands for a GGUF
     file, whose architecture may be any. With ``any_architecture``, for another engine than ours, a
-    folder's may be, too, and its weights quantized. Raises CheckpointError as ``read_model_config``
-    does."""
+    folder's may be, too, and its weights quantized in other ways. Raises CheckpointError as
+    ``read_model_config`` does."""
     fields = _fields(path)
     if fields.get(GGUF_FILE) is None:
         if not any_architecture or _is_ours(fields):
@@ -221,9 +226,8 @@ def _refuse_unsupported(fields: JsonFields) -> None:
         raise fields.bad("hidden_act", "silu")
     if not fields.boolean("is_causal", default=True):
         raise fields.bad("is_causal", "true: no token sees those behind it here")
-    if fields.get("quantization_config") is not None:
-        raise fields.bad("quantization_config", "absent: quantized weights are not supported")
-    refuse_side_files(fields.path.parent)
+    quantization = read_quantization(fields)
+    refuse_side_files(fields.path.parent, is_quantized=quantization is not None)
 
 
 def _head_dim(

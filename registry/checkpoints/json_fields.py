@@ -34,9 +34,11 @@ class JsonFields:
     method raises CheckpointError naming the file and the field.
     """
 
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, data: Mapping[str, Any], *, prefix: str = "") -> None:
+        """``prefix`` stands before the names of fields in errors."""
         self.path = path
         self._data = data
+        self._prefix = prefix
 
     def with_section(self, name: str) -> JsonFields:
         """These, and over them the fields of the object ``name``, if there is one."""
@@ -45,12 +47,18 @@ class JsonFields:
             return self
         return JsonFields(self.path, {**self._data, **section})
 
+    def inside(self, name: str) -> JsonFields:
+        """The fields of the object ``name``, none if there is no such object."""
+        data = self.mapping(name) or {}
+        return JsonFields(self.path, data, prefix=f"{self._prefix}{name}.")
+
     def bad(self, name: str, expected: str) -> CheckpointError:
         """The error to raise for a field whose value is not what it must be."""
         value = self._data.get(name)
+        field = f"{self.path}: field {self._prefix}{name}"
         if value is None:
-            return CheckpointError(f"{self.path}: field {name} is missing; it must be {expected}.")
-        return CheckpointError(f"{self.path}: field {name} must be {expected}, got {value!r:.80}.")
+            return CheckpointError(f"{field} is missing; it must be {expected}.")
+        return CheckpointError(f"{field} must be {expected}, got {value!r:.80}.")
 
     def is_null(self, name: str) -> bool:
         """Whether the field is there and null."""
@@ -115,6 +123,23 @@ class JsonFields:
         if value is None or isinstance(value, dict):
             return value
         raise self.bad(name, "a JSON object")
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A list of strings, empty if absent."""
+        value = self._data.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
+            raise self.bad(name, "a list of strings")
+        return tuple(value)
+
+    def positive_pair(self, name: str) -> tuple[int, int]:
+        """A list of two whole numbers of at least 1."""
+        value = self._data.get(name)
+        items = value if isinstance(value, list) else []
+        if len(items) != 2 or any(type(item) is not int or item < 1 for item in items):
+            raise self.bad(name, "a list of two positive integers")
+        return items[0], items[1]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them, as a tuple; empty if absent."""

@@ -8,23 +8,26 @@ from millrace.registry.checkpoints.json_fields import read_json_object
 from millrace.schemas.errors import CheckpointError
 
 _QUANTIZED = (
-    "says that the weights are quantized, which the engine does not compute; take the checkpoint "
-    "that is not, or remove the file if its weights are plain."
+    "says that the weights are quantized, and config.json, which the engine goes by, has no "
+    "quantization_config; take a checkpoint that has, or remove the file if its weights are plain."
 )
+# Beside a config.json that says so, too, they add nothing.
+_QUANTIZATION_FILES = ("quantize_config.json", "hf_quant_config.json")
 # What a folder is refused for: its weights alone are not the model that it describes.
 REFUSED_FILES = {
-    "quantize_config.json": _QUANTIZED,
-    "hf_quant_config.json": _QUANTIZED,
+    **dict.fromkeys(_QUANTIZATION_FILES, _QUANTIZED),
     "adapter_config.json": "describes an adapter, which the engine does not apply; merge it into "
     "the weights, or move it out of the folder to serve the model without it.",
 }
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-def refuse_side_files(path: Path) -> None:
+def refuse_side_files(path: Path, *, is_quantized: bool) -> None:
     """Raises CheckpointError naming the file that makes of the weights in the folder ``path``
-    another model than the engine would compute."""
+    another model than the engine would compute; ``is_quantized`` is what config.json says."""
     for name, why in REFUSED_FILES.items():
+        if is_quantized and name in _QUANTIZATION_FILES:
+            continue
         if (path / name).exists():
             raise CheckpointError(f"{path / name} {why}")
 

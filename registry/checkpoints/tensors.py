@@ -19,7 +19,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-_LOADABLE_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+# What a weight may be stored as, unless it is asked for as something else.
+FLOATS = ("F32", "F16", "BF16")
 _MAX_NAMED = 8
 
 
@@ -52,11 +54,11 @@ class TensorIndex(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def load(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def load(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = FLOATS) -> torch.Tensor:
         """The tensor ``name`` on the CPU in its stored dtype.
 
         Raises CheckpointError naming the tensor if it is missing, has another shape (both are
-        named) or a dtype that is no plain float.
+        named) or a dtype that is none of ``dtypes``.
         """
         info = self._tensors.get(name)
         if info is None:
@@ -66,10 +68,10 @@ class TensorIndex(Mapping[str, TensorInfo]):
                 f"Tensor {name} in {info.file} has shape {list(info.shape)}, but config.json asks "
                 f"for {list(shape)}."
             )
-        if info.dtype not in _LOADABLE_DTYPES:
+        if info.dtype not in dtypes:
             raise CheckpointError(
                 f"Tensor {name} in {info.file} is stored as {info.dtype}; supported are "
-                f"{', '.join(_LOADABLE_DTYPES)}."
+                f"{', '.join(dtypes)}."
             )
         return self._read(info.file, name)
 
@@ -156,7 +158,7 @@ def _tensor_info(file: Path, name: str, entry: dict[str, Any], data_bytes: int) 
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{file} has a malformed header for {name}: {error}.") from error
     start, end = parsed.data_offsets
-    item_bytes = _LOADABLE_DTYPES.get(parsed.dtype)
+    item_bytes = _ITEM_BYTES.get(parsed.dtype)
     wanted_bytes = math.prod(parsed.shape) * item_bytes if item_bytes else end - start
     if not 0 <= start <= end or min((*parsed.shape, 0)) < 0 or end - start != wanted_bytes:
         raise CheckpointError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -14,19 +13,38 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.registry.checkpoints.families import Experts, family_of
 from millrace.registry.checkpoints.side_files import ignored_parts
-from millrace.schemas.errors import CheckpointError, ConfigError
-from millrace.workers.kernels.operations import HeadNorms, Linear
+from millrace.schemas.errors import ConfigError
+from millrace.workers.kernels.operations import HeadNorms
 from millrace.workers.models.decoder import DecoderWeights, LayerWeights
 from millrace.workers.models.mlp import MLP, GatedMLP, MixtureOfExperts
 from millrace.workers.models.projection import Projection
 from millrace.workers.models.stacked_experts import StackedExperts
+from millrace.workers.models.weight_reader import (
+    MakeExperts,
+    MakeLinear,
+    Makers,
+    TensorSource,
+    WeightReader,
+    linear_of,
+)
 from millrace.workers.quantization.at_load import Quantize
 from millrace.workers.quantization.linear import DequantizedLinear, MakeQuantized
+from millrace.workers.quantization.weight import QuantizedWeight
+
+__all__ = [
+    "MakeExperts",
+    "MakeLinear",
+    "Quantize",
+    "TensorSource",
+    "choose_dtype",
+    "load_weights",
+    "num_parameters",
+]
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "model."
-_HEAD = "lm_head.weight"
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 _CLASSIFIER = "score.weight"
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -50,16 +68,16 @@ _MIXTRAL_NAMES = _MLPNames("w1", "w3", "w2")
 
 
 def choose_dtype(
-    config: ModelConfig, dtype: str, device: torch.device, *, is_quantized: bool = False
+    config: ModelConfig, dtype: str, device: torch.device, *, quantizes: bool = False
 ) -> torch.dtype:
     """The dtype to compute in: ``dtype`` by name, or for "auto" the checkpoint's own.
 
     "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but quantized
-    weights, the checkpoint's own or made at load, are multiplied in bfloat16, as the kernels do.
-    Raises ConfigError for an unknown name.
+    weights, the checkpoint's own or, if it ``quantizes``, made at load, are multiplied in bfloat16,
+    as the kernels do. Raises ConfigError for an unknown name.
     """
     if dtype == "auto":
-        if device.type == "cpu" and is_quantized:
+        if device.type == "cpu" and (quantizes or config.quantization is not None):
             return torch.bfloat16
         if device.type == "cpu" and num_parameters(config) <= _WIDEN_MAX_PARAMETERS:
             return torch.float32
@@ -83,23 +101,6 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_hidden_layers * attention + mlps + num_vocabularies * vocabulary
 
 
-class TensorSource(Protocol):
-    """Where tensors come from: iterates over the names of those that are there."""
-
-    @property
-    def path(self) -> Path | str: ...
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
-
-
-# Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
-MakeExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]
-# Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-
-
 def load_weights(
     path: Path,
     config: ModelConfig,
@@ -115,13 +116,24 @@ def load_weights(
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
     or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
-    of one product after the other. What of the checkpoint is ignored is logged. ``quantize`` and
-    ``quantize_head`` round the weights of layers and of the head; ``quantized`` multiplies by
-    these, else they are widened again.
+    of one product after the other. What of the checkpoint is ignored is logged.
+
+    Linear maps with quantized weights are made by ``quantized``, of weights in ``dtype`` if that is
+    None. Wide weights of attention and MLPs, but not of mixtures by ``experts``, go through
+    ``quantize`` first, that of the head through ``quantize_head``. Weights of ``source`` are wide.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
-    for (with both shapes), or is in the checkpoint but has no place in this decoder.
+    for (with both shapes), or is in the checkpoint but has no place in this decoder; ConfigError
+    for quantizing what is quantized already.
     """
+    if config.quantization is not None and (quantize or quantize_head):
+        raise ConfigError(
+            f"{path} is quantized already, by {config.quantization.method}: leave --quantization "
+            "out, or name the checkpoint that it was made from."
+        )
+    makers = Makers(
+        product, quantized or partial(DequantizedLinear, dtype=dtype), quantize, experts
+    )
     index: TensorSource
     if source is None:
         index = open_tensors(path)
@@ -131,12 +143,9 @@ def load_weights(
         index = source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
-    if quantized is None:
-        quantized = partial(DequantizedLinear, dtype=dtype)
-    product_of = _rounding(product, quantized, quantize)
-    reader = _Reader(index, dtype, device, product_of, experts)
+    reader = WeightReader(index, dtype, device, makers, config.quantization)
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    embedding = reader.tensor(prefix + "embed_tokens.weight", (vocabulary, hidden))
+    embedding = reader.widened(prefix + _EMBEDDING, vocabulary, hidden, is_looked_up=True)
     layers = tuple(
         _load_layer(reader, config, number, f"{prefix}layers.{number}.")
         for number in range(config.num_hidden_layers)
@@ -144,10 +153,10 @@ def load_weights(
     final_norm = reader.tensor(prefix + "norm.weight", (hidden,))
     head = None
     if config.has_head:
-        head_of = _rounding(product, quantized, quantize_head)
-        head = head_of(_head_weight(reader, config, embedding), None)
+        weight = _head_weight(reader, config, embedding)
+        head = linear_of(weight, None, makers, quantize_head)
     else:
-        reader.skip(_HEAD)
+        reader.skip_weight(_HEAD)
     classifier = None
     if config.classifier is not None:
         shape = (len(config.classifier.labels), hidden)
@@ -156,23 +165,17 @@ def load_weights(
     return DecoderWeights(embedding, layers, final_norm, head, classifier)
 
 
-def _rounding(
-    product: MakeLinear, quantized: MakeQuantized, quantize: Quantize | None
-) -> MakeLinear:
-    if quantize is None:
-        return product
-    return lambda weight, bias: quantized(quantize(weight), bias)
-
-
-def _head_weight(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:
+def _head_weight(
+    reader: WeightReader, config: ModelConfig, embedding: torch.Tensor
+) -> torch.Tensor | QuantizedWeight:
     """The embedding itself where they are tied; unless the file holds another head, which
     transformers then goes by."""
-    if config.tie_word_embeddings and not reader.has(_HEAD):
+    if config.tie_word_embeddings and not reader.has_weight(_HEAD):
         return embedding
-    head = reader.tensor(_HEAD, (config.vocab_size, config.hidden_size))
+    head = reader.weight(_HEAD, config.vocab_size, config.hidden_size)
     if not config.tie_word_embeddings:
         return head
-    if torch.equal(head, embedding):
+    if isinstance(head, torch.Tensor) and torch.equal(head, embedding):
         return embedding
     _log.warning(
         "%s: config.json's tie_word_embeddings is not followed, as the checkpoint has a tensor "
@@ -183,7 +186,9 @@ def _head_weight(reader: _Reader, config: ModelConfig, embedding: torch.Tensor) 
     return head
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) -> LayerWeights:
+def _load_layer(
+    reader: WeightReader, config: ModelConfig, number: int, prefix: str
+) -> LayerWeights:
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -213,7 +218,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, number: int, prefix: str) 
     )
 
 
-def _load_mlp(reader: _Reader, config: ModelConfig, number: int, prefix: str) -> MLP:
+def _load_mlp(reader: WeightReader, config: ModelConfig, number: int, prefix: str) -> MLP:
     hidden = config.hidden_size
     if config.experts is not None and number in config.experts.layers:
         return _load_experts(reader, config, config.experts, prefix)
@@ -228,19 +233,20 @@ def _load_mlp(reader: _Reader, config: ModelConfig, number: int, prefix: str) ->
 
 
 def _load_experts(
-    reader: _Reader, config: ModelConfig, experts: ExpertsConfig, prefix: str
+    reader: WeightReader, config: ModelConfig, experts: ExpertsConfig, prefix: str
 ) -> MixtureOfExperts | StackedExperts:
     family = family_of(config.architecture)
     is_mixtral = family is not None and family.experts is Experts.MIXTRAL
     block = prefix + ("block_sparse_moe." if is_mixtral else "mlp.")
     names = _MIXTRAL_NAMES if is_mixtral else _USUAL_NAMES
     hidden, inner = config.hidden_size, experts.intermediate_size
-    router = reader.tensor(block + "gate.weight", (experts.num_experts, hidden))
+    router = reader.widened(block + "gate", experts.num_experts, hidden)
     prefixes = [f"{block}experts.{expert}." for expert in range(experts.num_experts)]
-    if reader.experts is not None:
+    make = reader.makers.experts
+    if make is not None:
         gate_up = reader.stack(prefixes, {names.gate: inner, names.up: inner}, num_inputs=hidden)
         down = reader.stack(prefixes, {names.down: hidden}, num_inputs=inner)
-        return reader.experts(router, gate_up, down, experts)
+        return make(router, gate_up, down, experts)
     return MixtureOfExperts(
         router=router,
         experts=tuple(
@@ -252,7 +258,7 @@ def _load_experts(
 
 
 def _load_gated(
-    reader: _Reader, prefix: str, names: _MLPNames, hidden: int, inner: int, *, has_bias: bool
+    reader: WeightReader, prefix: str, names: _MLPNames, hidden: int, inner: int, *, has_bias: bool
 ) -> GatedMLP:
     return GatedMLP(
         gate_up=reader.fused(
@@ -260,68 +266,3 @@ def _load_gated(
         ),
         down=reader.fused(prefix, {names.down: hidden}, num_inputs=inner, bias=has_bias),
     )
-
-
-class _Reader:
-    """Loads tensors and remembers which, so that none is left over unnoticed."""
-
-    def __init__(
-        self,
-        index: TensorSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        product: MakeLinear,
-        experts: MakeExperts | None,
-    ) -> None:
-        self.path = index.path
-        self._index = index
-        self._product = product
-        self.experts = experts
-        self._dtype = dtype
-        self._device = device
-        self._left = set(index)
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._index.load(name, shape)
-        self._left.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
-
-    def has(self, name: str) -> bool:
-        return name in self._left
-
-    def skip(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
-        self._left.discard(name)
-
-    def fused(self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool) -> Linear:
-        """The projections ``prefix`` + each name, one behind the other."""
-        weights = [
-            self.tensor(f"{prefix}{name}.weight", (size, num_inputs))
-            for name, size in outputs.items()
-        ]
-        weight = torch.cat(weights)
-        if not bias:
-            return self._product(weight, None)
-        biases = [self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()]
-        return self._product(weight, torch.cat(biases))
-
-    def stack(
-        self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int
-    ) -> torch.Tensor:
-        """The weights behind each prefix, of the named outputs one behind the other:
-        [len(prefixes), sum of outputs, num_inputs]."""
-        shape = (len(prefixes), sum(outputs.values()), num_inputs)
-        stack = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for prefix, own in zip(prefixes, stack, strict=True):
-            parts = own.split(list(outputs.values()))
-            for (name, size), part in zip(outputs.items(), parts, strict=True):
-                part.copy_(self.tensor(f"{prefix}{name}.weight", (size, num_inputs)))
-        return stack
-
-    def refuse_leftovers(self) -> None:
-        if self._left:
-            names = ", ".join(sorted(self._left)[:8])
-            raise CheckpointError(
-                f"The checkpoint {self._index.path} holds {len(self._left)} tensors that "
-                f"config.json does not account for: {names}."
-            )

@@ -32,6 +32,7 @@ def answers(path: Path, kernels: str, quantization: str | None = None) -> dict[s
         path,
         EngineConfig(
             device="cpu",
+            dtype="float32",
             kernels=kernels,
             quantization=quantization,
             num_blocks=32,

@@ -30,8 +30,9 @@ from millrace.workers.kernels.operations import WeightSize
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.loader import choose_dtype, load_weights
-from millrace.workers.models.packed_projection import packed_quantized
+from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
 from millrace.workers.models.projection import Projection
+from millrace.workers.models.weight_reader import MakeLinear
 from millrace.workers.quantization.at_load import quantize_at_load
 from millrace.workers.quantization.linear import MakeQuantized
 
@@ -67,8 +68,8 @@ class ModelRunner:
         config = read_model_config(path)
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
-        is_quantized = engine.quantization is not None
-        dtype = choose_dtype(config, engine.dtype, device, is_quantized=is_quantized)
+        quantizes = engine.quantization is not None
+        dtype = choose_dtype(config, engine.dtype, device, quantizes=quantizes)
         if engine.kv_cache_dtype != "auto" or engine.deterministic:
             raise ConfigError(
                 "engine.kv_cache_dtype and engine.deterministic are for the kernels of a GPU: set "
@@ -77,14 +78,15 @@ class ModelRunner:
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
         kernels = _cpu_kernels(engine.kernels, config, dtype, device)
         at_load = quantize_at_load(engine.quantization)
+        product, quantized = _products(kernels, config, quantizes=quantizes)
         weights = load_weights(
             path,
             config,
             dtype=dtype,
             device=device,
             source=source,
-            product=Projection if kernels is None else choose_product(kernels, config),
-            quantized=_quantized(kernels),
+            product=product,
+            quantized=quantized,
             quantize=at_load.layers,
             quantize_head=at_load.head,
         )
@@ -153,10 +155,18 @@ def _decoder(
     return compiled_decoder(config, weights, attention, kernels)
 
 
-def _quantized(kernels: CpuKernels | None) -> MakeQuantized | None:
+def _products(
+    kernels: CpuKernels | None, config: ModelConfig, *, quantizes: bool
+) -> tuple[MakeLinear, MakeQuantized | None]:
+    """What makes the linear maps of wide and of quantized weights; by the compiled kernels where
+    these have products, and what stays wide of quantized weights too, as a step whose layers are
+    all theirs is one call."""
     if kernels is None or not kernels.has_products:
-        return None
-    return partial(packed_quantized, kernels)
+        return Projection, None
+    quantized = partial(packed_quantized, kernels)
+    if quantizes or config.quantization is not None:
+        return partial(PackedProjection.of_wide, kernels), quantized
+    return choose_product(kernels, config), quantized
 
 
 def _nothing_chosen() -> ChosenTokens:

@@ -1,0 +1,1 @@
+"""What a checkpoint's config.json says about quantized weights: which modules, and how stored."""

@@ -1,0 +1,117 @@
+"""Checkpoints whose ``quant_method`` is awq or gptq: integers packed into int32."""
+
+from __future__ import annotations
+
+import msgspec
+
+from millrace.registry.checkpoints.json_fields import JsonFields
+from millrace.registry.checkpoints.quantization.scheme import (
+    Layout,
+    QuantizationConfig,
+    Rule,
+    Scheme,
+)
+from millrace.registry.checkpoints.quantization.targets import (
+    is_pattern,
+    pattern,
+    read_modules,
+)
+
+_ALL_INPUTS = -1
+_AWQ_BITS, _GPTQ_BITS = (4,), (4, 8)
+_LEAVE_WIDE, _CHANGE = "-:", "+:"
+# What an override of a module may change, and what of that the tensors themselves say.
+_OVERRIDES = ("bits", "group_size", "sym", "desc_act")
+_HEAD = pattern("lm_head$")
+
+
+def read_awq(fields: JsonFields) -> QuantizationConfig:
+    """Raises CheckpointError naming the field that is not as supported."""
+    version = "version" if fields.get("version") is not None else "format"
+    if fields.string(version, "gemm").lower() != "gemm":
+        raise fields.bad(version, "gemm")
+    if not fields.boolean("zero_point", default=True):
+        raise fields.bad("zero_point", "true")
+    scheme = Scheme(
+        layout=Layout.AWQ,
+        bits=_bits(fields, "bits" if fields.get("w_bit") is None else "w_bit", _AWQ_BITS),
+        group_inputs=_group_inputs(
+            fields, "group_size" if fields.get("q_group_size") is None else "q_group_size", 128
+        ),
+        has_zeros=True,
+    )
+    return QuantizationConfig(
+        method="awq",
+        rules=(Rule(targets=("Linear",), scheme=scheme),),
+        ignored=(_HEAD, *read_modules(fields, "modules_to_not_convert")),
+    )
+
+
+def read_gptq(fields: JsonFields) -> QuantizationConfig:
+    """Raises CheckpointError naming the field that is not as supported.
+
+    ``dynamic`` is GPTQModel's: patterns behind ``-:`` leave modules wide, others change how they
+    are quantized.
+    """
+    name = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
+    layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
+    stored = fields.string(name, "gptq")
+    if stored not in layouts:
+        raise fields.bad(name, "gptq or gptq_v2")
+    # Whether order and zero points differ from the usual is in the tensors, which are read anyway.
+    fields.boolean("sym", default=True)
+    fields.boolean("desc_act", default=False)
+    scheme = Scheme(
+        layout=layouts[stored],
+        bits=_bits(fields, "bits", _GPTQ_BITS),
+        group_inputs=_group_inputs(fields, "group_size", None),
+        has_zeros=True,
+    )
+    wide, changes = _read_dynamic(fields, scheme)
+    ignored = (*wide, *read_modules(fields, "modules_to_not_convert"))
+    if not fields.boolean("lm_head", default=False):
+        ignored = (_HEAD, *ignored)
+    return QuantizationConfig(
+        method="gptq",
+        rules=(*changes, Rule(targets=("Linear",), scheme=scheme)),
+        ignored=ignored,
+    )
+
+
+def _read_dynamic(fields: JsonFields, scheme: Scheme) -> tuple[list[str], list[Rule]]:
+    """The targets that stay wide, and the rules of those that differ from ``scheme``."""
+    wide, changes = [], []
+    dynamic = fields.inside("dynamic")
+    for key in fields.mapping("dynamic") or {}:
+        expression = key.removeprefix(_LEAVE_WIDE).removeprefix(_CHANGE)
+        if not is_pattern(expression):
+            raise fields.bad("dynamic", f"an object of patterns, of which {key} is none")
+        if key.startswith(_LEAVE_WIDE):
+            wide.append(pattern(expression))
+            continue
+        unknown = [name for name in dynamic.mapping(key) or {} if name not in _OVERRIDES]
+        if unknown:
+            raise dynamic.bad(key, f"an object of {', '.join(_OVERRIDES)}")
+        change = dynamic.inside(key)
+        own = msgspec.structs.replace(
+            scheme,
+            bits=scheme.bits if change.get("bits") is None else _bits(change, "bits", _GPTQ_BITS),
+            group_inputs=scheme.group_inputs
+            if change.get("group_size") is None
+            else _group_inputs(change, "group_size", None),
+        )
+        changes.append(Rule(targets=(pattern(expression),), scheme=own))
+    return wide, changes
+
+
+def _bits(fields: JsonFields, name: str, supported: tuple[int, ...]) -> int:
+    bits = fields.positive_int(name)
+    if bits not in supported:
+        raise fields.bad(name, " or ".join(str(number) for number in supported))
+    return bits
+
+
+def _group_inputs(fields: JsonFields, name: str, default: int | None) -> int | None:
+    if fields.get(name) == _ALL_INPUTS:
+        return None
+    return fields.positive_int(name, default)

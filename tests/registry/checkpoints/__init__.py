@@ -1,0 +1,1 @@
+"""What is read of a checkpoint before its weights are."""

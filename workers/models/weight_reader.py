@@ -1,0 +1,231 @@
+"""Reading linear maps and other tensors of a checkpoint, each of them once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
+from millrace.registry.checkpoints.tensors import TensorIndex
+from millrace.schemas.errors import CheckpointError
+from millrace.workers.kernels.operations import Linear
+from millrace.workers.models.stacked_experts import StackedExperts
+from millrace.workers.quantization.at_load import Quantize
+from millrace.workers.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
+from millrace.workers.quantization.linear import MakeQuantized, SplitLinear
+from millrace.workers.quantization.weight import (
+    Activations,
+    QuantizedWeight,
+    as_one,
+    can_be_one,
+)
+
+_log = logging.getLogger(__name__)
+
+# Scales of what is computed wide here, or whose scale is taken from the inputs themselves.
+_UNUSED_SCALES = ("k_scale", "v_scale", "kv_scale", "input_scale", "activation_scale")
+_MAX_NAMED = 8
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: iterates over the names of those that are there."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+
+# Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
+MakeExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]
+# Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
+class Makers(NamedTuple):
+    """What linear maps are made by: ``product`` of wide weights, ``quantized`` of others, to which
+    ``quantize`` makes the wide ones; ``experts`` of mixtures."""
+
+    product: MakeLinear
+    quantized: MakeQuantized
+    quantize: Quantize | None
+    experts: MakeExperts | None
+
+
+class WeightReader:
+    """Loads tensors of ``source`` to ``dtype`` on ``device``, and remembers which, so that none is
+    left over unnoticed. Without ``quantization`` all weights of it are wide."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        makers: Makers,
+        quantization: QuantizationConfig | None,
+    ) -> None:
+        self.path = source.path
+        self.makers = makers
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._quantization = quantization
+        self._left = set(source)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that is wide in every checkpoint."""
+        tensor = self._source.load(name, shape)
+        self._left.discard(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def weight(
+        self, module: str, num_outputs: int, num_inputs: int
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight of a linear map, as it is stored."""
+        name = f"{module}.weight"
+        scheme = self._quantization.scheme_of(module) if self._quantization else None
+        if scheme is None or not isinstance(self._source, TensorIndex):
+            return self.tensor(name, (num_outputs, num_inputs))
+        stored = _Stored(self._source, self._left)
+        if is_stored_wide(stored, module) and not self._source[name].dtype.startswith(("I", "F8")):
+            return self.tensor(name, (num_outputs, num_inputs))
+        weight = read_quantized(stored, module, scheme, num_outputs, num_inputs)
+        return _on(weight, self._device)
+
+    def widened(
+        self, module: str, num_outputs: int, num_inputs: int, *, is_looked_up: bool = False
+    ) -> torch.Tensor:
+        """The weight of a module that is computed wide, however it is stored. Raises
+        CheckpointError if its inputs had to be rounded, which those of one that ``is_looked_up``
+        are not."""
+        weight = self.weight(module, num_outputs, num_inputs)
+        if isinstance(weight, torch.Tensor):
+            return weight
+        if weight.activations is not Activations.WIDE and not is_looked_up:
+            raise CheckpointError(
+                f"{self.path}: the inputs of {module} are rounded ({weight.activations.value}), "
+                "which is not computed for a router, nor for experts on this device; take a "
+                "checkpoint with rounded weights only."
+            )
+        return weight.values().to(self._dtype)
+
+    def has_weight(self, module: str) -> bool:
+        """Whether any tensor of a linear ``module`` is there and not yet read."""
+        return any(name in self._left for name in parts_of(module))
+
+    def skip(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        self._left.discard(name)
+
+    def skip_weight(self, module: str) -> None:
+        """A linear map that may be there and is not needed."""
+        self._left.difference_update(parts_of(module))
+
+    def fused(self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool) -> Linear:
+        """The projections ``prefix`` + each name, one behind the other."""
+        parts = [self.weight(prefix + name, size, num_inputs) for name, size in outputs.items()]
+        biases = None
+        if bias:
+            biases = [
+                self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()
+            ]
+        return self._linear(parts, biases)
+
+    def _linear(
+        self,
+        parts: Sequence[torch.Tensor | QuantizedWeight],
+        biases: Sequence[torch.Tensor] | None,
+    ) -> Linear:
+        bias = None if biases is None else torch.cat(list(biases))
+        wide = [part for part in parts if isinstance(part, torch.Tensor)]
+        rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if not rounded:
+            return linear_of(torch.cat(wide), bias, self.makers, self.makers.quantize)
+        if not wide and can_be_one(rounded):
+            return self.makers.quantized(as_one(rounded), bias)
+        return SplitLinear(
+            [
+                linear_of(part, None if biases is None else biases[number], self.makers, None)
+                for number, part in enumerate(parts)
+            ]
+        )
+
+    def stack(
+        self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int
+    ) -> torch.Tensor:
+        """The weights behind each prefix, of the named outputs one behind the other:
+        [len(prefixes), sum of outputs, num_inputs]."""
+        shape = (len(prefixes), sum(outputs.values()), num_inputs)
+        stack = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for prefix, own in zip(prefixes, stack, strict=True):
+            parts = own.split(list(outputs.values()))
+            for (name, size), part in zip(outputs.items(), parts, strict=True):
+                part.copy_(self.widened(prefix + name, size, num_inputs))
+        return stack
+
+    def refuse_leftovers(self) -> None:
+        """Raises CheckpointError naming tensors that were not read."""
+        if self._quantization is not None:
+            unused = {name for name in self._left if name.rpartition(".")[2] in _UNUSED_SCALES}
+            self._left -= unused
+            if unused or self._quantization.has_cache_scales:
+                _log.warning(
+                    "%s: %d scales are ignored: they are of a KV cache of fewer bits, which here "
+                    "is as engine.kv_cache_dtype says, or of inputs whose scale is taken as they "
+                    "come",
+                    self.path,
+                    len(unused),
+                )
+        if self._left:
+            names = ", ".join(sorted(self._left)[:_MAX_NAMED])
+            raise CheckpointError(
+                f"The checkpoint {self.path} holds {len(self._left)} tensors that "
+                f"config.json does not account for: {names}."
+            )
+
+
+def linear_of(
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    makers: Makers,
+    quantize: Quantize | None,
+) -> Linear:
+    """The product of a weight, wide or not; a wide one goes through ``quantize`` if given."""
+    if isinstance(weight, torch.Tensor):
+        if quantize is None:
+            return makers.product(weight, bias)
+        weight = quantize(weight)
+    return makers.quantized(weight, bias)
+
+
+class _Stored(NamedTuple):
+    """Those of ``stored`` that are ``left``; what is loaded is not any more."""
+
+    stored: TensorIndex
+    left: set[str]
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self.stored[name].shape if name in self.left else None
+
+    def load(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
+        tensor = self.stored.load(name, shape, dtypes)
+        self.left.discard(name)
+        return tensor
+
+
+def _on(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    return replace(
+        weight,
+        codes=weight.codes.to(device),
+        scales=weight.scales.to(device),
+        zeros=None if weight.zeros is None else weight.zeros.to(device),
+        order=None if weight.order is None else weight.order.to(device),
+    )
