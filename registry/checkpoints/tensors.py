@@ -22,6 +22,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 # What a weight may be stored as, unless it is asked for as something else.
 FLOATS = ("F32", "F16", "BF16")
+ALL_DTYPES = tuple(_ITEM_BYTES)
 _MAX_NAMED = 8
 
 

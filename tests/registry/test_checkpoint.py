@@ -321,10 +321,13 @@ def test_missing_and_wrong_shaped_tensors_are_named(tmp_path: Path) -> None:
         index.load("w", (5, 3))
 
 
-def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
+def test_an_integer_tensor_is_refused_unless_asked_for(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"Tensor w .* stored as I8"):
         open_tensors(tmp_path).load("w", (2,))
+    assert open_tensors(tmp_path).load("w", (2,), ("I8",)).dtype is torch.int8
+    with pytest.raises(CheckpointError, match=r"Tensor w .* stored as I8; supported are I32"):
+        open_tensors(tmp_path).load("w", (2,), ("I32",))
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def load_weights(
         index = source
     # Checkpoints of embedding models leave the prefix out.
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
-    reader = WeightReader(index, dtype, device, makers, config.quantization)
+    quantization = config.quantization if source is None else None
+    reader = WeightReader(index, dtype, device, makers, quantization)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     embedding = reader.widened(prefix + _EMBEDDING, vocabulary, hidden, is_looked_up=True)
     layers = tuple(

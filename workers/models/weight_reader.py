@@ -12,7 +12,7 @@ import torch
 
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
-from millrace.registry.checkpoints.tensors import TensorIndex
+from millrace.registry.checkpoints.tensors import ALL_DTYPES, TensorIndex
 from millrace.schemas.errors import CheckpointError
 from millrace.workers.kernels.operations import Linear
 from millrace.workers.models.stacked_experts import StackedExperts
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # Scales of what is computed wide here, or whose scale is taken from the inputs themselves.
 _UNUSED_SCALES = ("k_scale", "v_scale", "kv_scale", "input_scale", "activation_scale")
+# What some writers add to every module: it may be zero, which changes nothing.
+_ZERO_IF_UNUSED = (".bias", "_zero_point")
 _MAX_NAMED = 8
 
 
@@ -174,22 +176,34 @@ class WeightReader:
     def refuse_leftovers(self) -> None:
         """Raises CheckpointError naming tensors that were not read."""
         if self._quantization is not None:
-            unused = {name for name in self._left if name.rpartition(".")[2] in _UNUSED_SCALES}
-            self._left -= unused
-            if unused or self._quantization.has_cache_scales:
-                _log.warning(
-                    "%s: %d scales are ignored: they are of a KV cache of fewer bits, which here "
-                    "is as engine.kv_cache_dtype says, or of inputs whose scale is taken as they "
-                    "come",
-                    self.path,
-                    len(unused),
-                )
+            self._ignore_leftovers(self._quantization)
         if self._left:
             names = ", ".join(sorted(self._left)[:_MAX_NAMED])
             raise CheckpointError(
                 f"The checkpoint {self.path} holds {len(self._left)} tensors that "
                 f"config.json does not account for: {names}."
             )
+
+    def _ignore_leftovers(self, quantization: QuantizationConfig) -> None:
+        """Those that quantized checkpoints have and that change nothing here."""
+        self._left -= {name for name in self._left if self._is_zero(name)}
+        unused = {name for name in self._left if name.rpartition(".")[2] in _UNUSED_SCALES}
+        self._left -= unused
+        if unused or quantization.has_cache_scales:
+            _log.warning(
+                "%s: %d scales are ignored: they are of a KV cache of fewer bits, which here is as "
+                "engine.kv_cache_dtype says, or of inputs whose scale is taken as they come",
+                self.path,
+                len(unused),
+            )
+
+    def _is_zero(self, name: str) -> bool:
+        if not name.endswith(_ZERO_IF_UNUSED) or not isinstance(self._source, TensorIndex):
+            return False
+        info = self._source[name]
+        if info.dtype not in ALL_DTYPES:
+            return False
+        return not self._source.load(name, info.shape, ALL_DTYPES).float().any()
 
 
 def linear_of(

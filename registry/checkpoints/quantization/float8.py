@@ -29,6 +29,7 @@ def read_float8(fields: JsonFields) -> QuantizationConfig:
     if activations not in ("dynamic", "static"):
         raise fields.bad("activation_scheme", "dynamic or static")
     is_static = activations == "static"
+    # A scale a token, not one of the whole batch: an answer must not depend on its company.
     inputs = InputRounding.FLOAT8_TENSOR if is_static else InputRounding.FLOAT8_TOKEN
     block_outputs, group_inputs = 1, None
     if fields.get("weight_block_size") is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
 from safetensors.torch import load_file, save_file
 
 from millrace.registry.checkpoints.checkpoint import read_model_config
@@ -200,6 +201,24 @@ def test_a_last_group_may_be_shorter() -> None:
     blocks = Scheme(layout=Layout.PLAIN, is_float=True, group_inputs=32, block_outputs=32)
     ours, theirs = read(float8(32), blocks, torch.randn(40, 80))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_order_of_older_packed_checkpoints() -> None:
+    """Quantized with its columns in the order of their groups, then stored in their own; without
+    an order, all of ``weight_g_idx`` is -1."""
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    written = compressed(PACKED)(weight)
+    scheme = Scheme(layout=Layout.PACKED, bits=4, group_inputs=32, has_zeros=True)
+    held = Held({f"m.{part}": tensor for part, tensor in written.tensors.items()})
+    held["m.weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    assert read_quantized(held, "m", scheme, 16, 64).order is None
+    codes = unpack_from_int32(held["m.weight_packed"], 4, torch.Size((16, 64)))
+    held["m.weight_packed"] = pack_to_int32(codes[:, shuffled], 4)
+    held["m.weight_g_idx"] = (torch.arange(64) // 32)[shuffled].int()
+    read_back = read_quantized(held, "m", scheme, 16, 64)
+    assert read_back.order is not None
+    torch.testing.assert_close(read_back.values(), written.weight[:, shuffled])
 
 
 def test_outputs_that_do_not_fill_a_word_are_refused() -> None:

@@ -23,6 +23,7 @@ from tests.workers.quantization.written import (
     float8,
     gptq,
     rewrite,
+    save_compressed,
     wide_model,
 )
 
@@ -192,6 +193,21 @@ def test_biases_stay(tmp_path: Path) -> None:
     group = group_of(INT4_GROUPS, "pack-quantized")
     rewrite(tmp_path, {LAYERS: compressed(group)}, fields_of(group))
     computes_what_it_stands_for(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(group_of(INT4_GROUPS | {"symmetric": False}, "pack-quantized"), id="int4"),
+        pytest.param(group_of(float_weights(), "float-quantized", FLOAT8_TOKEN), id="float8"),
+    ],
+)
+def test_a_checkpoint_that_the_library_saved(tmp_path: Path, group: dict[str, Any]) -> None:
+    """Against what it computes itself."""
+    model = save_model(tmp_path / "wide", "Llama", **SIZES)
+    save_compressed(tmp_path, model, fields_of(group))
+    assert differs(tmp_path, wide_model(tmp_path)) >= 1e-2
+    assert differs(tmp_path, model) <= 1e-4
 
 
 def a_token(most: float) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -180,3 +180,16 @@ def test_scales_of_a_smaller_cache_are_ignored_and_logged(
     save_file(load_file(file) | scale, file)
     weights_of(tmp_path)
     assert "1 scales are ignored" in caplog.text
+
+
+def test_zeros_that_a_writer_added_change_nothing(tmp_path: Path) -> None:
+    """As older checkpoints of GPTQ have them where there is no bias."""
+    saved(tmp_path, {"self_attn|mlp": gptq(4, 32)}, GPTQ)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.q_proj.bias"
+    zeros = {name: torch.zeros(64), "model.layers.0.mlp.up_proj.input_zero_point": torch.zeros(1)}
+    save_file(load_file(file) | zeros, file)
+    weights_of(tmp_path)
+    save_file(load_file(file) | {name: torch.ones(64)}, file)
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias"):
+        weights_of(tmp_path)

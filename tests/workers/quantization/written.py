@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -10,8 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
@@ -82,6 +88,24 @@ def compressed(scheme: dict[str, Any]) -> Writer:
         return Written(tensors, compressor.decompress(dict(tensors), whole)["weight"])
 
     return write
+
+
+def save_compressed(path: Path, model: Any, config: dict[str, Any]) -> None:
+    """Quantize transformers' ``model`` in its place, save it compressed, and leave it as the
+    library itself computes it: rounded weights, and inputs rounded as they come."""
+    apply_quantization_config(model, QuantizationConfig(**config), show_progress=False)
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            args = module.quantization_scheme.weights
+            scales, zeros = calculate_qparams(*_ranges(module.weight.data, args), args)
+            module.weight_scale.data.copy_(scales)
+            module.weight_zero_point.data.copy_(zeros)
+            module.quantization_status = QuantizationStatus.FROZEN
+    saved = copy.deepcopy(model)
+    compressor = ModelCompressor.from_pretrained_model(saved)
+    compressor.compress_model(saved)
+    saved.save_pretrained(path)
+    compressor.update_config(str(path))
 
 
 def _ranges(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
