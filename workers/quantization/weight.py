@@ -51,7 +51,8 @@ class Rounding(NamedTuple):
         values = rows.float()
         if kind is Activations.FLOAT8_GROUP:
             padded = F.pad(values, (0, -rows.shape[1] % self.group_inputs))
-            values = padded.view(len(rows), -1, self.group_inputs)
+            num_groups = padded.shape[1] // self.group_inputs
+            values = padded.view(len(rows), num_groups, self.group_inputs)
         if kind.is_static:
             assert self.scale is not None, "a static scale is part of the weight"
             scales = torch.full((), self.scale, device=rows.device)
