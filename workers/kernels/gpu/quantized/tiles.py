@@ -67,4 +67,5 @@ def quantized_expert_tile(
         return QuantizedTile(16, 64, 4, 4)
     if average <= 64:
         return QuantizedTile(64, 64, 4, 4)
-    return QuantizedTile(128, 128, 8, 4)
+    # Places of rows take registers, too many for sums of 128 rows beside them.
+    return QuantizedTile(64, 128, 8, 4)
