@@ -20,7 +20,7 @@ from millrace.workers.kernels.gpu.quantized.packing import PackedWeight
 from millrace.workers.kernels.gpu.quantized.product import quantized_linear
 from millrace.workers.kernels.gpu.quantized.rounding import RoundedRows
 from millrace.workers.kernels.gpu.reference import experts as reference_experts
-from millrace.workers.quantization.device import packed, rounded
+from millrace.workers.quantization.device_linear import packed, rounded
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
 
 _FLOAT8 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from millrace.workers.kernels.gpu.quantized.experts import quantized_down, quant
 from millrace.workers.kernels.gpu.quantized.packing import PackedWeight
 from millrace.workers.kernels.gpu.quantized.product import quantized_linear
 from millrace.workers.kernels.gpu.quantized.rounding import RoundedRows
-from millrace.workers.quantization.device import packed, rounded
+from millrace.workers.quantization.device_linear import packed, rounded
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
 
 _META = torch.device("meta")

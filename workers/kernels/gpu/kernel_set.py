@@ -63,6 +63,26 @@ class ExpertKernels(Protocol):
     def add_choices(self, total: torch.Tensor, results: torch.Tensor) -> torch.Tensor: ...
 
 
+class ExpertStack(Protocol):
+    """One of the weights of each expert, that is not a plain tensor; its products are those of
+    ``workers.kernels.gpu.experts``."""
+
+    def __len__(self) -> int:
+        """The number of experts."""
+
+    def gate_up(
+        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    ) -> torch.Tensor: ...
+
+    def down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    ) -> torch.Tensor: ...
+
+
+# Of experts' weights: a tensor [num_experts, num_outputs, num_inputs], or another.
+Stack = torch.Tensor | ExpertStack
+
+
 class KernelSet(NamedTuple):
     """Functions of tensors on one device, documented where they are: in ``workers.kernels.gpu`` the
     modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention`` and ``experts``, and the same

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from millrace.workers.kernels.gpu.quantized.rounding import RoundedRows
-from millrace.workers.quantization.device import rounded
+from millrace.workers.quantization.device_linear import rounded
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
 
 FLOAT8 = torch.float8_e4m3fn

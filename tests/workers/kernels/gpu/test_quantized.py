@@ -21,7 +21,7 @@ from millrace.workers.kernels.gpu.quantized.tiles import (
     quantized_tile,
     row_product_tile,
 )
-from millrace.workers.quantization.device import packed
+from millrace.workers.quantization.device_linear import packed
 from millrace.workers.quantization.weight import Activations
 from tests.workers.kernels.gpu.closeness import DTYPES
 from tests.workers.kernels.gpu.quantized_cases import (

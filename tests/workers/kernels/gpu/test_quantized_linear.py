@@ -20,14 +20,9 @@ from millrace.workers.kernels.gpu.quantized.library import (
 from millrace.workers.kernels.gpu.quantized.rounding import round_rows
 from millrace.workers.kernels.operations import Linear
 from millrace.workers.models.device_linear import DeviceLinear
-from millrace.workers.quantization import device
-from millrace.workers.quantization.device import (
-    QuantizedDeviceLinear,
-    RoundedLinear,
-    packed,
-    quantized_linears,
-    why_not_packed,
-)
+from millrace.workers.quantization import device, device_linear
+from millrace.workers.quantization.device import RoundedLinear, quantized_linears, why_not_packed
+from millrace.workers.quantization.device_linear import QuantizedDeviceLinear, packed
 from millrace.workers.quantization.linear import MakeQuantized
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
 from tests.workers.kernels.gpu.quantized_cases import (
@@ -165,8 +160,8 @@ def test_the_library_takes_what_it_has_a_product_for() -> None:
 def test_many_rows_are_the_librarys(
     monkeypatch: pytest.MonkeyPatch, bias: torch.Tensor | None
 ) -> None:
-    monkeypatch.setattr(device, "library_takes", lambda weight, dtype: True)
-    monkeypatch.setattr(device, "prefers_library", lambda num_rows: num_rows > 4)
+    monkeypatch.setattr(device_linear, "library_takes", lambda weight, dtype: True)
+    monkeypatch.setattr(device_linear, "prefers_library", lambda num_rows: num_rows > 4)
     weight = drawn_weight(Kind(8, Activations.FLOAT8_TOKEN, is_float8=True), 48, 256, 256)
     weight = replace(weight, order=torch.randperm(256))
     linear = QuantizedDeviceLinear(weight, bias, torch.bfloat16, fixed=False)

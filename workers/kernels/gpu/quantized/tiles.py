@@ -33,19 +33,23 @@ def row_product_tile(num_outputs: int, chunk_bytes: int) -> RowProductTile:
 
 def quantized_tile(num_rows: int, num_outputs: int, row_bytes: int) -> QuantizedTile:
     """Up to 16 rows reading the weights is the limit, and needs hundreds of programs; with more,
-    widening the weights is, which more rows share. ``row_bytes``: of an element of a row."""
+    widening the weights is, which more rows share. ``row_bytes``: of an element of a row.
+
+    A chunk of codes is a fourth of one of wide weights: so much more of these is on the way where
+    few outputs make few programs.
+    """
     if row_bytes == 4:
         return QuantizedTile(16, 32, 4, 2)
     if num_rows <= 16:
         if num_outputs >= 16384:
-            return QuantizedTile(16, 64, 4, 4)
+            return QuantizedTile(16, 64, 4, 5)
         if num_outputs >= 4096:
-            return QuantizedTile(16, 32, 4, 4)
-        return QuantizedTile(16, 16, 2, 4)
+            return QuantizedTile(16, 32, 4, 8)
+        return QuantizedTile(16, 16, 2, 8)
     if num_rows <= 32:
-        return QuantizedTile(32, 64, 4, 4)
+        return QuantizedTile(32, 64, 4, 6)
     if num_rows <= 64:
-        return QuantizedTile(64, 64, 4, 4)
+        return QuantizedTile(64, 64, 4, 5)
     if num_rows <= 512:
         return QuantizedTile(64, 128, 8, 4)
     return QuantizedTile(128, 128, 8, 4)
