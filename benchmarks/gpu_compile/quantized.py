@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -55,10 +56,12 @@ _CHOICES = (1, 33, 1000, 8192)
 _NUM_EXPERTS, _NUM_CHOSEN = 16, 2
 
 
-def compile_quantized(compilation: Compilation) -> None:
-    """Have every kernel compiled that multiplies by quantized weights, or rounds rows for it."""
+def compile_quantized(compilation: Compilation, names: Sequence[str] | None) -> None:
+    """Have every kernel compiled that multiplies by quantized weights, or rounds rows for it: of
+    the layouts with these ``names``, or without any of all."""
+    chosen = [layout for layout in LAYOUTS if not names or layout.name in names]
     with compilation.instead_of_launching(), torch.inference_mode():
-        for layout in LAYOUTS:
+        for layout in chosen:
             # float32 has one tile for all, and is there for comparisons.
             for dtype, outputs in ((torch.bfloat16, _OUTPUTS), (torch.float32, _OUTPUTS[1:2])):
                 for num_outputs in outputs:
