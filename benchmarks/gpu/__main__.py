@@ -13,6 +13,7 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   transformers-…  the loads on transformers' continuous batching, for each of these models
   tokens          logits and greedy tokens beside transformers in float32; --deterministic
   ablation        eager, recorded graphs, overlapped steps
+  quantized       products with weights of 8 and 4 bits, beside those of bf16
 
 Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
 cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="SECTION")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=7.7, help="for all of it (default: 7.7)")
+    parser.add_argument("--minutes", type=float, default=8.7, help="for all of it (default: 8.7)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--save", type=Path, nargs="?", const=_RESULT, help=f"write results/{_RESULT.name} or PATH"

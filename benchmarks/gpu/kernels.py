@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Callable
 
 from benchmarks.gpu import (
     attention_kernels,
@@ -20,11 +21,11 @@ _REHEARSAL_S = 40.0
 
 
 def run(scope: Scope) -> None:
-    _rehearse(scope)
-    _measure(scope)
+    rehearse(scope, measure_all)
+    measure_all(scope)
 
 
-def _measure(scope: Scope) -> None:
+def measure_all(scope: Scope) -> None:
     attention_kernels.run(scope)
     matmul_kernels.run(scope)
     row_kernels.run(scope)
@@ -32,11 +33,12 @@ def _measure(scope: Scope) -> None:
     expert_kernels.run(scope)
 
 
-def _rehearse(scope: Scope) -> None:
-    """Have all kernels compiled into the compiler's cache; in a smoke run, some of them."""
+def rehearse(scope: Scope, measure: Callable[[Scope], None]) -> None:
+    """Have all kernels that ``measure``, a function of a module, measures compiled into the
+    compiler's cache; in a smoke run, some of them."""
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_rehearse_part, args=(scope.smoke, scope.seed, first))
+        context.Process(target=_rehearse_part, args=(measure, scope.smoke, scope.seed, first))
         for first in range(1 if scope.smoke else _PROCESSES)
     ]
     for process in processes:
@@ -48,7 +50,7 @@ def _rehearse(scope: Scope) -> None:
         process.join()
 
 
-def _rehearse_part(smoke: bool, seed: int, first: int) -> None:
+def _rehearse_part(measure: Callable[[Scope], None], smoke: bool, seed: int, first: int) -> None:
     scope = Scope(
         "rehearsal",
         smoke=smoke,
@@ -56,4 +58,4 @@ def _rehearse_part(smoke: bool, seed: int, first: int) -> None:
         deadline_s=time.monotonic() + _REHEARSAL_S,
         rehearsal=Turns(first, _PROCESSES),
     )
-    _measure(scope)
+    measure(scope)

@@ -53,6 +53,7 @@ SECTIONS = (
     Section(TRANSFORMERS + QWEN_8B, "transformers_loads", 35, QWEN_8B),
     Section(TOKENS, "tokens", 30),
     Section("ablation", "ablation", 25),
+    Section("quantized", "quantized_kernels", 60),
     Section(TRANSFORMERS + LLAMA_8B, "transformers_loads", 30, LLAMA_8B),
 )
 

@@ -11,16 +11,24 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu import attention_kernels, matmul_kernels, row_kernels
+from benchmarks.gpu import attention_kernels, matmul_kernels, quantized_kernels, row_kernels
 from benchmarks.gpu.attention_kernels import Case
 from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Work
 from benchmarks.gpu.matmul_kernels import Shape
+from benchmarks.gpu.quantized_kernels import Layout
 from benchmarks.gpu.scope import Scope
 from millrace.workers.kernels.gpu import attention, attention_tiles, heads, rows, tiles
 from millrace.workers.kernels.gpu.attention_tiles import AttentionTile
+from millrace.workers.kernels.gpu.quantized.tiles import (
+    QuantizedTile,
+    RowProductTile,
+    quantized_tile,
+    row_product_tile,
+)
 from millrace.workers.kernels.gpu.tiles import HeadTile, ProductTile, RowTile
+from millrace.workers.quantization.weight import Activations
 
-Tile = AttentionTile | HeadTile | ProductTile | RowTile
+Tile = AttentionTile | HeadTile | ProductTile | QuantizedTile | RowProductTile | RowTile
 
 
 class Sweep(NamedTuple):
@@ -41,7 +49,7 @@ class Sweep(NamedTuple):
 
 def sweeps(scope: Scope) -> Iterator[Sweep]:
     """All of them, or a few with two candidates each in a smoke run."""
-    for sweep in (*_attention(scope), *_products(scope), *_rows(scope)):
+    for sweep in (*_attention(scope), *_products(scope), *_rows(scope), *_quantized(scope)):
         others = [tile for tile in sweep.candidates if tile != sweep.present]
         yield sweep._replace(candidates=others[:1] if scope.smoke else others)
 
@@ -169,6 +177,48 @@ def _tiled_candidates(num_rows: int) -> list[Tile]:
         ProductTile(*others)
         for others in product(row_counts, (64, 128, 256), (64, 128), (4, 8), (3, 4))
     ]
+
+
+def _quantized(scope: Scope) -> Iterator[Sweep]:
+    for layout, shape, num_rows in product(
+        quantized_kernels.layouts(scope),
+        quantized_kernels.shapes(scope),
+        quantized_kernels.row_counts(scope),
+    ):
+        cost = quantized_kernels.cost_of(scope, layout, shape, num_rows)
+        make = partial(quantized_kernels.tiled_work, scope, layout, shape, num_rows)
+        yield Sweep(
+            name=f"quantized {layout.name} {shape.name}, {num_rows} rows",
+            present=_quantized_present(scope, layout, shape, num_rows),
+            candidates=_quantized_candidates(num_rows),
+            make=make,
+            using=nullcontext,
+            bytes_moved=cost.bytes_moved,
+            amount=cost.bytes_moved / 1e9,
+            unit="GB/s",
+        )
+
+
+def _quantized_present(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Tile:
+    if num_rows == 1:
+        return row_product_tile(shape.num_outputs, 64 if layout.bits == 4 else 128)
+    is_wide = layout.activations is Activations.WIDE
+    row_bytes = scope.dtype.itemsize if is_wide else 1
+    return quantized_tile(num_rows, shape.num_outputs, row_bytes)
+
+
+def _quantized_candidates(num_rows: int) -> list[Tile]:
+    if num_rows == 1:
+        return [
+            RowProductTile(*others)
+            for others in product((4, 8, 16), (1, 2, 4, 8), (4, 8), (2, 4, 6))
+        ]
+    if num_rows <= 16:
+        return [
+            QuantizedTile(16, *others) for others in product((16, 32, 64), (2, 4), (4, 6, 8, 10))
+        ]
+    row_tiles = (32,) if num_rows <= 32 else (64, 128)
+    return [QuantizedTile(*others) for others in product(row_tiles, (64, 128), (4, 8), (3, 4, 6))]
 
 
 def _rows(scope: Scope) -> Iterator[Sweep]:

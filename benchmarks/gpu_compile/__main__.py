@@ -1,9 +1,12 @@
 """Compile every kernel for GPUs and print what it takes of one: registers, shared memory.
 
     python -m benchmarks.gpu_compile [--model NAME ...] [--formats bf16|fp8|fp32 ...] [--json]
+    python -m benchmarks.gpu_compile --quantized [LAYOUT ...]
     python -m benchmarks.gpu_compile --engine
 
-The second runs a whole engine of a small model, as it would on a GPU but for what its kernels
+The second is of products with quantized weights alone, in all layouts or those that are named;
+without any option they are compiled as well.
+The third runs a whole engine of a small model, as it would on a GPU but for what its kernels
 compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared
 memory than there is, or is compiled anew for another length of a batch.
 """
@@ -29,6 +32,9 @@ def main() -> int:
     parser = command_parser("gpu_compile", __doc__)
     parser.add_argument("--model", choices=CONFIGS, action="append", help="default: all")
     parser.add_argument("--formats", choices=FORMATS, action="append", help="default: all")
+    parser.add_argument(
+        "--quantized", nargs="*", metavar="LAYOUT", help="quantized weights only; default: all"
+    )
     parser.add_argument("--engine", action="store_true", help="an engine instead of models")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
@@ -37,13 +43,21 @@ def main() -> int:
         print("TRITON_INTERPRET is ignored: what is interpreted is not compiled.", file=sys.stderr)
     from benchmarks.gpu_compile.compiling import Compilation
     from benchmarks.gpu_compile.engine import SETTINGS, compile_engine
+    from benchmarks.gpu_compile.quantized import LAYOUTS, compile_quantized
     from benchmarks.gpu_compile.steps import compile_model, never_compiled
 
+    unknown = set(args.quantized or ()) - {layout.name for layout in LAYOUTS}
+    if unknown:
+        names = ", ".join(repr(layout.name) for layout in LAYOUTS)
+        parser.error(f"no layout is called {', '.join(unknown)}; there are {names}")
     compilation = Compilation()
     start = time.perf_counter()
     for name in SETTINGS if args.engine else ():
         compile_engine(compilation, name)
-    for name in () if args.engine else args.model or CONFIGS:
+    is_all = args.model is None and not args.engine and args.quantized is None
+    if args.quantized is not None or is_all:
+        compile_quantized(compilation, args.quantized)
+    for name in CONFIGS if is_all else args.model or ():
         for formats in args.formats or FORMATS:
             for deterministic in (False, True):
                 compile_model(
@@ -61,7 +75,7 @@ def main() -> int:
         if variant.problem
     ]
     problems += [*compilation.failures, *compilation.specialised()]
-    if args.model is None and not args.engine:
+    if is_all:
         problems += never_compiled(compilation)
     if args.json:
         found = {"variants": [variant._asdict() for variant in variants], "problems": problems}

@@ -28,6 +28,7 @@ from millrace.workers.models.weight_reader import (
     linear_of,
 )
 from millrace.workers.quantization.at_load import Quantize
+from millrace.workers.quantization.device_experts import MakeStack
 from millrace.workers.quantization.linear import DequantizedLinear, MakeQuantized
 from millrace.workers.quantization.weight import QuantizedWeight
 
@@ -113,14 +114,16 @@ def load_weights(
     quantized: MakeQuantized | None = None,
     quantize: Quantize | None = None,
     quantize_head: Quantize | None = None,
+    stacks: MakeStack | None = None,
 ) -> DecoderWeights:
     """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
     or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
     of one product after the other. What of the checkpoint is ignored is logged.
 
     Linear maps with quantized weights are made by ``quantized``, of weights in ``dtype`` if that is
-    None. Wide weights of attention and MLPs, but not of mixtures by ``experts``, go through
-    ``quantize`` first, that of the head through ``quantize_head``. Weights of ``source`` are wide.
+    None, and those of mixtures by ``experts`` by ``stacks``. Wide weights of attention, MLPs and
+    experts go through ``quantize`` first, that of the head through ``quantize_head``; but experts
+    of mixtures stay wide without ``stacks``. Weights of ``source`` are wide.
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder; ConfigError
@@ -132,7 +135,7 @@ def load_weights(
             "out, or name the checkpoint that it was made from."
         )
     makers = Makers(
-        product, quantized or partial(DequantizedLinear, dtype=dtype), quantize, experts
+        product, quantized or partial(DequantizedLinear, dtype=dtype), quantize, experts, stacks
     )
     index: TensorSource
     if source is None:

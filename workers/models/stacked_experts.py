@@ -8,20 +8,22 @@ from typing import NamedTuple
 import torch
 
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
-from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
+from millrace.workers.kernels.gpu.kernel_set import ExpertKernels, Stack
+from millrace.workers.kernels.gpu.sorted_choices import SortedChoices
 from millrace.workers.kernels.operations import Linear, WeightSize, total_size
 
 
 class StackedExperts(NamedTuple):
     """``num_chosen`` of the experts compute each row. ``router`` scores them; ``gate_up``:
     [num_experts, 2 * inner_size, hidden_size]; ``down``: [num_experts, hidden_size, inner_size].
+    Tensors are multiplied by ``kernels``, other stacks by themselves.
 
     If ``fixed``, the result of a row does not depend on the other rows.
     """
 
     router: Linear
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Stack
+    down: Stack
     num_chosen: int
     normalized: bool
     kernels: ExpertKernels
@@ -29,8 +31,7 @@ class StackedExperts(NamedTuple):
 
     @property
     def size(self) -> WeightSize:
-        stacks = (WeightSize.of(stack) for stack in (self.gate_up, self.down))
-        return total_size((self.router.size, *stacks))
+        return total_size((self.router.size, _size(self.gate_up), _size(self.down)))
 
     def plus(
         self,
@@ -40,16 +41,30 @@ class StackedExperts(NamedTuple):
     ) -> torch.Tensor:
         """``total`` plus the mixture's output for ``rows``, both [num_rows, hidden_size]; ``total``
         is overwritten."""
-        kernels, fixed = self.kernels, self.fixed
+        kernels = self.kernels
         scores = self.router(rows)
         weights, chosen = kernels.route(scores, self.num_chosen, normalized=self.normalized)
         choices = kernels.sort_by_expert(chosen, len(self.gate_up))
-        inner = swiglu(
-            kernels.gate_up(rows, self.gate_up, choices, num_chosen=self.num_chosen, fixed=fixed)
-        )
-        return kernels.add_choices(
-            total, kernels.down(inner, self.down, choices, weights, fixed=fixed)
-        )
+        inner = swiglu(self._gate_up(rows, choices))
+        return kernels.add_choices(total, self._down(inner, choices, weights))
+
+    def _gate_up(self, rows: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
+        stack, num_chosen, fixed = self.gate_up, self.num_chosen, self.fixed
+        if isinstance(stack, torch.Tensor):
+            return self.kernels.gate_up(rows, stack, choices, num_chosen=num_chosen, fixed=fixed)
+        return stack.gate_up(rows, choices, num_chosen=num_chosen, fixed=fixed)
+
+    def _down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor
+    ) -> torch.Tensor:
+        stack, fixed = self.down, self.fixed
+        if isinstance(stack, torch.Tensor):
+            return self.kernels.down(rows, stack, choices, weights, fixed=fixed)
+        return stack.down(rows, choices, weights, fixed=fixed)
+
+
+def _size(stack: Stack) -> WeightSize:
+    return WeightSize.of(stack) if isinstance(stack, torch.Tensor) else stack.size
 
 
 def stacked_experts(
@@ -57,11 +72,11 @@ def stacked_experts(
     product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
     *,
     fixed: bool,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]:
+) -> Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]:
     """Makes mixtures by ``kernels``, with routers by ``product``."""
 
     def make(
-        router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: ExpertsConfig
+        router: torch.Tensor, gate_up: Stack, down: Stack, experts: ExpertsConfig
     ) -> StackedExperts:
         return StackedExperts(
             router=product(router, None),

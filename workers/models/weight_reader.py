@@ -14,10 +14,12 @@ from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
 from millrace.registry.checkpoints.tensors import ALL_DTYPES, TensorIndex
 from millrace.schemas.errors import CheckpointError
+from millrace.workers.kernels.gpu.kernel_set import Stack
 from millrace.workers.kernels.operations import Linear
 from millrace.workers.models.stacked_experts import StackedExperts
 from millrace.workers.quantization.at_load import Quantize
 from millrace.workers.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
+from millrace.workers.quantization.device_experts import MakeStack
 from millrace.workers.quantization.linear import MakeQuantized, SplitLinear
 from millrace.workers.quantization.weight import (
     Activations,
@@ -47,19 +49,21 @@ class TensorSource(Protocol):
 
 
 # Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
-MakeExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertsConfig], StackedExperts]
+MakeExperts = Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]
 # Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
 class Makers(NamedTuple):
     """What linear maps are made by: ``product`` of wide weights, ``quantized`` of others, to which
-    ``quantize`` makes the wide ones; ``experts`` of mixtures."""
+    ``quantize`` makes the wide ones; ``experts`` of mixtures, with ``stacks`` of their weights
+    where these are quantized, or widened ones without it."""
 
     product: MakeLinear
     quantized: MakeQuantized
     quantize: Quantize | None
     experts: MakeExperts | None
+    stacks: MakeStack | None = None
 
 
 class WeightReader:
@@ -109,9 +113,14 @@ class WeightReader:
         CheckpointError if its inputs had to be rounded, which those of one that ``is_looked_up``
         are not."""
         weight = self.weight(module, num_outputs, num_inputs)
+        if is_looked_up and isinstance(weight, QuantizedWeight):
+            return weight.values().to(self._dtype)
+        return self._wide(weight, module)
+
+    def _wide(self, weight: torch.Tensor | QuantizedWeight, module: str) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
             return weight
-        if weight.activations is not Activations.WIDE and not is_looked_up:
+        if weight.activations is not Activations.WIDE:
             raise CheckpointError(
                 f"{self.path}: the inputs of {module} are rounded ({weight.activations.value}), "
                 "which is not computed for a router, nor for experts on this device; take a "
@@ -160,11 +169,34 @@ class WeightReader:
             ]
         )
 
-    def stack(
-        self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int
-    ) -> torch.Tensor:
+    def stack(self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int) -> Stack:
         """The weights behind each prefix, of the named outputs one behind the other:
-        [len(prefixes), sum of outputs, num_inputs]."""
+        [len(prefixes), sum of outputs, num_inputs]. Raises CheckpointError for quantized ones that
+        cannot be multiplied together."""
+        if self.makers.stacks is not None and (self._quantization or self.makers.quantize):
+            experts = [self._expert(prefix, outputs, num_inputs) for prefix in prefixes]
+            rounded = [expert for expert in experts if isinstance(expert, QuantizedWeight)]
+            if len(rounded) == len(experts):
+                return self.makers.stacks(rounded)
+            return torch.stack([self._wide(expert, prefixes[0]) for expert in experts])
+        return self._wide_stack(prefixes, outputs, num_inputs)
+
+    def _expert(
+        self, prefix: str, outputs: dict[str, int], num_inputs: int
+    ) -> torch.Tensor | QuantizedWeight:
+        parts = [self.weight(prefix + name, size, num_inputs) for name, size in outputs.items()]
+        wide = [part for part in parts if isinstance(part, torch.Tensor)]
+        rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if not rounded:
+            whole = torch.cat(wide)
+            return whole if self.makers.quantize is None else self.makers.quantize(whole)
+        if not wide and can_be_one(rounded):
+            return as_one(rounded)
+        return torch.cat([self._wide(part, prefix) for part in parts])
+
+    def _wide_stack(
+        self, prefixes: list[str], outputs: dict[str, int], num_inputs: int
+    ) -> torch.Tensor:
         shape = (len(prefixes), sum(outputs.values()), num_inputs)
         stack = torch.empty(shape, dtype=self._dtype, device=self._device)
         for prefix, own in zip(prefixes, stack, strict=True):

@@ -26,6 +26,8 @@ from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.loader import choose_dtype, load_weights
 from millrace.workers.models.stacked_experts import stacked_experts
 from millrace.workers.quantization.at_load import quantize_at_load
+from millrace.workers.quantization.device import quantized_linears
+from millrace.workers.quantization.device_experts import quantized_stacks
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def load_device_runner(
         raise ConfigError(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
-    fixed = engine.deterministic
+    fixed, has_kernels = engine.deterministic, kernels.name == "triton"
     at_load = quantize_at_load(engine.quantization)
     product = partial(DeviceLinear, kernels=kernels, fixed=fixed)
     weights = load_weights(
@@ -67,6 +69,8 @@ def load_device_runner(
         source=DummyTensors(dtype, where) if engine.load_format == "dummy" else None,
         product=product,
         experts=stacked_experts(kernels.experts, product, fixed=fixed),
+        quantized=quantized_linears(product, dtype, fixed=fixed, has_kernels=has_kernels),
+        stacks=quantized_stacks(kernels.experts, dtype, has_kernels=has_kernels),
         quantize=at_load.layers,
         quantize_head=at_load.head,
     )

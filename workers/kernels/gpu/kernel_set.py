@@ -11,6 +11,7 @@ import torch
 from millrace.schemas.errors import ConfigError
 from millrace.workers.kernels.gpu.device_batch import CacheLayer, DeviceBatch
 from millrace.workers.kernels.gpu.sorted_choices import SortedChoices
+from millrace.workers.kernels.operations import WeightSize
 
 
 class Attention(Protocol):
@@ -61,6 +62,29 @@ class ExpertKernels(Protocol):
     ) -> torch.Tensor: ...
 
     def add_choices(self, total: torch.Tensor, results: torch.Tensor) -> torch.Tensor: ...
+
+
+class ExpertStack(Protocol):
+    """One of the weights of each expert, that is not a plain tensor; its products are those of
+    ``workers.kernels.gpu.experts``."""
+
+    @property
+    def size(self) -> WeightSize: ...
+
+    def __len__(self) -> int:
+        """The number of experts."""
+
+    def gate_up(
+        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    ) -> torch.Tensor: ...
+
+    def down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    ) -> torch.Tensor: ...
+
+
+# Of experts' weights: a tensor [num_experts, num_outputs, num_inputs], or another.
+Stack = torch.Tensor | ExpertStack
 
 
 class KernelSet(NamedTuple):

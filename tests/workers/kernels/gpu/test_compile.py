@@ -129,6 +129,19 @@ def test_what_an_engine_launches_compiles_once_for_any_length(
     assert kernels_with_wgmma <= with_wgmma
 
 
+def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(cache: Path) -> None:
+    layouts = ("int4 zeros", "float8 blocks, groups of rows")
+    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", "--quantized", *layouts)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert done.returncode == 0
+    # Weights are widened in the registers that matrix units take them from.
+    tiled = [v for v in found["variants"] if "BLOCK_ROWS=64" in v["constants"]]
+    assert tiled
+    assert all(variant["has_wgmma"] for variant in tiled)
+
+
 def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path, cache: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
