@@ -122,7 +122,7 @@ def _measure(parsed: argparse.Namespace, folder: Path) -> Result:
             elif part == "quality":
                 printed = _child("benchmarks.quantization.quality", kind)
                 result.quality[kind] = msgspec.json.decode(printed, type=QualityFigures)
-            elif kind != WIDE:
+            else:
                 printed = _child("benchmarks.quantization.logits", kind, *model)
                 result.logits[kind] = msgspec.json.decode(printed, type=LogitFigures)
     return result

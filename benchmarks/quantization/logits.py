@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.quantization.kinds import KINDS
+from benchmarks.quantization.kinds import KINDS, WIDE
 from benchmarks.support.command import command_parser
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.threads import configure_threads
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from millrace.workers.engine.batch import FlatBatch
     from millrace.workers.engine.eager.attention import TorchAttention
     from millrace.workers.models.decoder import Decoder, DecoderWeights
+    from millrace.workers.models.weight_reader import MakeLinear
     from millrace.workers.quantization.linear import MakeQuantized
 
 _NUM_TOKENS = 64
@@ -49,7 +50,8 @@ def measure_logits(kind: str, path: Path) -> LogitFigures:
     from millrace.workers.kernels.build import cpu_library
     from millrace.workers.kernels.cpu import CpuKernels
     from millrace.workers.models.decoder import Decoder
-    from millrace.workers.models.packed_projection import packed_quantized
+    from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
+    from millrace.workers.models.projection import Projection
     from millrace.workers.quantization.linear import DequantizedLinear
 
     config = read_model_config(path)
@@ -57,11 +59,15 @@ def measure_logits(kind: str, path: Path) -> LogitFigures:
     kernels = CpuKernels(cpu_library(), torch.bfloat16)
     with torch.inference_mode():
         weights, attention = _loaded(
-            path, config, kind, torch.bfloat16, partial(packed_quantized, kernels)
+            *(path, config, kind, torch.bfloat16),
+            partial(PackedProjection.of_wide, kernels),
+            partial(packed_quantized, kernels),
         )
         own = _logits(compiled_decoder(config, weights, attention, kernels), prompt).double()
         weights, attention = _loaded(
-            path, config, kind, torch.float64, partial(DequantizedLinear, dtype=torch.float64)
+            *(path, config, kind, torch.float64),
+            Projection,
+            partial(DequantizedLinear, dtype=torch.float64),
         )
         operations = TorchOperations(attention, epsilon=config.rms_norm_eps)
         exact = _logits(Decoder(config, weights, operations), prompt)
@@ -77,6 +83,7 @@ def _loaded(
     config: ModelConfig,
     kind: str,
     dtype: torch.dtype,
+    product: MakeLinear,
     quantized: MakeQuantized,
 ) -> tuple[DecoderWeights, TorchAttention]:
     import torch
@@ -87,12 +94,13 @@ def _loaded(
     from millrace.workers.quantization.at_load import quantize_at_load
 
     device = torch.device("cpu")
-    at_load = quantize_at_load(kind)
+    at_load = quantize_at_load(None if kind == WIDE else kind)
     weights = load_weights(
         path,
         config,
         dtype=dtype,
         device=device,
+        product=product,
         quantized=quantized,
         quantize=at_load.layers,
         quantize_head=at_load.head,
@@ -124,7 +132,7 @@ def _logits(decoder: Decoder[FlatBatch, Any], prompt: tuple[int, ...]) -> torch.
 
 def main() -> None:
     parser = command_parser("quantization.logits", __doc__)
-    parser.add_argument("kind", choices=KINDS[1:])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--model", type=Path, required=True)
     arguments = parser.parse_args()
     configure_threads(EngineConfig(), shared=False)

@@ -65,7 +65,10 @@ def _engine_answerer(kind: str, path: Path) -> Callable[[list[list[dict[str, str
             tokens[str(index)] = []
             engine.add(
                 EngineRequest(
-                    request_id=str(index), prompt_token_ids=tuple(prompt), sampling=greedy
+                    request_id=str(index),
+                    prompt_token_ids=tuple(prompt),
+                    sampling=greedy,
+                    eos_token_ids=tokenizer.eos_token_ids,
                 )
             )
         while engine.has_work:

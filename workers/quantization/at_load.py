@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ class QuantizeAtLoad(NamedTuple):
     head: Quantize | None = None
 
 
-# Logits bear less than layers do, so a head has 8 bits at least.
+# Logits bear less than layers do, so a head has 8 bits at least; its rows stay wide where those of
+# the layers do.
 _BY_NAME = {
     "int8": QuantizeAtLoad(rounded_int8, rounded_int8),
-    "int4": QuantizeAtLoad(rounded_int4, rounded_int8),
+    "int4": QuantizeAtLoad(rounded_int4, partial(rounded_int8, rounds_rows=False)),
     "fp8": QuantizeAtLoad(rounded_float8, rounded_float8),
 }
 

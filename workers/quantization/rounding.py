@@ -17,19 +17,19 @@ _LEAST_RATIO, _NUM_RATIOS = 0.5, 20
 
 
 def rounded_int8(
-    weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32
+    weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32, rounds_rows: bool = True
 ) -> QuantizedWeight:
     """``weight`` [num_outputs, num_inputs] in int8, symmetric with one scale for each output, the
-    largest magnitude over 127; for rows that are rounded to int8 too.
+    largest magnitude over 127; for rows that are rounded to int8 too, or if not ``rounds_rows`` for
+    wide ones.
 
     ``scale_dtype`` is what the scales will be stored as: codes are made for scales so rounded.
     """
     values = weight.float()
     scales = storable(values.abs().amax(1, keepdim=True) / _MOST_INT8, scale_dtype)
     codes = (values / scales).round().clamp(-_MOST_INT8, _MOST_INT8).to(torch.int8)
-    return QuantizedWeight(
-        codes, scales, group_inputs=weight.shape[1], activations=Activations.INT8_TOKEN
-    )
+    activations = Activations.INT8_TOKEN if rounds_rows else Activations.WIDE
+    return QuantizedWeight(codes, scales, group_inputs=weight.shape[1], activations=activations)
 
 
 def rounded_float8(

@@ -18,6 +18,7 @@ from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
 KERNELS = ("auto", "torch", "reference")
+_TRITON = "triton"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def rewritten(wide: Path, folder: Path, quantization: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [*KERNELS, _TRITON])
 def test_an_engine_computes_with_the_rounded_weights(
     wide: Path, tmp_path: Path, kernels: str
 ) -> None:

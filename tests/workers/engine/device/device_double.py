@@ -24,6 +24,7 @@ from millrace.workers.engine.sampling.logits_processors import needs_logits_proc
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.workers.kernels.operations import WeightSize
 
 VOCAB_SIZE = 192
 POISON = 190
@@ -120,6 +121,7 @@ class DeviceRunner:
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=CONTEXT_WINDOW_TOKENS,
         )
+        self.weight_size = WeightSize(1, 2)
         self.host_device = _CPU
         self.overlaps = chooses
         self.cache = DeviceCache(num_blocks, block_size_tokens, self.finish)
