@@ -38,6 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "float8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "launched one by one": {"cuda_graphs": False, "overlap": False},
 }
 _SAMPLINGS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
-from millrace.workers.quantization.making.schemes import Scheme
+from millrace.workers.quantizer.schemes import Scheme
 
 _GROUP_INPUTS = 128
 _NUM_SAMPLES = 128
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from millrace.registry.source import resolve
     from millrace.workers.engine.settings import choose_device
-    from millrace.workers.quantization.making import checkpoint as making
+    from millrace.workers.quantizer import checkpoint as making
 
     entry = _entry(arguments)
     making.check_output(arguments.output)

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from millrace.registry.checkpoints.checkpoint import open_tensors, read_model_config
-from millrace.workers.quantization.making.calibration import MAX_TEXT_TOKENS, CalibratedLayers
-from millrace.workers.quantization.making.checkpoint import Recipe, quantize_checkpoint
-from millrace.workers.quantization.making.gptq import gptq_int4
-from millrace.workers.quantization.making.schemes import Scheme
 from millrace.workers.quantization.rounding import rounded_int4
+from millrace.workers.quantizer.calibration import MAX_TEXT_TOKENS, CalibratedLayers
+from millrace.workers.quantizer.checkpoint import Recipe, quantize_checkpoint
+from millrace.workers.quantizer.gptq import gptq_int4
+from millrace.workers.quantizer.schemes import Scheme
 from tests.workers.checkpoints import reference_logits, save_base_model, save_model
 from tests.workers.engine.support import prompt
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace.workers.quantization.making.gptq import gptq_int4
 from millrace.workers.quantization.rounding import int4_scales, rounded_int4
 from millrace.workers.quantization.weight import QuantizedWeight
+from millrace.workers.quantizer.gptq import gptq_int4
 
 
 def correlated(num_rows: int, num_inputs: int, rank: int = 12) -> torch.Tensor:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from millrace.registry.checkpoints.checkpoint import open_tensors
 from millrace.schemas.errors import CheckpointError, ConfigError
-from millrace.workers.quantization.making.checkpoint import Made, Recipe, quantize_checkpoint
-from millrace.workers.quantization.making.schemes import Scheme
 from millrace.workers.quantization.rounding import rounded_float8, rounded_int4, rounded_int8
 from millrace.workers.quantization.weight import QuantizedWeight
+from millrace.workers.quantizer.checkpoint import Made, Recipe, quantize_checkpoint
+from millrace.workers.quantizer.schemes import Scheme
 from tests.support.small_disk import small_disk
 from tests.workers.checkpoints import reference_logits, save_base_model, save_classifier, save_model
 

@@ -19,8 +19,8 @@ from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.kernels.operations import SwiGLU, WeightSize
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.loader import load_weights
-from millrace.workers.quantization.making.gptq import gptq_int4
 from millrace.workers.quantization.weight import QuantizedWeight
+from millrace.workers.quantizer.gptq import gptq_int4
 
 # Texts are cut to so many tokens, and run together up to as many.
 MAX_TEXT_TOKENS = 1024

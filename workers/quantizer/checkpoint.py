@@ -21,15 +21,6 @@ from millrace.registry.checkpoints.checkpoint import (
 )
 from millrace.registry.checkpoints.json_fields import read_json_object
 from millrace.schemas.errors import CheckpointError, ConfigError
-from millrace.workers.quantization.making.calibration import CalibratedLayers
-from millrace.workers.quantization.making.layout import stored_tensors
-from millrace.workers.quantization.making.schemes import (
-    LINEAR_NAMES,
-    ROUTERS,
-    Scheme,
-    quantization_config,
-)
-from millrace.workers.quantization.making.shards import ShardWriter
 from millrace.workers.quantization.rounding import (
     GROUP_INPUTS,
     GROUP_STEP,
@@ -38,6 +29,15 @@ from millrace.workers.quantization.rounding import (
     rounded_int8,
 )
 from millrace.workers.quantization.weight import QuantizedWeight
+from millrace.workers.quantizer.calibration import CalibratedLayers
+from millrace.workers.quantizer.layout import stored_tensors
+from millrace.workers.quantizer.schemes import (
+    LINEAR_NAMES,
+    ROUTERS,
+    Scheme,
+    quantization_config,
+)
+from millrace.workers.quantizer.shards import ShardWriter
 
 _CONFIG = "config.json"
 _QUANTIZED_FIELDS = ("quantization_config", "compression_config")
