@@ -34,7 +34,8 @@ constexpr int kTileRows = 4;
 enum class Finish { kWrite, kAdd, kGate };
 
 // `rows` [num_rows, num_inputs] are bfloat16, and as `prepare_row` makes them of these where the weight
-// asks for that, with `scales` [num_rows, num_scales]. `out` [num_rows, num_outputs], or half of that
+// asks for that, with `scales` [num_rows, num_scales], and for a weight with zeros the `sums` of their
+// groups [num_rows, num_groups]. `out` [num_rows, num_outputs], or half of that
 // for kGate, whose panels are the gates, then what they gate.
 struct Product {
   const void* rows;
@@ -43,6 +44,7 @@ struct Product {
   int64_t num_rows, num_inputs, num_outputs;
   Finish finish;
   const float* scales = nullptr;
+  const float* sums = nullptr;
 
   int64_t row_bytes() const {
     return weight->format == Format::kInt8Dot ? num_inputs : 2 * num_inputs;
@@ -145,23 +147,14 @@ __attribute__((always_inline)) inline void sum_bytes(const uint8_t* rows, int64_
   std::memcpy(sums, totals, sizeof totals);
 }
 
-// The sum of `count` elements.
-inline float sum_of(const BFloat16* row, int64_t count) {
-  Floats sums{};
-  for (int64_t i = 0; i < count; i += kLanes) sums += load(row + i);
-  return sum(sums);
-}
-
-// The products of kRows rows from `row` on with the panels of `outputs`, scaled.
+// The products of kRows rows from `row` on with `panels`, which are those of `outputs`, scaled.
 template <Format kFormat, int kRows>
 __attribute__((always_inline)) inline void sum_tile(const Product& product, int64_t row,
-                                                    const int64_t (&outputs)[2], Ahead ahead,
-                                                    Floats (&sums)[kRows][2]) {
+                                                    const int64_t (&outputs)[2], Panels panels,
+                                                    Ahead ahead, Floats (&sums)[kRows][2]) {
   const Weight& weight = *product.weight;
   const int64_t stride = product.num_inputs;
   const auto panel = [&](int v) { return outputs[v] / kPanelOutputs; };
-  const auto codes = [&](int v) { return weight.codes + panel(v) * product.panel_bytes(); };
-  Panels panels{codes(0), codes(1)};
   const float* row_scales = product.scales + row * product.num_scales();
   if constexpr (kFormat == Format::kInt8Dot) {
     Ints dots[kRows][2];
@@ -194,7 +187,7 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
           Floats part = dots[r][v] * scale;
           if (weight.offsets != nullptr) {
             part -= load(static_cast<const float*>(weight.offsets) + at) *
-                    sum_of(rows + r * stride, weight.group_inputs);
+                    product.sums[(row + r) * num_groups + group];
           }
           if (product.scales != nullptr) {
             part *= row_scales[r * num_scales + (num_scales > 1 ? group : 0)];
@@ -229,15 +222,17 @@ inline int64_t first_output(const Product& product, int64_t two, int panel) {
                           : (2 * two + panel) * kLanes;
 }
 
-// Rows `row` ... `row + kRows - 1` of the item `two`.
+// Rows `row` ... `row + kRows - 1` of the item `two`, whose panels are of kFormat, whatever the
+// weight's.
 template <Format kFormat, int kRows>
-void multiply_tile(const Product& product, int64_t two, int64_t row, const Ahead& ahead) {
+void multiply_tile(const Product& product, int64_t two, int64_t row, const Panels& panels,
+                   const Ahead& ahead) {
   const bool gate = is_gate(product);
   const BFloat16* biases = product.weight->bias;
   const int64_t half = product.num_outputs / 2;
   const int64_t outputs[2] = {first_output(product, two, 0), first_output(product, two, 1)};
   Floats sums[kRows][2] = {};
-  sum_tile<kFormat, kRows>(product, row, outputs, ahead, sums);
+  sum_tile<kFormat, kRows>(product, row, outputs, panels, ahead, sums);
   const int64_t width = gate ? half : product.num_outputs;
   for (int v = 0; v < 2 && biases != nullptr; ++v) {
     const Floats bias = load_some(biases + outputs[v], product.num_outputs - outputs[v]);
@@ -257,7 +252,7 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Ahead
   }
 }
 
-using MultiplyTile = void (*)(const Product&, int64_t, int64_t, const Ahead&);
+using MultiplyTile = void (*)(const Product&, int64_t, int64_t, const Panels&, const Ahead&);
 // By the number of rows less one.
 template <Format kFormat, int... kRowsLessOne>
 constexpr auto multiply_tiles(std::integer_sequence<int, kRowsLessOne...>) {
@@ -269,7 +264,22 @@ constexpr auto kTilesOf =
 // By the format.
 constexpr std::array kMultiplyTile{kTilesOf<Format::kBFloat16>, kTilesOf<Format::kInt8>,
                                    kTilesOf<Format::kFloat8>, kTilesOf<Format::kInt4>,
-                                   kTilesOf<Format::kInt8Dot>};
+                                   kTilesOf<Format::kInt8Dot>, kTilesOf<Format::kCodes>};
+
+// A panel of codes in bfloat16.
+template <Format kFormat>
+void widen_panel(const std::byte* from, int64_t num_inputs, std::byte* to) {
+  for (int64_t at = 0; at < num_inputs; at += kUnrolled, from += octet_bytes(kFormat)) {
+    const Octet<kFormat> weights(from);
+#pragma GCC unroll 4
+    for (int k = 0; k < kUnrolled / 2; ++k, to += kLineBytes) store_pairs(to, weights.pair(k));
+  }
+}
+
+// By the format; null where nothing is gained by it.
+constexpr std::array<void (*)(const std::byte*, int64_t, std::byte*), 5> kWidenPanel{
+    nullptr, widen_panel<Format::kInt8>, widen_panel<Format::kFloat8>, widen_panel<Format::kInt4>,
+    nullptr};
 
 // `next` is the item that this thread takes afterwards, or itself: its panels are fetched meanwhile,
 // a part of them by each of the first tiles, so that memory is never waited for between two items.
@@ -283,7 +293,23 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
     const int64_t output = first_output(product, next / items.num_parts, panel);
     return product.weight->codes + output / kPanelOutputs * product.panel_bytes();
   };
-  const auto& tiles = kMultiplyTile[static_cast<size_t>(product.weight->format)];
+  auto format = static_cast<size_t>(product.weight->format);
+  const auto codes = [&](int panel) {
+    return product.weight->codes +
+           first_output(product, two, panel) / kPanelOutputs * product.panel_bytes();
+  };
+  Panels panels{codes(0), codes(1)};
+  // Several tiles read what was widened once.
+  if (num_tiles > 1 && kWidenPanel[format] != nullptr) {
+    thread_local std::vector<std::byte> widened;
+    const int64_t size = octet_bytes(Format::kCodes) * product.num_inputs / kUnrolled;
+    widened.resize(static_cast<size_t>(2 * size));
+    kWidenPanel[format](panels.first, product.num_inputs, widened.data());
+    kWidenPanel[format](panels.second, product.num_inputs, widened.data() + size);
+    panels = {widened.data(), widened.data() + size};
+    format = static_cast<size_t>(Format::kCodes);
+  }
+  const auto& tiles = kMultiplyTile[format];
   const int64_t lines_around = octet_bytes(product.weight->format) / kLineBytes;
   const int64_t lines =
       next / items.num_parts == two ? 0 : (lines_around + num_tiles - 1) / num_tiles;
@@ -292,7 +318,7 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
     const int64_t from = tile * lines * product.num_inputs / kUnrolled * kLineBytes;
     const bool fetches = tile * lines < lines_around;
     const Ahead ahead{{soon(0) + from, soon(1) + from}, fetches ? lines : 0};
-    tiles[static_cast<size_t>(end - row - 1)](product, two, begin + row, ahead);
+    tiles[static_cast<size_t>(end - row - 1)](product, two, begin + row, panels, ahead);
     row = end;
   }
 }
@@ -319,7 +345,9 @@ class PreparedRows {
  public:
   // For products whose rows have at most so many inputs together.
   explicit PreparedRows(int64_t num_inputs)
-      : codes_(elements<BFloat16>(num_inputs)), scales_(elements<float>(num_inputs / kLanes + 1)) {}
+      : codes_(elements<BFloat16>(num_inputs)),
+        scales_(elements<float>(num_inputs / kLanes + 1)),
+        sums_(elements<float>(num_inputs / kLanes + 1)) {}
 
   void prepare(const Product& product, int64_t row) {
     thread_local std::vector<BFloat16> scratch;
@@ -328,12 +356,14 @@ class PreparedRows {
     prepare_row(*product.weight,
                 static_cast<const BFloat16*>(product.rows) + row * product.num_inputs,
                 product.num_inputs, scratch.data(), codes,
-                scales_.get() + row * product.num_scales());
+                scales_.get() + row * product.num_scales(),
+                sums_.get() + row * product.num_groups());
   }
 
   Product of(Product product) const {
     product.rows = codes_.get();
     product.scales = scales_.get();
+    product.sums = sums_.get();
     return product;
   }
 
@@ -344,7 +374,7 @@ class PreparedRows {
   }
 
   std::unique_ptr<BFloat16[]> codes_;
-  std::unique_ptr<float[]> scales_;
+  std::unique_ptr<float[]> scales_, sums_;
 };
 
 inline void multiply(Product product) {

@@ -30,13 +30,14 @@ constexpr int64_t kPanelOutputs = kLanes;
 constexpr int kUnrolled = 8;
 constexpr int64_t kLineBytes = 64;
 
-enum class Format : int32_t { kBFloat16, kInt8, kFloat8, kInt4, kInt8Dot };
+// kCodes are codes of another format in bfloat16, which products make of these for themselves.
+enum class Format : int32_t { kBFloat16, kInt8, kFloat8, kInt4, kInt8Dot, kCodes };
 
 // Bytes of a panel for each 8 inputs.
 constexpr int64_t octet_bytes(Format format) {
-  return format == Format::kBFloat16 ? 4 * kLineBytes
-         : format == Format::kInt4   ? kLineBytes
-                                     : 2 * kLineBytes;
+  return format == Format::kBFloat16 || format == Format::kCodes ? 4 * kLineBytes
+         : format == Format::kInt4                                ? kLineBytes
+                                                                  : 2 * kLineBytes;
 }
 
 // What becomes of a row before it is multiplied. Dynamic scales are those of the row itself, or of
@@ -58,7 +59,10 @@ struct Weight {
   Activation activation;
   float activation_scale;
 
-  bool prepares() const { return order != nullptr || activation != Activation::kNone; }
+  bool has_zeros() const { return offsets != nullptr && format != Format::kInt8Dot; }
+  bool prepares() const {
+    return order != nullptr || activation != Activation::kNone || has_zeros();
+  }
 };
 
 #ifdef __AVX512BF16__
@@ -67,6 +71,7 @@ inline Pairs load_pairs(const void* from) { return (Pairs)_mm512_loadu_si512(fro
 inline Pairs twice_each(const BFloat16* from) {
   return (Pairs)_mm512_set1_epi32(unaligned<int32_t>(from));
 }
+inline void store_pairs(void* to, Pairs pairs) { _mm512_storeu_si512(to, (__m512i)pairs); }
 inline Floats plus_products(Floats sums, Pairs weights, Pairs inputs) {
   return (Floats)_mm512_dpbf16_ps((__m512)sums, weights, inputs);
 }
@@ -83,6 +88,9 @@ inline Pairs load_pairs(const void* from) {
 inline Pairs twice_each(const BFloat16* from) {
   const auto word = unaligned<uint32_t>(from);
   return {(Floats)(Words{} + (word << 16)), (Floats)(Words{} + (word & 0xffff0000u))};
+}
+inline void store_pairs(void* to, const Pairs& pairs) {
+  store_pair(static_cast<BFloat16*>(to), pairs.even, pairs.odd);
 }
 inline Floats plus_products(Floats sums, const Pairs& weights, const Pairs& inputs) {
   return sums + weights.even * inputs.even + weights.odd * inputs.odd;
@@ -101,6 +109,12 @@ class Octet<Format::kBFloat16> {
 
  private:
   const std::byte* from_;
+};
+
+template <>
+class Octet<Format::kCodes> : public Octet<Format::kBFloat16> {
+ public:
+  using Octet<Format::kBFloat16>::Octet;
 };
 
 template <>
@@ -257,11 +271,18 @@ inline float row_scale(const Weight& weight, const BFloat16* row, int64_t count,
   return scale == 0 ? 1.0f : scale;
 }
 
+// The sum of `count` elements.
+inline float sum_of(const BFloat16* row, int64_t count) {
+  Floats sums{};
+  for (int64_t i = 0; i < count; i += kLanes) sums += load(row + i);
+  return sum(sums);
+}
+
 // A row as `weight` multiplies it: codes in bfloat16, or bytes from 128 on for int8 dot, in `codes`;
 // their scales, one for the row or one for each group, in `scales`. `scratch` holds a row. Widths and
 // groups are multiples of 16.
-inline void prepare_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
-                        BFloat16* scratch, void* codes, float* scales) {
+inline void round_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
+                      BFloat16* scratch, void* codes, float* scales) {
   if (weight.order != nullptr) {
     for (int64_t i = 0; i < num_inputs; ++i) scratch[i] = row[weight.order[i]];
     row = scratch;
@@ -293,6 +314,17 @@ inline void prepare_row(const Weight& weight, const BFloat16* row, int64_t num_i
       const Bytes bytes = __builtin_convertvector(words, Bytes);
       std::memcpy(static_cast<uint8_t*>(codes) + i, &bytes, sizeof bytes);
     }
+  }
+}
+
+// As `round_row`, and where the weight has zeros the sum of each group's codes in `sums`.
+inline void prepare_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
+                        BFloat16* scratch, void* codes, float* scales, float* sums) {
+  round_row(weight, row, num_inputs, scratch, codes, scales);
+  if (!weight.has_zeros()) return;
+  const auto* rounded = static_cast<const BFloat16*>(codes);
+  for (int64_t begin = 0; begin < num_inputs; begin += weight.group_inputs) {
+    *sums++ = sum_of(rounded + begin, weight.group_inputs);
   }
 }
 

@@ -1,0 +1,108 @@
+// The paged KV cache of a layer, and RoPE together with the write to it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "elementwise.h"
+#include "lanes.h"
+
+namespace {
+
+// Blocks of `block_size` tokens; of each token all keys, then all values. Entries of int8 are
+// multiplied by scales, one a token and head in the same order, behind the entries of their block; a
+// scale that is no number stands for a head that is not finite.
+template <typename C>
+struct Cache {
+  static constexpr bool kScaled = std::is_same_v<C, int8_t>;
+
+  C* data;
+  int64_t block_size, num_keys, head_dim, token_stride, scales_offset, block_stride;
+
+  Cache(void* from, int64_t block_tokens, int64_t num_key_heads, int64_t head_size)
+      : data(static_cast<C*>(from)),
+        block_size(block_tokens),
+        num_keys(num_key_heads),
+        head_dim(head_size),
+        token_stride(2 * num_key_heads * head_size),
+        scales_offset(aligned(block_size * token_stride)),
+        block_stride(kScaled ? aligned(scales_offset + block_size * token_scales() *
+                                                           int64_t{sizeof(float)})
+                             : block_size * token_stride) {}
+
+  int64_t token_scales() const { return 2 * num_keys; }
+  int64_t value_offset() const { return num_keys * head_dim; }
+  C* token(int64_t slot) const {
+    return data + slot / block_size * block_stride + slot % block_size * token_stride;
+  }
+  // Of all heads of a token; there are some for int8 alone.
+  float* scales(int64_t slot) const {
+    auto* block = reinterpret_cast<float*>(data + slot / block_size * block_stride + scales_offset);
+    return block + slot % block_size * token_scales();
+  }
+
+ private:
+  // So that what follows can be read 16 bytes at a time.
+  static constexpr int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+};
+
+// A head of `count` elements in int8, and its scale: the largest magnitude over 127.
+template <typename T>
+inline void quantize_head(const T* head, int64_t count, int8_t* codes, float* scale) {
+  using Bytes = int8_t __attribute__((vector_size(kLanes)));
+  Floats most{}, nothing{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats values = load(head + i), magnitudes = values < 0.0f ? -values : values;
+    most = magnitudes > most ? magnitudes : most;
+    nothing += values * 0.0f;
+  }
+  float largest = most[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+  if (sum(nothing) != 0.0f) {  // NaN, where one is not finite
+    std::memset(codes, 0, static_cast<size_t>(count));
+    *scale = std::numeric_limits<float>::quiet_NaN();
+    return;
+  }
+  *scale = largest == 0.0f ? 1.0f : largest / 127.0f;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Bytes bytes = __builtin_convertvector(to_integer(load(head + i) / *scale), Bytes);
+    std::memcpy(codes + i, &bytes, sizeof bytes);
+  }
+}
+
+// Keys and values `heads` [2 * num_keys, head_dim] of the token at `slot`.
+template <typename T, typename C>
+inline void store_token(const T* heads, const Cache<C>& cache, int64_t slot) {
+  C* token = cache.token(slot);
+  if constexpr (Cache<C>::kScaled) {
+    float* scales = cache.scales(slot);
+    for (int64_t head = 0; head < 2 * cache.num_keys; ++head) {
+      const int64_t at = head * cache.head_dim;
+      quantize_head(heads + at, cache.head_dim, token + at, scales + head);
+    }
+  } else {
+    std::memcpy(token, heads, static_cast<size_t>(cache.token_stride) * sizeof(C));
+  }
+}
+
+template <typename T, typename C>
+void rotate_store(T* heads, const float* cosines, const float* sines, const T* query_norm,
+                  const T* key_norm, float epsilon, const Cache<C>& cache, const int64_t* slots,
+                  int64_t rows, int64_t num_queries) {
+  const int64_t head_dim = cache.head_dim, half = head_dim / 2;
+  const int64_t stride = (num_queries + 2 * cache.num_keys) * head_dim;
+#pragma omp parallel for schedule(static) if (rows * stride > 16384)
+  for (int64_t row = 0; row < rows; ++row) {
+    T* queries = heads + row * stride;
+    T* keys = queries + num_queries * head_dim;
+    const float *cosine = cosines + row * half, *sine = sines + row * half;
+    rotate_heads(queries, num_queries, head_dim, cosine, sine, query_norm, epsilon);
+    rotate_heads(keys, cache.num_keys, head_dim, cosine, sine, key_norm, epsilon);
+    store_token(keys, cache, slots[row]);
+  }
+}
+
+}  // namespace
