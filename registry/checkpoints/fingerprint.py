@@ -12,9 +12,11 @@ _NUM_SAMPLES = 16
 _SUFFIXES = (".safetensors", ".gguf")
 
 
-def weights_fingerprint(path: Path, quantization: str | None = None) -> str:
-    """16 hexadecimal digits for the weights in a checkpoint folder, or in one file, and for what
-    they are rounded to when they are loaded.
+def weights_fingerprint(
+    path: Path, quantization: str | None = None, kv_cache_dtype: str = "auto"
+) -> str:
+    """16 hexadecimal digits for the weights in a checkpoint folder, or in one file, for what they
+    are rounded to when they are loaded, and for what keys and values are rounded to.
 
     The name and size of each file of weights count, and samples spread over it, its beginning with
     the table of tensors first; so two checkpoints of one shape differ, and a large one takes no
@@ -34,4 +36,6 @@ def weights_fingerprint(path: Path, quantization: str | None = None) -> str:
                 digest.update(opened.read(_SAMPLE_BYTES))
     if quantization is not None:
         digest.update(f"rounded to {quantization};".encode())
+    if kv_cache_dtype != "auto":
+        digest.update(f"keys and values in {kv_cache_dtype};".encode())
     return digest.hexdigest() if files else ""

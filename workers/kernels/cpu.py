@@ -21,16 +21,16 @@ _SIGNATURES = {
     "millrace_swiglu": (_INT, *(_POINTER,) * 2, *(_INT64,) * 2),
     "millrace_rotate_store": (
         *(_INT, *(_POINTER,) * 5, _FLOAT),
-        *(*(_POINTER,) * 2, *(_INT64,) * 4),
+        *(*(_POINTER,) * 2, *(_INT64,) * 5, _INT),
     ),
     "millrace_decode_attention": (
         *(_INT, _POINTER, _INT64, *(_POINTER,) * 5),
-        *(*(_INT64,) * 6, _FLOAT),
+        *(*(_INT64,) * 6, _FLOAT, _INT),
     ),
     "millrace_multiply": (*(_POINTER,) * 3, *(_INT64,) * 3, _INT),
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
-        *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER),
+        *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT),
     ),
 }
 
@@ -53,6 +53,16 @@ class DecoderShape(NamedTuple):
     head_dim: int
     block_size: int
     epsilon: float
+
+
+class PagedCache(NamedTuple):
+    """Where one layer of a ``KVCache`` is, contiguous; ``is_int8``: its entries are int8 with
+    scales behind those of each block, else of the kernels' dtype."""
+
+    address: int
+    block_size: int
+    num_key_heads: int
+    is_int8: bool
 
 
 class CpuKernels:
@@ -102,17 +112,16 @@ class CpuKernels:
         sines: torch.Tensor,
         norms: tuple[torch.Tensor, torch.Tensor] | None,
         epsilon: float,
-        cache: torch.Tensor,
+        cache: PagedCache,
         slots: torch.Tensor,
     ) -> None:
         """Normalise (with ``norms``) and rotate query and key heads in place, and write keys and
         values to their slots of the cache.
 
         ``heads``: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; ``cosines``, ``sines``:
-        float32 [num_tokens, head_dim / 2]; ``cache``: [num_slots, 2, num_kv_heads, head_dim];
-        ``slots``: int64 [num_tokens].
+        float32 [num_tokens, head_dim / 2]; ``slots``: int64 [num_tokens].
         """
-        num_keys = cache.shape[2]
+        num_keys = cache.num_key_heads
         query_norm, key_norm = (0, 0) if norms is None else (t.data_ptr() for t in norms)
         self._rotate_store(
             self._type,
@@ -120,21 +129,21 @@ class CpuKernels:
             cosines.data_ptr(),
             sines.data_ptr(),
             *(query_norm, key_norm, epsilon),
-            cache.data_ptr(),
+            cache.address,
             slots.data_ptr(),
             *(heads.shape[0], heads.shape[1] - 2 * num_keys, num_keys, heads.shape[2]),
+            *(cache.block_size, cache.is_int8),
         )
 
     def decode_attention(
         self,
         heads: torch.Tensor,
-        cache: torch.Tensor,
+        cache: PagedCache,
         tables: torch.Tensor,
         starts: torch.Tensor,
         lengths: torch.Tensor,
         out: torch.Tensor,
         *,
-        block_size: int,
         window: int | None,
     ) -> None:
         """Attention of the first ``len(lengths)`` rows of ``heads`` into the first of ``out``.
@@ -144,18 +153,18 @@ class CpuKernels:
         [num_rows], the tokens there are, the row's own the last; ``out``: [num_tokens, num_heads,
         head_dim].
         """
-        num_rows, (num_queries, head_dim), num_keys = len(lengths), out.shape[1:], cache.shape[2]
+        num_rows, (num_queries, head_dim) = len(lengths), out.shape[1:]
         self._decode_attention(
             self._type,
             heads.data_ptr(),
             heads.shape[1] * head_dim,
-            cache.data_ptr(),
+            cache.address,
             tables.data_ptr(),
             starts.data_ptr(),
             lengths.data_ptr(),
             out.data_ptr(),
-            *(num_rows, num_queries, num_keys, head_dim, block_size),
-            *(window or 0, head_dim**-0.5),
+            *(num_rows, num_queries, cache.num_key_heads, head_dim, cache.block_size),
+            *(window or 0, head_dim**-0.5, cache.is_int8),
         )
 
     def multiply(
@@ -182,6 +191,8 @@ class CpuKernels:
         slots: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         chunk_ends: torch.Tensor,
+        *,
+        has_int8_cache: bool,
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
@@ -189,7 +200,7 @@ class CpuKernels:
         (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
         ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
         all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
-        row behind each of the others.
+        row behind each of the others; ``has_int8_cache``: see ``PagedCache``.
         """
         self._decoder_step(
             layers.data_ptr(),
@@ -201,4 +212,5 @@ class CpuKernels:
             len(tables[2]) - len(chunk_ends),
             len(chunk_ends),
             chunk_ends.data_ptr(),
+            has_int8_cache,
         )

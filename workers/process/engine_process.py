@@ -82,7 +82,9 @@ class EngineClient(EngineLike):
             ready = await link.ready
             client.note_stats(ready.stats)
             client.device_uuid = ready.device_uuid
-            client.weights = await asyncio.to_thread(weights_fingerprint, path, config.quantization)
+            client.weights = await asyncio.to_thread(
+                weights_fingerprint, path, config.quantization, config.kv_cache_dtype
+            )
         except BaseException:
             await client.close()
             raise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,14 +9,13 @@ from hypothesis import strategies as st
 
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.models.packed_projection import PackedProjection
-from tests.workers.kernels.compiled import compiled
+from tests.workers.kernels.compiled import BUILDS, compiled
 
 # Sums of some hundred products of numbers about 1, rounded to 8 bits at the end.
 TOLERANCE = 2e-2
-_BUILDS = [(), ("-mno-avx512bf16",)] if platform.machine() == "x86_64" else [()]
 
 
-@pytest.fixture(scope="module", params=_BUILDS, ids=lambda flags: " ".join(flags) or "native")
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda flags: " ".join(flags) or "native")
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return compiled(torch.bfloat16, *request.param)
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
@@ -18,7 +19,6 @@ from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
 KERNELS = ("auto", "torch", "reference")
-_TRITON = "triton"
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,33 @@ def rewritten(wide: Path, folder: Path, quantization: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kernels", [*KERNELS, _TRITON])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_an_engine_computes_with_the_rounded_weights(
     wide: Path, tmp_path: Path, kernels: str
 ) -> None:
     given = answers(wide, kernels, "int4")
     assert given == answers(rewritten(wide, tmp_path / "int4", "int4"), kernels)
     assert given != answers(wide, kernels)
+
+
+def test_tritons_kernels_give_the_same_as_those_of_torch(tmp_path: Path) -> None:
+    """One layer and few tokens: the interpreter is slow."""
+    save_llama(tmp_path, num_hidden_layers=1, hidden_size=96, intermediate_size=64)
+    settings = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        quantization="int4",
+        num_blocks=4,
+        cuda_graphs=False,
+        max_num_sequences=1,
+        max_batch_tokens=16,
+    )
+    made = []
+    for kernels in ("reference", "triton"):
+        engine = Engine.load(tmp_path, replace(settings, kernels=kernels))
+        engine.add(request("r", prompt(1, 5), max_tokens=3, ignore_eos=True))
+        made.append(tokens_by_request(drain(engine)))
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])

@@ -3,8 +3,6 @@ without some of them."""
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +12,7 @@ from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
 from millrace.workers.quantization.linear import DequantizedLinear
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
-from tests.workers.kernels.compiled import compiled
+from tests.workers.kernels.compiled import BUILDS, compiled
 from tests.workers.quantization.drawn import (
     FLOAT8_ROWS,
     INT8_ROWS,
@@ -23,15 +21,13 @@ from tests.workers.quantization.drawn import (
 )
 
 _MOST_ERROR = 1e-2
-_BUILDS = [(), ("-mno-avx512bf16", "-mno-avx512vnni")]
-_BUILDS = _BUILDS if platform.machine() == "x86_64" else [()]
 _KINDS: list[tuple[bool, int, Activations]] = [
     *((False, bits, kind) for bits in (4, 8) for kind in (Activations.WIDE, *INT8_ROWS)),
     *((True, 8, kind) for kind in (Activations.WIDE, *FLOAT8_ROWS)),
 ]
 
 
-@pytest.fixture(scope="module", params=_BUILDS, ids=lambda flags: " ".join(flags) or "native")
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda flags: " ".join(flags) or "native")
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return compiled(torch.bfloat16, *request.param)
 

@@ -58,6 +58,8 @@ def load_device_runner(
         raise ConfigError(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
+    if engine.kv_cache_dtype == "int8":
+        raise ConfigError("A KV cache in int8 is for CPUs: a GPU's of 8 bits is fp8.")
     fixed, has_kernels = engine.deterministic, kernels.name == "triton"
     at_load = quantize_at_load(engine.quantization)
     product = partial(DeviceLinear, kernels=kernels, fixed=fixed)

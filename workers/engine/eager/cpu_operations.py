@@ -10,7 +10,7 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.workers.engine.batch import FlatBatch, QueryRange
 from millrace.workers.engine.eager.attention import PrefillChunk, TorchAttention
-from millrace.workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
+from millrace.workers.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels, PagedCache
 from millrace.workers.kernels.operations import HeadNorms, Linear, Rotation
 
 
@@ -36,15 +36,15 @@ class CpuOperations:
         self._kernels = kernels
         self._epsilon = epsilon
         num_layers = len(attention.windows)
-        self._caches = [attention.layer_tokens(layer) for layer in range(num_layers)]
+        self._caches = [attention.paged(layer) for layer in range(num_layers)]
 
     @property
     def block_size(self) -> int:
         """Tokens of a block of the KV cache."""
         return self._attention.block_size
 
-    def cache(self, layer: int) -> torch.Tensor:
-        """The KV cache of a layer: [num_slots, 2, num_kv_heads, head_dim]."""
+    def cache(self, layer: int) -> PagedCache:
+        """The KV cache of a layer."""
         return self._caches[layer]
 
     def window(self, layer: int) -> int | None:
@@ -115,7 +115,6 @@ class CpuOperations:
                 metadata.starts,
                 metadata.lengths,
                 attended,
-                block_size=attention.block_size,
                 window=window,
             )
         chunks = metadata.chunks[window]

@@ -41,6 +41,7 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         layers = packed_layers(weights)
         assert layers is not None, "layers of another kind cannot be computed in one call"
         self._layers = _addresses(layers, operations)
+        self._has_int8_cache = operations.cache(0).is_int8
         self._shape = DecoderShape(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -64,6 +65,7 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             operations.slots(batch.ranges),
             operations.tables(batch.ranges),
             torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
+            has_int8_cache=self._has_int8_cache,
         )
         return hidden
 
@@ -103,7 +105,7 @@ def _addresses(layers: list[_Layer], operations: CpuOperations) -> torch.Tensor:
         addresses = [
             *(0 if norm is None else norm.data_ptr() for norm in norms),
             *(linear.weight.address for linear in (qkv, output, gate_up, down)),
-            operations.cache(index).data_ptr(),
+            operations.cache(index).address,
         ]
         rows.append([*addresses, operations.window(index) or 0])
     return torch.tensor(rows, dtype=torch.int64)

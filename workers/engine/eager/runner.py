@@ -19,7 +19,7 @@ from millrace.workers.engine.eager.fused_decoder import compiled_decoder
 from millrace.workers.engine.eager.products import choose_product
 from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
-from millrace.workers.engine.kv.cache import KVCache, choose_num_blocks
+from millrace.workers.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
 from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import score_rows
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
@@ -70,10 +70,11 @@ class ModelRunner:
         engine = with_device_defaults(engine, device)
         quantizes = engine.quantization is not None
         dtype = choose_dtype(config, engine.dtype, device, quantizes=quantizes)
-        if engine.kv_cache_dtype != "auto" or engine.deterministic:
+        if engine.kv_cache_dtype == "fp8" or engine.deterministic:
             raise ConfigError(
-                "engine.kv_cache_dtype and engine.deterministic are for the kernels of a GPU: set "
-                "engine.kernels to 'triton', or to 'reference' for a try on a CPU."
+                "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
+                "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
+                "bits is int8 here."
             )
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
         kernels = _cpu_kernels(engine.kernels, config, dtype, device)
@@ -90,11 +91,12 @@ class ModelRunner:
             quantize=at_load.layers,
             quantize_head=at_load.head,
         )
+        stored = cache_dtype(engine.kv_cache_dtype, dtype)
         cache = KVCache(
             config,
-            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, dtype),
+            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, stored),
             block_size_tokens=engine.block_size_tokens,
-            dtype=dtype,
+            dtype=stored,
             device=device,
         )
         attention = TorchAttention(
@@ -104,13 +106,14 @@ class ModelRunner:
             windows=config.windows,
         )
         _log.info(
-            "loaded %s in %s on %s by %s with %d KV blocks of %d tokens",
+            "loaded %s in %s on %s by %s with %d KV blocks of %d tokens in %s",
             config.architecture,
             str(dtype).removeprefix("torch."),
             device,
             "torch alone" if kernels is None else "compiled kernels",
             cache.num_blocks,
             cache.block_size_tokens,
+            str(stored).removeprefix("torch."),
         )
         return cls(config, _decoder(config, weights, attention, kernels), cache)
 

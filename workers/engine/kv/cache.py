@@ -129,7 +129,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """What keys and values are kept as: ``name`` as in ``EngineConfig.kv_cache_dtype``, ``dtype``
     that of the weights."""
-    return torch.float8_e4m3fn if name == "fp8" else dtype
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(name, dtype)
 
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:

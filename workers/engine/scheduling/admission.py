@@ -123,7 +123,7 @@ def check_config(config: EngineConfig) -> None:
         )
     for name, choices in (
         ("load_format", ("auto", "dummy")),
-        ("kv_cache_dtype", ("auto", "fp8")),
+        ("kv_cache_dtype", ("auto", "fp8", "int8")),
         ("kernels", ("auto", "native", "torch", "triton", "reference")),
     ):
         if getattr(config, name) not in choices:

@@ -10,6 +10,7 @@
 
 #include <omp.h>
 
+#include "kv_cache.h"
 #include "lanes.h"
 
 namespace {
@@ -28,12 +29,12 @@ inline void prefetch_head(const T* from) {
 
 // scores[g][i] of kGroup query heads against the keys of tokens i = 0 ... count - 1. Keys that are
 // `ahead` elements further are read soon.
-template <typename T, int kGroup, int kVectors>
-void score(const T* queries, const T* keys, int64_t stride, int64_t count, float scale,
+template <typename T, typename C, int kGroup, int kVectors>
+void score(const T* queries, const C* keys, int64_t stride, int64_t count, float scale,
            float* scores, int64_t score_stride, int64_t ahead) {
   Floats query[kGroup][kVectors];
   for (int g = 0; g < kGroup; ++g) {
-    load_head<kVectors>(queries + g * kVectors * kLanes, query[g]);
+    load_head<T>(queries + g * kVectors * kLanes, query[g]);
     for (int v = 0; v < kVectors; ++v) query[g][v] *= scale;
   }
   int64_t i = 0;
@@ -43,7 +44,7 @@ void score(const T* queries, const T* keys, int64_t stride, int64_t count, float
     for (int token = 0; token < 4; ++token) {
       Floats key[kVectors];
       prefetch_head<kVectors>(keys + token * stride + ahead);
-      load_head<kVectors>(keys + token * stride, key);
+      load_head<T>(keys + token * stride, key);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -55,7 +56,7 @@ void score(const T* queries, const T* keys, int64_t stride, int64_t count, float
   }
   for (; i < count; ++i, keys += stride) {
     Floats key[kVectors];
-    load_head<kVectors>(keys, key);
+    load_head<T>(keys, key);
     for (int g = 0; g < kGroup; ++g) {
       Floats dot{};
       for (int v = 0; v < kVectors; ++v) dot += query[g][v] * key[v];
@@ -65,15 +66,15 @@ void score(const T* queries, const T* keys, int64_t stride, int64_t count, float
 }
 
 // totals[g] += weights[g][i] * value i, over tokens i = 0 ... count - 1.
-template <typename T, int kGroup, int kVectors>
-void accumulate(const T* values, int64_t stride, int64_t count, const float* weights,
+template <typename T, typename C, int kGroup, int kVectors>
+void accumulate(const C* values, int64_t stride, int64_t count, const float* weights,
                  int64_t weight_stride, float* totals, int64_t ahead) {
   Floats total[kGroup][kVectors];
   std::memcpy(total, totals, sizeof total);
   for (int64_t i = 0; i < count; ++i, values += stride) {
     Floats value[kVectors];
     prefetch_head<kVectors>(values + ahead);
-    load_head<kVectors>(values, value);
+    load_head<T>(values, value);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -102,65 +103,78 @@ float softmax_weights(float* scores, int64_t count, int64_t padded) {
   return sum(weights);
 }
 
-struct Paged {
-  const int32_t* table;
-  int64_t block_size, token_stride, value_offset;
-};
+// Multiplies `count` numbers of each of `num_rows` rows by scales that lie `stride` apart.
+inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows, int64_t count,
+                               const float* scales, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float scale = scales[i * stride];
+    for (int64_t row = 0; row < num_rows; ++row) rows[row * row_stride + i] *= scale;
+  }
+}
 
-// Attention of one row over tokens first ... last - 1, for num_keys key heads from `cache` on and
-// their query heads. A block is read whole, all heads of it, before the next one.
-template <typename T, int kVectors>
-void attend(const T* queries, const T* cache, const Paged& paged, T* out, int64_t num_keys,
-            int64_t group, int64_t first, int64_t last, float scale, float* scratch) {
+// Attention of one row over tokens first ... last - 1 of the blocks of `table`, for `heads` key heads
+// from `head` on and their query heads. A block is read whole, all heads of it, before the next one.
+template <typename T, typename C, int kVectors>
+void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* out, int64_t head,
+            int64_t heads, int64_t group, int64_t first, int64_t last, float scale,
+            float* scratch) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
   constexpr int64_t kTile = kVectors <= 4 ? 4 : 2;  // query heads that fit the registers together
-  const int64_t count = last - first;
+  const int64_t count = last - first, block_size = cache.block_size;
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   float* scores = scratch;
-  float* totals = scratch + num_keys * group * padded;
+  float* totals = scratch + heads * group * padded;
   const auto each_run = [&](auto&& use) {
     for (int64_t position = first; position < last;) {
-      const int64_t block = position / paged.block_size;
-      const int64_t end = std::min(last, (block + 1) * paged.block_size);
-      const int64_t slot = paged.table[block] * paged.block_size + position % paged.block_size;
-      const T* tokens = cache + slot * paged.token_stride;
+      const int64_t block = position / block_size;
+      const int64_t end = std::min(last, (block + 1) * block_size);
+      const int64_t slot = table[block] * block_size + position % block_size;
+      const C* tokens = cache.token(slot) + head * kHeadDim;
       // From a token of this block to that of the next one; of the last block to itself.
-      const int64_t next = end < last ? paged.table[block + 1] : paged.table[block];
-      const int64_t ahead =
-          (next - paged.table[block]) * paged.block_size * paged.token_stride;
-      for (int64_t head = 0; head < num_keys; ++head) {
+      const int64_t next = end < last ? table[block + 1] : table[block];
+      const int64_t ahead = (next - table[block]) * cache.block_stride;
+      for (int64_t key = 0; key < heads; ++key) {
+        const float* scales = Cache<C>::kScaled ? cache.scales(slot) + head + key : nullptr;
         for (int64_t g = 0; g < group; g += kTile) {
-          use(tokens + head * kHeadDim, head * group + g, std::min(kTile, group - g),
+          use(tokens + key * kHeadDim, scales, key * group + g, std::min(kTile, group - g),
               position - first, end - position, ahead);
         }
       }
       position = end;
     }
   };
-  each_run([&](const T* keys, int64_t query, int64_t taken, int64_t at, int64_t length,
-                 int64_t ahead) {
-    auto run = taken == 4   ? score<T, kTile, kVectors>
-               : taken == 3 ? score<T, std::min<int>(3, kTile), kVectors>
-               : taken == 2 ? score<T, 2, kVectors>
-                            : score<T, 1, kVectors>;
-    run(queries + query * kHeadDim, keys, paged.token_stride, length, scale,
-        scores + query * padded + at, padded, ahead);
+  each_run([&](const C* keys, const float* scales, int64_t query, int64_t taken, int64_t at,
+               int64_t length, int64_t ahead) {
+    auto run = taken == 4   ? score<T, C, kTile, kVectors>
+               : taken == 3 ? score<T, C, std::min<int>(3, kTile), kVectors>
+               : taken == 2 ? score<T, C, 2, kVectors>
+                            : score<T, C, 1, kVectors>;
+    float* own = scores + query * padded + at;
+    run(queries + query * kHeadDim, keys, cache.token_stride, length, scale, own, padded, ahead);
+    if constexpr (Cache<C>::kScaled) {
+      multiply_by_scales(own, padded, taken, length, scales, cache.token_scales());
+    }
   });
-  std::fill(totals, totals + num_keys * group * kHeadDim, 0.0f);
-  float* sums = totals + num_keys * group * kHeadDim;
-  for (int64_t query = 0; query < num_keys * group; ++query) {
+  std::fill(totals, totals + heads * group * kHeadDim, 0.0f);
+  float* sums = totals + heads * group * kHeadDim;
+  for (int64_t query = 0; query < heads * group; ++query) {
     sums[query] = softmax_weights(scores + query * padded, count, padded);
   }
-  each_run([&](const T* values, int64_t query, int64_t taken, int64_t at, int64_t length,
-                 int64_t ahead) {
-    auto run = taken == 4   ? accumulate<T, kTile, kVectors>
-               : taken == 3 ? accumulate<T, std::min<int>(3, kTile), kVectors>
-               : taken == 2 ? accumulate<T, 2, kVectors>
-                            : accumulate<T, 1, kVectors>;
-    run(values + paged.value_offset, paged.token_stride, length, scores + query * padded + at,
-        padded, totals + query * kHeadDim, ahead);
+  each_run([&](const C* values, const float* scales, int64_t query, int64_t taken, int64_t at,
+               int64_t length, int64_t ahead) {
+    auto run = taken == 4   ? accumulate<T, C, kTile, kVectors>
+               : taken == 3 ? accumulate<T, C, std::min<int>(3, kTile), kVectors>
+               : taken == 2 ? accumulate<T, C, 2, kVectors>
+                            : accumulate<T, C, 1, kVectors>;
+    float* own = scores + query * padded + at;
+    if constexpr (Cache<C>::kScaled) {
+      multiply_by_scales(own, padded, taken, length, scales + cache.num_keys,
+                         cache.token_scales());
+    }
+    run(values + cache.value_offset(), cache.token_stride, length, own, padded,
+        totals + query * kHeadDim, ahead);
   });
-  for (int64_t query = 0; query < num_keys * group; ++query) {
+  for (int64_t query = 0; query < heads * group; ++query) {
     const float inverse = 1.0f / sums[query];
     store_head<kVectors>(out + query * kHeadDim, totals + query * kHeadDim, inverse);
   }
@@ -178,12 +192,13 @@ inline size_t attend_scratch(int64_t heads, int64_t group, int64_t longest, int6
   return static_cast<size_t>(heads * group * (longest + kLanes + head_dim + 1));
 }
 
-template <typename T, int kVectors>
-void decode_attention(const T* queries, int64_t query_stride, const T* cache,
-                      const int32_t* tables, const int64_t* starts, const int32_t* lengths, T* out,
-                      int64_t rows, int64_t num_queries, int64_t num_keys, int64_t block_size,
-                      int64_t window, float scale) {
+template <typename T, typename C, int kVectors>
+void decode_attention(const T* queries, int64_t query_stride, void* data, const int32_t* tables,
+                      const int64_t* starts, const int32_t* lengths, T* out, int64_t rows,
+                      int64_t num_queries, int64_t num_keys, int64_t block_size, int64_t window,
+                      float scale) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
+  const Cache<C> cache(data, block_size, num_keys, kHeadDim);
   const int64_t group = num_queries / num_keys;
   int64_t longest = 0;
   for (int64_t row = 0; row < rows; ++row) longest = std::max<int64_t>(longest, lengths[row]);
@@ -198,31 +213,28 @@ void decode_attention(const T* queries, int64_t query_stride, const T* cache,
       const int64_t row = rows - 1 - item / parts, head = item % parts * heads;
       const int64_t last = lengths[row];
       const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
-      const Paged paged{tables + starts[row], block_size, 2 * num_keys * kHeadDim,
-                        num_keys * kHeadDim};
-      attend<T, kVectors>(queries + row * query_stride + head * group * kHeadDim,
-                          cache + head * kHeadDim, paged,
-                          out + (row * num_queries + head * group) * kHeadDim, heads, group,
-                          first, last, scale, scratch.data());
+      attend<T, C, kVectors>(queries + row * query_stride + head * group * kHeadDim, cache,
+                             tables + starts[row],
+                             out + (row * num_queries + head * group) * kHeadDim, head, heads,
+                             group, first, last, scale, scratch.data());
     }
   }
 }
 
-template <typename T>
-int decode_any(int64_t head_dim, const void* queries, int64_t query_stride, const void* cache,
+template <typename T, typename C>
+int decode_any(int64_t head_dim, const void* queries, int64_t query_stride, void* cache,
                const int32_t* tables, const int64_t* starts, const int32_t* lengths, void* out,
                int64_t rows, int64_t num_queries, int64_t num_keys, int64_t block_size,
                int64_t window, float scale) {
-  auto run = head_dim == 32    ? decode_attention<T, 2>
-             : head_dim == 64  ? decode_attention<T, 4>
-             : head_dim == 96  ? decode_attention<T, 6>
-             : head_dim == 128 ? decode_attention<T, 8>
-             : head_dim == 256 ? decode_attention<T, 16>
+  auto run = head_dim == 32    ? decode_attention<T, C, 2>
+             : head_dim == 64  ? decode_attention<T, C, 4>
+             : head_dim == 96  ? decode_attention<T, C, 6>
+             : head_dim == 128 ? decode_attention<T, C, 8>
+             : head_dim == 256 ? decode_attention<T, C, 16>
                                : nullptr;
   if (run == nullptr) return 1;
-  run(static_cast<const T*>(queries), query_stride, static_cast<const T*>(cache), tables,
-      starts, lengths, static_cast<T*>(out), rows, num_queries, num_keys, block_size, window,
-      scale);
+  run(static_cast<const T*>(queries), query_stride, cache, tables, starts, lengths,
+      static_cast<T*>(out), rows, num_queries, num_keys, block_size, window, scale);
   return 0;
 }
 

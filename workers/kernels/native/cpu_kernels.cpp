@@ -44,33 +44,40 @@ int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int6
   MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
 }
 
+// `cache` is of int8 if `has_int8_cache`, else of the type.
 int millrace_rotate_store(int type, void* heads, const float* cosines, const float* sines,
                           const void* query_norm, const void* key_norm, float epsilon, void* cache,
                           const int64_t* slots, int64_t rows, int64_t num_queries,
-                          int64_t num_keys, int64_t head_dim) {
-  MILLRACE_DISPATCH(type, rotate_store<T>, OUT(heads), cosines, sines, IN(query_norm),
-                    IN(key_norm), epsilon, OUT(cache), slots, rows, num_queries, num_keys,
-                    head_dim)
+                          int64_t num_keys, int64_t head_dim, int64_t block_size,
+                          int has_int8_cache) {
+#define MILLRACE_STORE(entry)                                                                    \
+  rotate_store(OUT(heads), cosines, sines, IN(query_norm), IN(key_norm), epsilon,                \
+               Cache<entry>(cache, block_size, num_keys, head_dim), slots, rows, num_queries)
+  if (has_int8_cache) {
+    MILLRACE_DISPATCH(type, MILLRACE_STORE, int8_t)
+  }
+  MILLRACE_DISPATCH(type, MILLRACE_STORE, T)
+#undef MILLRACE_STORE
 }
 
-int millrace_decode_attention(int type, const void* queries, int64_t query_stride,
-                              const void* cache, const int32_t* tables, const int64_t* starts,
+int millrace_decode_attention(int type, const void* queries, int64_t query_stride, void* cache,
+                              const int32_t* tables, const int64_t* starts,
                               const int32_t* lengths, void* out, int64_t rows,
                               int64_t num_queries, int64_t num_keys, int64_t head_dim,
-                              int64_t block_size, int64_t window, float scale) {
+                              int64_t block_size, int64_t window, float scale,
+                              int has_int8_cache) {
+  const auto attend = [&](auto run) {
+    return run(head_dim, queries, query_stride, cache, tables, starts, lengths, out, rows,
+               num_queries, num_keys, block_size, window, scale);
+  };
   switch (type) {
     case 0:
-      return decode_any<float>(head_dim, queries, query_stride, cache, tables, starts,
-                               lengths, out, rows, num_queries, num_keys, block_size, window,
-                               scale);
+      return attend(has_int8_cache ? decode_any<float, int8_t> : decode_any<float, float>);
     case 1:
-      return decode_any<BFloat16>(head_dim, queries, query_stride, cache, tables, starts,
-                                  lengths, out, rows, num_queries, num_keys, block_size, window,
-                                  scale);
+      return attend(has_int8_cache ? decode_any<BFloat16, int8_t>
+                                   : decode_any<BFloat16, BFloat16>);
     case 2:
-      return decode_any<Float16>(head_dim, queries, query_stride, cache, tables, starts,
-                                 lengths, out, rows, num_queries, num_keys, block_size, window,
-                                 scale);
+      return attend(has_int8_cache ? decode_any<Float16, int8_t> : decode_any<Float16, Float16>);
     default:
       return 1;
   }
@@ -93,13 +100,14 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                           void* hidden, const float* cosines, const float* sines,
                           const int64_t* slots, const int32_t* tables, const int64_t* starts,
                           const int32_t* lengths, int64_t num_single, int64_t num_chunks,
-                          const int64_t* chunk_ends) {
+                          const int64_t* chunk_ends, int has_int8_cache) {
   using T = BFloat16;
   const DecoderShape shape{num_layers, hidden_size, inner_size, num_queries, num_keys,
-                           head_dim,   block_size,  epsilon,    scale};
+                           head_dim,   block_size,  epsilon,    scale,       has_int8_cache != 0};
   const StepRows step{OUT(hidden), cosines, sines,      slots,      tables,
                       starts,      lengths, num_single, num_chunks, chunk_ends};
-  return run_decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
+  const auto run = has_int8_cache ? run_decoder_step<int8_t> : run_decoder_step<BFloat16>;
+  return run(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
 
 }  // extern "C"

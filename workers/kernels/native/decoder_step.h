@@ -29,13 +29,14 @@ namespace {
 struct Layer {
   const BFloat16 *attention_norm, *query_norm, *key_norm, *mlp_norm;
   const Weight *qkv, *output, *gate_up, *down;
-  BFloat16* cache;
+  void* cache;
   int64_t window;
 };
 
 struct DecoderShape {
   int64_t num_layers, hidden, inner, num_queries, num_keys, head_dim, block_size;
   float epsilon, scale;
+  bool has_int8_cache;
 };
 
 // What a step computes, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
@@ -88,7 +89,7 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
 
 // A layer's attention: what threads share of it. `heads` [count, num_queries + 2 * num_keys,
 // head_dim], `attended` [count, num_queries, head_dim].
-template <int kVectors>
+template <int kVectors, typename C>
 class StepAttention {
  public:
   StepAttention(const DecoderShape& shape, const StepRows& rows, BFloat16* heads,
@@ -98,8 +99,7 @@ class StepAttention {
         heads_(heads),
         attended_(attended),
         group_(shape.num_queries / shape.num_keys),
-        token_size_(2 * shape.num_keys * kHeadDim),
-        line_size_(shape.num_queries * kHeadDim + token_size_),
+        line_size_((shape.num_queries + 2 * shape.num_keys) * kHeadDim),
         heads_of_item_(heads_of_item(rows.num_single, shape.num_keys, num_threads)) {
     int64_t num_sections = 0;
     for (int64_t i = 0, begin = rows.num_single; i < rows.num_chunks; ++i) {
@@ -132,8 +132,7 @@ class StepAttention {
     rotate_heads(queries, shape_.num_queries, kHeadDim, cosine, sine, layer.query_norm,
                  shape_.epsilon);
     rotate_heads(keys, shape_.num_keys, kHeadDim, cosine, sine, layer.key_norm, shape_.epsilon);
-    std::memcpy(layer.cache + rows_.slots[row] * token_size_, keys,
-                static_cast<size_t>(token_size_) * sizeof(BFloat16));
+    store_token(keys, cache(layer), rows_.slots[row]);
   }
 
   int64_t num_sections() const { return static_cast<int64_t>(sections_.size()); }
@@ -141,8 +140,7 @@ class StepAttention {
   void pack(const Layer& layer, int64_t item) const {
     const auto& [chunk, head, section] = sections_[static_cast<size_t>(item)];
     if ((section + 1) * kSectionKeys <= first_seen(layer, chunk->context)) return;
-    pack_section<kVectors>(*chunk, layer.cache + head * kHeadDim, paged(chunk->table), section,
-                           section_of(*chunk, head, section));
+    pack_section<kVectors>(*chunk, cache(layer), head, section, section_of(*chunk, head, section));
   }
 
   int64_t num_items() const { return num_tiles() + rows_.num_single * parts(); }
@@ -157,10 +155,10 @@ class StepAttention {
     const int64_t last = rows_.lengths[row], query = head * group_;
     thread_local std::vector<float> scratch;
     scratch.resize(attend_scratch(heads_of_item_, group_, last, kHeadDim));
-    ::attend<BFloat16, kVectors>(
-        heads_ + row * line_size_ + query * kHeadDim, layer.cache + head * kHeadDim,
-        paged(rows_.tables + rows_.starts[row]),
-        attended_ + (row * shape_.num_queries + query) * kHeadDim, heads_of_item_, group_,
+    ::attend<BFloat16, C, kVectors>(
+        heads_ + row * line_size_ + query * kHeadDim, cache(layer),
+        rows_.tables + rows_.starts[row],
+        attended_ + (row * shape_.num_queries + query) * kHeadDim, head, heads_of_item_, group_,
         first_seen(layer, last - 1), last, shape_.scale, scratch.data());
   }
 
@@ -183,8 +181,8 @@ class StepAttention {
     return layer.window > 0 ? std::max<int64_t>(0, position + 1 - layer.window) : 0;
   }
 
-  Paged paged(const int32_t* table) const {
-    return {table, shape_.block_size, token_size_, shape_.num_keys * kHeadDim};
+  Cache<C> cache(const Layer& layer) const {
+    return {layer.cache, shape_.block_size, shape_.num_keys, kHeadDim};
   }
 
   BFloat16* section_of(const Chunk& chunk, int64_t head, int64_t section) const {
@@ -217,14 +215,14 @@ class StepAttention {
   const DecoderShape& shape_;
   const StepRows& rows_;
   BFloat16 *heads_, *attended_;
-  const int64_t group_, token_size_, line_size_, heads_of_item_;
+  const int64_t group_, line_size_, heads_of_item_;
   std::deque<Chunk> chunks_;
   Buffer packed_;
   std::vector<Section> sections_;
   std::vector<Tile> tiles_;
 };
 
-template <int kVectors>
+template <int kVectors, typename C>
 void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
   constexpr size_t kPhases = 13;
@@ -240,7 +238,7 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
   const Buffer heads = buffer(count * head_size), attended = buffer(count * query_size);
   const Buffer gated_rows = buffer(count * shape.inner);
   PreparedRows prepared(prepares ? count * std::max({shape.hidden, query_size, shape.inner}) : 0);
-  StepAttention<kVectors> attention(shape, rows, heads.get(), attended.get(), most_threads);
+  StepAttention<kVectors, C> attention(shape, rows, heads.get(), attended.get(), most_threads);
   Counters counters(static_cast<size_t>(shape.num_layers) * kPhases);
   Team team;
 #pragma omp parallel
@@ -301,12 +299,13 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
   }
 }
 
-inline bool run_decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
-  auto run = shape.head_dim == 32    ? decoder_step<2>
-             : shape.head_dim == 64  ? decoder_step<4>
-             : shape.head_dim == 96  ? decoder_step<6>
-             : shape.head_dim == 128 ? decoder_step<8>
-             : shape.head_dim == 256 ? decoder_step<16>
+template <typename C>
+bool run_decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
+  auto run = shape.head_dim == 32    ? decoder_step<2, C>
+             : shape.head_dim == 64  ? decoder_step<4, C>
+             : shape.head_dim == 96  ? decoder_step<6, C>
+             : shape.head_dim == 128 ? decoder_step<8, C>
+             : shape.head_dim == 256 ? decoder_step<16, C>
                                      : nullptr;
   if (run == nullptr) return false;
   run(shape, layers, rows);

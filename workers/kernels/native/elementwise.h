@@ -1,11 +1,10 @@
-// RMSNorm, the product of SwiGLU, and RoPE together with the write to the KV cache. Arithmetic is in
-// float32 and rounds once. Widths and head_dim are multiples of 32.
+// RMSNorm, the product of SwiGLU, and RoPE. Arithmetic is in float32 and rounds once. Widths and
+// head_dim are multiples of 32.
 
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "lanes.h"
 
@@ -76,24 +75,6 @@ inline void rotate_heads(T* heads, int64_t count, int64_t head_dim, const float*
       store(head + i, low * c - high * s);
       store(head + half + i, high * c + low * s);
     }
-  }
-}
-
-template <typename T>
-void rotate_store(T* heads, const float* cosines, const float* sines, const T* query_norm,
-                  const T* key_norm, float epsilon, T* cache, const int64_t* slots, int64_t rows,
-                  int64_t num_queries, int64_t num_keys, int64_t head_dim) {
-  const int64_t half = head_dim / 2;
-  const int64_t stride = (num_queries + 2 * num_keys) * head_dim;
-#pragma omp parallel for schedule(static) if (rows * stride > 16384)
-  for (int64_t row = 0; row < rows; ++row) {
-    T* queries = heads + row * stride;
-    T* keys = queries + num_queries * head_dim;
-    const float *cosine = cosines + row * half, *sine = sines + row * half;
-    rotate_heads(queries, num_queries, head_dim, cosine, sine, query_norm, epsilon);
-    rotate_heads(keys, num_keys, head_dim, cosine, sine, key_norm, epsilon);
-    std::memcpy(cache + slots[row] * 2 * num_keys * head_dim, keys,
-                static_cast<size_t>(2 * num_keys * head_dim) * sizeof(T));
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __AVX512BW__
 #include <immintrin.h>
@@ -103,10 +104,31 @@ inline void store_pair(BFloat16* to, Floats even, Floats odd) {
   std::memcpy(to, &words, sizeof words);
 }
 
-template <int kVectors, typename T>
-inline void load_head(const T* from, Floats (&to)[kVectors]) {
+// 2 * kLanes neighbours of int8, in the order that load_pair has for T.
+template <typename T>
+inline void load_codes(const int8_t* from, Floats& first, Floats& second) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const Words words = __builtin_convertvector(unaligned<Halves>(from), Words);
+    first = __builtin_convertvector((Ints)(words << 24) >> 24, Floats);
+    second = __builtin_convertvector((Ints)(words << 16) >> 24, Floats);
+  } else {
+    using Bytes = int8_t __attribute__((vector_size(kLanes)));
+    first = __builtin_convertvector(unaligned<Bytes>(from), Floats);
+    second = __builtin_convertvector(unaligned<Bytes>(from + kLanes), Floats);
+  }
+}
+
+// A head of elements C, in the order that load_pair has for T.
+template <typename T, int kVectors, typename C>
+inline void load_head(const C* from, Floats (&to)[kVectors]) {
 #pragma GCC unroll 16
-  for (int v = 0; v < kVectors; v += 2) load_pair(from + v * kLanes, to[v], to[v + 1]);
+  for (int v = 0; v < kVectors; v += 2) {
+    if constexpr (std::is_same_v<C, int8_t>) {
+      load_codes<T>(from + v * kLanes, to[v], to[v + 1]);
+    } else {
+      load_pair(from + v * kLanes, to[v], to[v + 1]);
+    }
+  }
 }
 
 template <int kVectors, typename T>
@@ -116,6 +138,9 @@ inline void store_head(T* to, const float* values, float factor) {
                load(values + (v + 1) * kLanes) * factor);
   }
 }
+
+// To the nearest integer, ties to the even one, for magnitudes below 2^22.
+inline Floats to_integer(Floats values) { return (values + 12582912.0f) - 12582912.0f; }
 
 // Adds the halves, then the quarters of a vector: the first four elements hold the sums.
 inline Floats folded(Floats v) {

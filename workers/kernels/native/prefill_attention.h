@@ -36,8 +36,8 @@ inline int64_t section_size(int64_t head_dim) { return 2 * kSectionKeys * head_d
 
 // Keys: [panel of 16 keys][pair of elements][key][2]; values behind them: [panel of 16
 // elements][pair of keys][element][2]. What a chunk has not is zero.
-template <int kVectors>
-void pack_section(const Chunk& chunk, const BFloat16* cache, const Paged& paged, int64_t section,
+template <int kVectors, typename C>
+void pack_section(const Chunk& chunk, const Cache<C>& cache, int64_t head, int64_t section,
                   BFloat16* out) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
   const int64_t first = section * kSectionKeys;
@@ -49,11 +49,21 @@ void pack_section(const Chunk& chunk, const BFloat16* cache, const Paged& paged,
     BFloat16 token[2][kHeadDim] = {};
     if (i < count) {
       const int64_t position = first + i;
-      const int64_t slot = paged.table[position / paged.block_size] * paged.block_size +
-                           position % paged.block_size;
-      const BFloat16* from = cache + slot * paged.token_stride;
-      std::memcpy(token[0], from, sizeof token[0]);
-      std::memcpy(token[1], from + paged.value_offset, sizeof token[1]);
+      const int64_t slot = chunk.table[position / cache.block_size] * cache.block_size +
+                           position % cache.block_size;
+      const C* from = cache.token(slot) + head * kHeadDim;
+      for (int of = 0; of < 2; ++of, from += cache.value_offset()) {
+        if constexpr (Cache<C>::kScaled) {
+          const float scale = cache.scales(slot)[of * cache.num_keys + head];
+          for (int64_t d = 0; d < kHeadDim; d += 2 * kLanes) {
+            Floats first, second;
+            load_codes<BFloat16>(from + d, first, second);
+            store_pair(token[of] + d, first * scale, second * scale);
+          }
+        } else {
+          std::memcpy(token[of], from, sizeof token[of]);
+        }
+      }
     }
     BFloat16* key = out + (i / kLanes * kHeadDim * kLanes) + 2 * (i % kLanes);
     for (int64_t pair = 0; pair < kHeadDim / 2; ++pair) {

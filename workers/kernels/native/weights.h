@@ -240,9 +240,6 @@ inline float largest_magnitude(const BFloat16* row, int64_t count) {
   return unaligned<float>(&bits);
 }
 
-// To the nearest integer, ties to the even one, for magnitudes below 2^22.
-inline Floats to_integer(Floats values) { return (values + 12582912.0f) - 12582912.0f; }
-
 inline Floats bounded(Floats values, float least, float most) {
   values = values < least ? Floats{} + least : values;
   return values > most ? Floats{} + most : values;

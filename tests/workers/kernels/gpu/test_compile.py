@@ -130,8 +130,8 @@ def test_what_an_engine_launches_compiles_once_for_any_length(
 
 
 def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(cache: Path) -> None:
-    layouts = ("int4 zeros", "float8 blocks, groups of rows")
-    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", "--quantized", *layouts)
+    layout = "int4 zeros"
+    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", "--quantized", layout)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []

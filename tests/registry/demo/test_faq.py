@@ -81,7 +81,6 @@ FEATURES = (
 
 # What does not exist, by the pair that says so and the words of the documents that do.
 ABSENT = (
-    ("quantized_models", "README.md", r"refused by name: quantized weights"),
     ("lora_served", "README.md", r"adapters beside the weights"),
     ("gpu_support", "README.md", r"No GPU was at hand for this version"),
 )
