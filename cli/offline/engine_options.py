@@ -150,7 +150,8 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
     group.add_argument(
         "--kv-cache-dtype",
         default=DEFAULTS.kv_cache_dtype,
-        help="auto (as the weights), or fp8: half the bytes, a little less exact",
+        help="auto (as the weights), or 8 bits, fp8 on a GPU and int8 on a CPU: half the bytes, a "
+        "little less exact",
     )
     group.add_argument(
         "--deterministic",

@@ -88,8 +88,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ``quantization`` in the catalogue says holds where this is none."""
 
     kv_cache_dtype: str = "auto"
-    """Type of cached keys and values: ``auto`` like the weights, ``fp8`` e4m3 with a scale for each
-    head of each token."""
+    """Type of cached keys and values: ``auto`` like the weights; of 8 bits, with a scale for each
+    head of each token, ``fp8`` (e4m3) on a GPU and ``int8`` on a CPU."""
 
     device: str = "auto"
     """``cpu``, ``cuda`` or ``cuda:N``; ``auto``: a GPU if there is one."""

@@ -23,7 +23,8 @@ async def check_weights(bus: Bus, model: str, weights: str | None, now_ns: int) 
             raise WeightsDifferError(
                 f"The worker {status.name} serves the model {model} from "
                 f"{_shown(status.weights)}, this one from {_shown(weights)}. Streams could not "
-                f"move between them: give one of the two another model name."
+                "move between them: give both the same checkpoint, quantization and type of KV "
+                "cache, or one of them another model name."
             )
 
 

@@ -14,7 +14,7 @@ from millrace.registry.source import gguf_file
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import outcome_unless
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import PROMISES
+from millrace.schemas.engines import PROMISES, EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
@@ -37,6 +37,11 @@ async def start_server_engine(
     """An engine of ``config.kind`` that is ready. Raises ConfigError for settings that the server
     does not have, for one that serves another model and for a program that is not there, and
     EngineFailedError for a server that dies or does not get ready in time."""
+    if config.kv_cache_dtype == "int8" and config.kind is not EngineKind.TRTLLM:
+        raise ConfigError(
+            f"engine.kv_cache_dtype is 'int8', which {config.kind} does not have; choose auto or "
+            "fp8."
+        )
     dialect = DIALECTS[config.kind](model, config, owned=not config.url)
     promises = PROMISES[config.kind]
     if not promises.takes_token_ids:

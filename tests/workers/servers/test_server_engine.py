@@ -72,6 +72,15 @@ class TestServerEngine(EngineConformance):
     kind = EngineKind.VLLM
 
 
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG, EngineKind.TGI])
+async def test_a_cache_in_int8_is_not_asked_of_a_server_without(
+    model: ServedModel, kind: EngineKind
+) -> None:
+    config = EngineConfig(kind=kind, kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=f"'int8', which {kind} does not have"):
+        await start_server_engine(model, config, SystemClock())
+
+
 async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:
     tokens = []
     for breaks in (set[int](), {1, 2}):
