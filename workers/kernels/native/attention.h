@@ -34,7 +34,7 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
            float* scores, int64_t score_stride, int64_t ahead) {
   Floats query[kGroup][kVectors];
   for (int g = 0; g < kGroup; ++g) {
-    load_head<T>(queries + g * kVectors * kLanes, query[g]);
+    load_head<Cache<C>::kScaled>(queries + g * kVectors * kLanes, query[g]);
     for (int v = 0; v < kVectors; ++v) query[g][v] *= scale;
   }
   int64_t i = 0;
@@ -44,7 +44,7 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
     for (int token = 0; token < 4; ++token) {
       Floats key[kVectors];
       prefetch_head<kVectors>(keys + token * stride + ahead);
-      load_head<T>(keys + token * stride, key);
+      load_head<Cache<C>::kScaled>(keys + token * stride, key);
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -56,7 +56,7 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
   }
   for (; i < count; ++i, keys += stride) {
     Floats key[kVectors];
-    load_head<T>(keys, key);
+    load_head<Cache<C>::kScaled>(keys, key);
     for (int g = 0; g < kGroup; ++g) {
       Floats dot{};
       for (int v = 0; v < kVectors; ++v) dot += query[g][v] * key[v];
@@ -74,7 +74,7 @@ void accumulate(const C* values, int64_t stride, int64_t count, const float* wei
   for (int64_t i = 0; i < count; ++i, values += stride) {
     Floats value[kVectors];
     prefetch_head<kVectors>(values + ahead);
-    load_head<T>(values, value);
+    load_head<Cache<C>::kScaled>(values, value);
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
@@ -106,9 +106,19 @@ float softmax_weights(float* scores, int64_t count, int64_t padded) {
 // Multiplies `count` numbers of each of `num_rows` rows by scales that lie `stride` apart.
 inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows, int64_t count,
                                const float* scales, int64_t stride) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float scale = scales[i * stride];
-    for (int64_t row = 0; row < num_rows; ++row) rows[row * row_stride + i] *= scale;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    alignas(64) float gathered[kLanes];
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kLanes; ++lane) gathered[lane] = scales[(i + lane) * stride];
+    const Floats some = load(gathered);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      float* at = rows + row * row_stride + i;
+      store(at, load(at) * some);
+    }
+  }
+  for (; i < count; ++i) {
+    for (int64_t row = 0; row < num_rows; ++row) rows[row * row_stride + i] *= scales[i * stride];
   }
 }
 
@@ -176,7 +186,7 @@ void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* ou
   });
   for (int64_t query = 0; query < heads * group; ++query) {
     const float inverse = 1.0f / sums[query];
-    store_head<kVectors>(out + query * kHeadDim, totals + query * kHeadDim, inverse);
+    store_head<Cache<C>::kScaled, kVectors>(out + query * kHeadDim, totals + query * kHeadDim, inverse);
   }
 }
 

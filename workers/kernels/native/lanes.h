@@ -8,9 +8,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
-#ifdef __AVX512BW__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -104,38 +103,42 @@ inline void store_pair(BFloat16* to, Floats even, Floats odd) {
   std::memcpy(to, &words, sizeof words);
 }
 
-// 2 * kLanes neighbours of int8, in the order that load_pair has for T.
-template <typename T>
-inline void load_codes(const int8_t* from, Floats& first, Floats& second) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    const Words words = __builtin_convertvector(unaligned<Halves>(from), Words);
-    first = __builtin_convertvector((Ints)(words << 24) >> 24, Floats);
-    second = __builtin_convertvector((Ints)(words << 16) >> 24, Floats);
-  } else {
-    using Bytes = int8_t __attribute__((vector_size(kLanes)));
-    first = __builtin_convertvector(unaligned<Bytes>(from), Floats);
-    second = __builtin_convertvector(unaligned<Bytes>(from + kLanes), Floats);
-  }
+inline Floats load(const int8_t* from) {
+#ifdef __AVX512F__
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+#else
+  using Bytes = int8_t __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(unaligned<Bytes>(from), Floats);
+#endif
 }
 
-// A head of elements C, in the order that load_pair has for T.
-template <typename T, int kVectors, typename C>
-inline void load_head(const C* from, Floats (&to)[kVectors]) {
+// A head of T or int8, its elements in whatever order is cheapest beside others that are `kInOrder`
+// or not: those of int8 are.
+template <bool kInOrder, int kVectors, typename T>
+inline void load_head(const T* from, Floats (&to)[kVectors]) {
 #pragma GCC unroll 16
   for (int v = 0; v < kVectors; v += 2) {
-    if constexpr (std::is_same_v<C, int8_t>) {
-      load_codes<T>(from + v * kLanes, to[v], to[v + 1]);
+    if constexpr (kInOrder) {
+      to[v] = load(from + v * kLanes);
+      to[v + 1] = load(from + (v + 1) * kLanes);
     } else {
       load_pair(from + v * kLanes, to[v], to[v + 1]);
     }
   }
 }
 
-template <int kVectors, typename T>
+template <bool kInOrder, int kVectors, typename T>
 inline void store_head(T* to, const float* values, float factor) {
   for (int v = 0; v < kVectors; v += 2) {
-    store_pair(to + v * kLanes, load(values + v * kLanes) * factor,
-               load(values + (v + 1) * kLanes) * factor);
+    const Floats first = load(values + v * kLanes) * factor;
+    const Floats second = load(values + (v + 1) * kLanes) * factor;
+    if constexpr (kInOrder) {
+      store(to + v * kLanes, first);
+      store(to + (v + 1) * kLanes, second);
+    } else {
+      store_pair(to + v * kLanes, first, second);
+    }
   }
 }
 

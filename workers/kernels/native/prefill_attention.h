@@ -55,10 +55,8 @@ void pack_section(const Chunk& chunk, const Cache<C>& cache, int64_t head, int64
       for (int of = 0; of < 2; ++of, from += cache.value_offset()) {
         if constexpr (Cache<C>::kScaled) {
           const float scale = cache.scales(slot)[of * cache.num_keys + head];
-          for (int64_t d = 0; d < kHeadDim; d += 2 * kLanes) {
-            Floats first, second;
-            load_codes<BFloat16>(from + d, first, second);
-            store_pair(token[of] + d, first * scale, second * scale);
+          for (int64_t d = 0; d < kHeadDim; d += kLanes) {
+            store(token[of] + d, load(from + d) * scale);
           }
         } else {
           std::memcpy(token[of], from, sizeof token[of]);
