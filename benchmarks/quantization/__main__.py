@@ -7,7 +7,7 @@ The model of the speeds is a Llama of 100M parameters with random weights, the l
 runs after a warm-up:
 
   served   ``millrace up --quantization int8`` and ``int4``, and llama.cpp's server (`make engines`)
-           with the same weights in q8_0 and q4_0, over HTTP by one client, in turns
+           with the same weights in q8_0 and q4_0, over HTTP by one client; started in turns
   engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
            step of one stream reads its weights beside what the machine reads at best
   quality  exact answers of the demo model to held-out questions
@@ -21,8 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -40,7 +38,6 @@ from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.machine_rates import cpu_name, machine_rates
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.engines import EngineKind
-from tests.support.servers import free_port
 from tests.support.system import System
 
 _RESULT = Path(__file__).parents[1] / "results" / "quantization.json"
@@ -73,24 +70,22 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
-    """In turns, so that a slow minute of the machine is in both."""
+    """In turns, so that a slow minute of the machine is in both, and never beside one another: what
+    a system does at rest would cost the other one threads that wait for each other."""
     gguf = write_gguf(folder / f"{kind}.gguf", checkpoint, PEER_FORMATS[kind])
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {load.name: ([], []) for load in LOADS}
     vocab_size = read_model_config(checkpoint).vocab_size
-    with ExitStack() as stack:
-        peer = stack.enter_context(serving(EngineKind.LLAMACPP, gguf, folder))
-        system = System(
-            folder / f"data-{kind}",
-            ("--port", str(free_port()), "--model", str(checkpoint), "--quantization", kind),
-        ).start()
-        stack.callback(system.stop)
-        # What a system has in its cache must not be asked for again.
-        first_runs = count(step=2)
-        for _ in range(runs):
+    for run in range(runs):
+        arguments = ("--port", "0", "--model", str(checkpoint), "--quantization", kind)
+        system = System(folder / f"data-{kind}-{run}", arguments).start()
+        try:
             for load in LOADS:
-                own, other = rounds[load.name]
-                own.append(measure_server(system.http, load, 1, vocab_size, next(first_runs)))
-                other.append(measure_server(peer, load, 1, vocab_size, next(first_runs)))
+                rounds[load.name][0].append(measure_server(system.http, load, 1, vocab_size))
+        finally:
+            system.stop()
+        with serving(EngineKind.LLAMACPP, gguf, folder) as peer:
+            for load in LOADS:
+                rounds[load.name][1].append(measure_server(peer, load, 1, vocab_size))
     return [
         ServedResult(load=name, kind=kind, own=medians(own), peer=medians(peer_figures))
         for name, (own, peer_figures) in rounds.items()
