@@ -39,7 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
     "int8": {"quantization": "int8"},
-    "int4": {"quantization": "int4"},
     "float8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "launched one by one": {"cuda_graphs": False, "overlap": False},
 }

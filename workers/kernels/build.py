@@ -7,6 +7,7 @@ does ahead of time what the first engine on a machine does otherwise.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.runtime.binaries import cache_folder
@@ -48,8 +51,23 @@ def cpu_library(*more_flags: str) -> Path:
     flags = (*_FLAGS, *more_flags)
     target = _cache_folder() / f"cpu_kernels-{_fingerprint(compiler, flags)}.so"
     if not target.is_file():
-        _compile(compiler, flags, target)
+        with _locked(target):
+            if not target.is_file():
+                _compile(compiler, flags, target)
     return target
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """While other processes of this machine wait for the same library: compiling it takes half a
+    minute of a core, and workers that start together would each do so."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise KernelBuildError(f"The CPU kernels could not be compiled: {error}") from error
 
 
 def _compiler() -> str:
@@ -97,7 +115,6 @@ def _cpu_flags() -> str:
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
     """Compile beside the target and rename, so that a process never loads half a file."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             started_s = time.monotonic()

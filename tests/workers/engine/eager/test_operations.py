@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,23 @@ def test_a_compiler_that_fails_is_told_by_its_own_words(
     monkeypatch.setenv("CXX", "not-on-the-path")
     with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
         cpu_library()
+
+
+def test_processes_that_start_together_compile_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "slow"
+    compiler.write_text(
+        '#!/bin/sh\necho once >> "$0.log"\nwhile [ $# -gt 1 ]; do\n'
+        '[ "$1" = -o ] && touch "$2"\nshift\ndone\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(lambda _: cpu_library(), range(4)))
+    assert len(made) == 1
+    assert Path(f"{compiler}.log").read_text() == "once\n"
 
 
 def test_an_engine_without_a_compiler_answers_the_same(
