@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.records import Attempt
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
@@ -41,6 +42,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     delivered to the client: prefill them behind the prompt and go on from the next index.
     ``lives`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
     ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
+    ``adapter`` is the one that the job names, as the worker is to load it.
     """
 
     job: Job
@@ -50,6 +52,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     lives: tuple[Attempt, ...] = ()
     sent_ns: int = 0
     reservation: Reservation | None = None
+    adapter: AdapterRef | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
@@ -172,6 +175,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
     ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
     not say), since a stream moves only among the same ones.
+    ``adapters`` are in its ``max_adapters`` slots (0: it takes none); ``adapter_load_ms`` is what
+    the last ones took to load (0: none was).
     ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
     go on sooner at a worker with room.
     """
@@ -195,6 +200,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     decode_step_ms: float = 0.0
     prefix_salted: bool = False
     weights: str | None = None
+    adapters: tuple[LoadedAdapter, ...] = ()
+    max_adapters: int = 0
+    adapter_load_ms: float = 0.0
     draining: bool = False
     engine_down: bool = False
     retired: bool = False

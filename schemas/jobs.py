@@ -23,7 +23,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = (
     *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
-    *("cache_salt", "key_id"),
+    *("cache_salt", "key_id", "adapter", "adapter_version"),
 )
 # OpenAI's bounds of ``metadata``.
 MAX_METADATA_PAIRS = 16
@@ -90,7 +90,8 @@ class Job(
     noted on the request: both are for its row in analytics, and nothing else reads them. Blocks of
     prompts in the prefix cache are shared among requests with the same ``cache_salt`` only. Of the
     jobs of a tenant those with a lower ``priority`` are sent earlier, as far as none waits too long
-    for it.
+    for it. ``adapter`` is a LoRA adapter of ``model`` to apply, by its name; ``adapter_version`` is
+    what it was when the request was accepted, and stays to its end.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -127,6 +128,8 @@ class Job(
     priority: int = 0
     key_id: str = ""
     metadata: dict[str, str] = {}
+    adapter: str = ""
+    adapter_version: str = ""
 
     def __post_init__(self) -> None:
         num_given = (

@@ -17,13 +17,13 @@ def root_key(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
 
 
-def salt_of(tenant: str, cache_salt: str) -> str:
-    """What keeps the prefixes of a request apart: its tenant (empty if all share them) and the salt
-    of its own, if it has one."""
-    if not cache_salt:
+def salt_of(tenant: str, cache_salt: str, adapter_version: str = "") -> str:
+    """What keeps the prefixes of a request apart: its tenant (empty if all share them), the salt of
+    its own and the version of its adapter, if it has them."""
+    if not (cache_salt or adapter_version):
         return tenant
-    own = blake2b(cache_salt.encode(), digest_size=KEY_BYTES).hexdigest()
-    return f"{tenant}\0{own}"
+    own = blake2b(cache_salt.encode(), digest_size=KEY_BYTES).hexdigest() if cache_salt else ""
+    return f"{tenant}\0{own}\0{adapter_version}" if adapter_version else f"{tenant}\0{own}"
 
 
 def extend_keys(

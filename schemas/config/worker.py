@@ -110,6 +110,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     overlap: bool = True
     """Launch a step before the results of the one before it are read."""
 
+    max_adapters: int | None = None
+    """LoRA adapters that are in memory at a time, the least recently used making room for others;
+    none: 20 on a CPU, 0 on a GPU, whose memory for them is set apart at the start."""
+
+    max_adapter_rank: int = 64
+    """The highest rank of such an adapter, at most 256."""
+
     deterministic: bool = False
     """Make tokens independent of the rest of the batch, at a price in speed."""
 

@@ -6,8 +6,18 @@ import msgspec
 
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
+from millrace.schemas.models.adapters import LoadedAdapter
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
+
+
+class EngineAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter to apply: ``path`` is the folder of its files on this machine, ``version``
+    names the weights in it."""
+
+    name: str
+    version: str
+    path: str
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,7 +30,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     choices; ``output_token_ids`` are taken for one choice only, and not for a beam search. Blocks
     of the KV cache are shared between requests of the same ``cache_salt``. With ``pooling`` it asks
     for the prompt's embedding, or the numbers of its labels, instead of tokens. Whoever added a
-    ``watched`` one may end it at any of its tokens.
+    ``watched`` one may end it at any of its tokens. One with an ``adapter`` waits until that is
+    loaded, while others go on; ``cache_salt`` says which one, too.
     """
 
     request_id: str
@@ -32,6 +43,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str = ""
     pooling: Pooling | None = None
     watched: bool = False
+    adapter: EngineAdapter | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,7 +132,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     were there; ``num_evicted_blocks`` were cached until their memory was needed. Of
     ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
-    the preemptions kept their work so.
+    the preemptions kept their work so. ``adapters`` are in the ``max_adapters`` slots, and the last
+    that were loaded took ``adapter_load_ms`` each.
     """
 
     max_num_sequences: int = 0
@@ -148,6 +161,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_offloaded_blocks: int = 0
     num_reloaded_blocks: int = 0
     num_swaps: int = 0
+    adapters: tuple[LoadedAdapter, ...] = ()
+    max_adapters: int = 0
+    adapter_load_ms: float = 0.0
 
 
 class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):
