@@ -86,7 +86,9 @@ class Engine:
     ) -> None:
         config = with_device_defaults(config, runner.cache.data.device)
         self._runner = runner
-        self._sampler = Sampler(runner.config.vocab_size, runner.host_device, tokenizer)
+        self._sampler = Sampler(
+            runner.config.vocab_size, runner.host_device, tokenizer, runner.likeliest
+        )
         costs = CostModel()
         host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
         self._host = HostCache(host_memory, monotonic=monotonic)

@@ -15,6 +15,7 @@ from millrace.workers.engine.device.loading import load_device_runner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.operations import WeightSize
@@ -25,6 +26,7 @@ class Runner(Protocol):
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
     step may be launched before. ``host_device``: where the logits are that the host chooses from.
+    ``likeliest``: what finds the largest of them there faster than torch, if anything does.
     """
 
     overlaps: bool
@@ -37,6 +39,9 @@ class Runner(Protocol):
 
     @property
     def cache(self) -> KVCache: ...
+
+    @property
+    def likeliest(self) -> Likeliest | None: ...
 
     @property
     def weight_size(self) -> WeightSize: ...

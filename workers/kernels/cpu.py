@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ _POINTER, _INT64, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "millrace_rms_norm": (_INT, *(_POINTER,) * 3, *(_INT64,) * 2, _FLOAT),
     "millrace_swiglu": (_INT, *(_POINTER,) * 2, *(_INT64,) * 2),
+    "millrace_likeliest": (_INT, _POINTER, *(_INT64,) * 2, _POINTER),
     "millrace_rotate_store": (
         *(_INT, *(_POINTER,) * 5, _FLOAT),
         *(*(_POINTER,) * 2, *(_INT64,) * 5, _INT),
@@ -79,6 +81,7 @@ class CpuKernels:
             getattr(loaded, name).argtypes = arguments
         self._rms_norm = loaded.millrace_rms_norm
         self._swiglu = loaded.millrace_swiglu
+        self._likeliest = loaded.millrace_likeliest
         self._rotate_store = loaded.millrace_rotate_store
         self._decode_attention = loaded.millrace_decode_attention
         self._multiply = loaded.millrace_multiply
@@ -104,6 +107,14 @@ class CpuKernels:
         out = gate_up.new_empty(num_rows, width)
         self._swiglu(self._type, gate_up.data_ptr(), out.data_ptr(), num_rows, width)
         return out
+
+    def likeliest(self, logits: torch.Tensor) -> list[int]:
+        """The first of the largest of each row of ``logits`` [num_rows, vocab_size]; -1 for a row
+        with NaN, and one whose largest is infinite."""
+        num_rows = len(logits)
+        tokens = array("q", bytes(8 * num_rows))
+        self._likeliest(self._type, logits.data_ptr(), *logits.shape, tokens.buffer_info()[0])
+        return tokens.tolist()
 
     def rotate_store(
         self,

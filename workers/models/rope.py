@@ -11,6 +11,9 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.workers.kernels.operations import Rotation
 
+# On a CPU the rotations of so many positions, at most, are made once: 16 MiB for heads of 128.
+_MOST_TABULATED = 32_768
+
 
 class Rope:
     """Sines and cosines of positions.
@@ -34,9 +37,18 @@ class Rope:
         self._growth: float | None = scaling["factor"] if is_dynamic else None
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         self._shrinkage = -pairs / max(config.head_dim - 2, 1)
+        self._table: Rotation | None = None
+        if device.type == "cpu" and config.context_window_tokens <= _MOST_TABULATED:
+            positions = torch.arange(config.context_window_tokens, device=device)
+            self._table = self._computed(positions)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """How the tokens at ``positions``, int64 [num_tokens], are turned."""
+        if self._table is None:
+            return self._computed(positions)
+        return Rotation(*(part.index_select(0, positions) for part in self._table))
+
+    def _computed(self, positions: torch.Tensor) -> Rotation:
         angles = positions[:, None].to(torch.float32) * self._frequencies_at(positions)
         return Rotation(angles.cos() * self._amplitude, angles.sin() * self._amplitude)
 

@@ -97,6 +97,7 @@ class DeviceRunner:
     """
 
     overlaps = True
+    likeliest = None
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from millrace.workers.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
 from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import score_rows
+from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
@@ -56,8 +57,10 @@ class ModelRunner:
         config: ModelConfig,
         decoder: AnyDecoder,
         cache: KVCache,
+        likeliest: Likeliest | None = None,
     ) -> None:
         self.config = config
+        self.likeliest = likeliest
         self.cache = cache
         self._decoder = decoder
         self._device = cache.data.device
@@ -115,7 +118,8 @@ class ModelRunner:
             cache.block_size_tokens,
             str(stored).removeprefix("torch."),
         )
-        return cls(config, _decoder(config, weights, attention, kernels), cache)
+        decoder = _decoder(config, weights, attention, kernels)
+        return cls(config, decoder, cache, None if kernels is None else kernels.likeliest)
 
     @property
     def weight_size(self) -> WeightSize:

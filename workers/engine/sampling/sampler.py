@@ -31,6 +31,9 @@ from millrace.workers.engine.types import NonFiniteLogitsError
 
 _log = logging.getLogger(__name__)
 
+# The first of the largest logits of each row; -1 where that is not finite.
+Likeliest = Callable[[torch.Tensor], list[int]]
+
 # As many rows are taken at a time as have about this many logits: they stay in the CPU's cache
 # from one pass over them to the next.
 _CHUNK_LOGITS = 1 << 20
@@ -56,7 +59,8 @@ class SamplingState(NamedTuple):
 class _Layout(NamedTuple):
     """What the rows of a chunk of a batch ask for; the same as long as the same sequences are in
     it. ``logprob_rows`` and their ``logprob_counts``, ``processed_rows`` and ``masked_rows`` are
-    those that ask for it. ``draws`` is None if all rows are greedy."""
+    those that ask for it. ``draws`` is None if all rows are greedy. ``only_likeliest``: no row
+    asks for more than its likeliest token."""
 
     states: list[SamplingState]
     drawn_rows: list[int]
@@ -65,6 +69,7 @@ class _Layout(NamedTuple):
     logprob_counts: list[int]
     processed_rows: list[int]
     masked_rows: list[int]
+    only_likeliest: bool
 
 
 class Sampler:
@@ -74,8 +79,8 @@ class Sampler:
 
     A row's token depends on its logits, its sequence's parameters and tokens, and its place in
     the sequence's random stream alone. ``tokenizer`` is called when bad words have to be
-    tokenised. What it keeps for a sequence hangs on ``sequence.sampling_state``, from ``begin`` to
-    ``end``.
+    tokenised; ``likeliest``, if the device has it, chooses for rows that ask for nothing else. What
+    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``begin`` to ``end``.
     """
 
     def __init__(
@@ -83,7 +88,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+        likeliest: Likeliest | None = None,
     ) -> None:
+        self._likeliest = likeliest
         self._vocab_size = vocab_size
         self._device = device
         self._read_bad_words = bad_words_reader(tokenizer, vocab_size)
@@ -166,6 +173,10 @@ class Sampler:
         index: int,
     ) -> Sampled:
         layout = self._layout(sequences, index)
+        if layout.only_likeliest and self._likeliest is not None:
+            best = self._likeliest(raw)
+            if min(best) >= 0:
+                return Sampled([*best], [None] * len(best))
         logits = largest(self._copy(raw))
         outcomes: dict[int, MillraceError] = {}
         for row in _not_finite(logits.best):
@@ -212,6 +223,8 @@ class Sampler:
             return self._layouts[index]
         drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
         reported = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
+        processed = [i for i, s in enumerate(states) if s.logits_processor is not None]
+        masked = [i for i, s in enumerate(states) if s.sampling.is_guided]
         layout = _Layout(
             states=states,
             drawn_rows=drawn,
@@ -226,8 +239,9 @@ class Sampler:
             else None,
             logprob_rows=reported,
             logprob_counts=[states[i].sampling.logprobs or 0 for i in reported],
-            processed_rows=[i for i, s in enumerate(states) if s.logits_processor is not None],
-            masked_rows=[i for i, s in enumerate(states) if s.sampling.is_guided],
+            processed_rows=processed,
+            masked_rows=masked,
+            only_likeliest=not (drawn or reported or processed or masked),
         )
         self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
         return layout

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "decoder_step.h"
 #include "elementwise.h"
+#include "likeliest.h"
 #include "products.h"
 
 #define MILLRACE_DISPATCH(type, function, ...) \
@@ -42,6 +43,11 @@ int millrace_rms_norm(int type, const void* in, const void* weight, void* out, i
 
 int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int64_t width) {
   MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
+}
+
+// `tokens` [rows]: the first of the largest logits of each row, or -1 if that is not finite.
+int millrace_likeliest(int type, const void* logits, int64_t rows, int64_t width, int64_t* tokens) {
+  MILLRACE_DISPATCH(type, likeliest<T>, IN(logits), rows, width, tokens)
 }
 
 // `cache` is of int8 if `has_int8_cache`, else of the type.
