@@ -32,7 +32,7 @@ _SIGNATURES = {
     "millrace_multiply": (*(_POINTER,) * 3, *(_INT64,) * 3, _INT),
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
-        *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT),
+        *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT, _POINTER, _INT64, _POINTER, _INT64),
     ),
 }
 
@@ -65,6 +65,16 @@ class PagedCache(NamedTuple):
     block_size: int
     num_key_heads: int
     is_int8: bool
+
+
+class StepAdapters(NamedTuple):
+    """LoRA adapters of a flat batch. ``addresses``: int64 [num_adapters], those of each one's layers
+    (see ``workers.adapters.packed``); ``of_rows``: int32 [num_tokens], the adapter of each row, -1
+    for none; ``most_ranks``: the most ranks that one of them has in a product."""
+
+    addresses: torch.Tensor
+    of_rows: torch.Tensor
+    most_ranks: int
 
 
 class CpuKernels:
@@ -204,6 +214,7 @@ class CpuKernels:
         chunk_ends: torch.Tensor,
         *,
         has_int8_cache: bool,
+        adapters: StepAdapters | None = None,
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
@@ -224,4 +235,10 @@ class CpuKernels:
             len(chunk_ends),
             chunk_ends.data_ptr(),
             has_int8_cache,
+            *((None, 0, None, 0) if adapters is None else _arguments(adapters)),
         )
+
+
+def _arguments(adapters: StepAdapters) -> tuple[int, int, int, int]:
+    addresses, of_rows, most_ranks = adapters
+    return addresses.data_ptr(), len(addresses), of_rows.data_ptr(), most_ranks

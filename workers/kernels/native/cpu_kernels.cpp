@@ -99,19 +99,27 @@ int millrace_multiply(const void* rows, const void* weight, void* out, int64_t n
   return 0;
 }
 
-// `layers`: [num_layers] of Layer in decoder_step.h, as addresses and numbers of 64 bits.
+// `layers`: [num_layers] of Layer in decoder_step.h, as addresses and numbers of 64 bits. `adapters`:
+// [num_adapters] addresses of AdapterLayer [num_layers] in adapters.h, in the same form; null if there
+// are none.
 int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden_size,
                           int64_t inner_size, int64_t num_queries, int64_t num_keys,
                           int64_t head_dim, int64_t block_size, float epsilon, float scale,
                           void* hidden, const float* cosines, const float* sines,
                           const int64_t* slots, const int32_t* tables, const int64_t* starts,
                           const int32_t* lengths, int64_t num_single, int64_t num_chunks,
-                          const int64_t* chunk_ends, int has_int8_cache) {
+                          const int64_t* chunk_ends, int has_int8_cache, const void* adapters,
+                          int64_t num_adapters, const int32_t* adapter_of_rows,
+                          int64_t most_ranks) {
   using T = BFloat16;
   const DecoderShape shape{num_layers, hidden_size, inner_size, num_queries, num_keys,
                            head_dim,   block_size,  epsilon,    scale,       has_int8_cache != 0};
-  const StepRows step{OUT(hidden), cosines, sines,      slots,      tables,
-                      starts,      lengths, num_single, num_chunks, chunk_ends};
+  const StepAdapters with{static_cast<const AdapterLayer* const*>(adapters), num_adapters,
+                          adapter_of_rows};
+  const StepRows step{OUT(hidden), cosines,    sines,
+                      slots,       tables,     starts,
+                      lengths,     num_single, num_chunks,
+                      chunk_ends,  num_adapters > 0 ? &with : nullptr, most_ranks};
   const auto run = has_int8_cache ? run_decoder_step<int8_t> : run_decoder_step<BFloat16>;
   return run(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }

@@ -17,6 +17,7 @@
 
 #include <omp.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "prefill_attention.h"
@@ -42,7 +43,8 @@ struct DecoderShape {
 // What a step computes, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
 // hidden] is read and becomes the result. The first `num_single` rows are sequences of one new token
 // each, by rising length; then come `num_chunks` sequences of several, of which `chunk_ends` has the
-// row behind each. `starts` and `lengths` are those of all sequences.
+// row behind each. `starts` and `lengths` are those of all sequences. `adapters` are null if no row has
+// one, else `most_ranks` are the most that a product of one has.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;
@@ -52,6 +54,8 @@ struct StepRows {
   const int32_t* lengths;
   int64_t num_single, num_chunks;
   const int64_t* chunk_ends;
+  const StepAdapters* adapters;
+  int64_t most_ranks;
 
   int64_t count() const { return num_chunks > 0 ? chunk_ends[num_chunks - 1] : num_single; }
 };
@@ -225,7 +229,7 @@ class StepAttention {
 template <int kVectors, typename C>
 void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
-  constexpr size_t kPhases = 13;
+  constexpr size_t kPhases = 17;
   const int64_t count = rows.count(), query_size = shape.num_queries * kHeadDim;
   const int64_t head_size = query_size + 2 * shape.num_keys * kHeadDim;
   const bool normed_by_each = count * shape.hidden <= kNormedByEach;
@@ -239,6 +243,11 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
   const Buffer gated_rows = buffer(count * shape.inner);
   PreparedRows prepared(prepares ? count * std::max({shape.hidden, query_size, shape.inner}) : 0);
   StepAttention<kVectors, C> attention(shape, rows, heads.get(), attended.get(), most_threads);
+  const std::array<int64_t, kAdapterSlices> one_matrix{shape.hidden, shape.hidden, shape.hidden};
+  const bool is_adapted = rows.adapters != nullptr;
+  const Buffer ranks = buffer(is_adapted ? count * rows.most_ranks : 0);
+  const RankItems rank_items(is_adapted ? *rows.adapters : StepAdapters{},
+                             is_adapted ? count : 0, most_threads);
   Counters counters(static_cast<size_t>(shape.num_layers) * kPhases);
   Team team;
 #pragma omp parallel
@@ -261,7 +270,19 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
         norm_rows(shape, rows, weight, row, row + 1, normed);
       });
     };
-    const auto multiply = [&](Product product) {
+    // `product` is one of `layer`, whose outputs up to each of `ends` are of another matrix.
+    const auto multiply = [&](Product product, int64_t layer, AdapterWeight AdapterLayer::*part,
+                              std::array<int64_t, kAdapterSlices> ends) {
+      const AdaptedRows adapted{rows.adapters, layer, part, ranks.get(), rows.most_ranks, ends};
+      if (is_adapted && adapted.any()) {
+        const auto* inputs = static_cast<const BFloat16*>(product.rows);
+        share(rank_items.count(), [&](int64_t item, int64_t) {
+          rank_items.compute(item, adapted, inputs, product.num_inputs);
+        });
+        product.adapted = &adapted;
+      } else {
+        ++phase;
+      }
       if (product.weight->prepares()) {
         if (count * product.num_inputs <= kPreparedByEach) {
           for (int64_t row = 0; row < count; ++row) own_prepared.prepare(product, row);
@@ -277,10 +298,11 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
         multiply_item(product, items, item, next);
       });
     };
-    for (const Layer* layer = layers; layer < layers + shape.num_layers; ++layer) {
+    for (int64_t at = 0; at < shape.num_layers; ++at) {
+      const Layer* layer = layers + at;
       norm(layer->attention_norm);
-      multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size,
-                Finish::kWrite});
+      multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size, Finish::kWrite},
+               at, &AdapterLayer::qkv, {query_size, (query_size + head_size) / 2, head_size});
       share(count, [&](int64_t row, int64_t) { attention.rotate_store(*layer, row); });
       if (rows.num_chunks > 0) {
         share(attention.num_sections(),
@@ -288,13 +310,16 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
       }
       share(attention.num_items(),
             [&](int64_t item, int64_t) { attention.attend(*layer, item); });
-      multiply({attended.get(), layer->output, rows.hidden, count, query_size,
-                shape.hidden, Finish::kAdd});
+      multiply({attended.get(), layer->output, rows.hidden, count, query_size, shape.hidden,
+                Finish::kAdd},
+               at, &AdapterLayer::output, one_matrix);
       norm(layer->mlp_norm);
-      multiply({normed, layer->gate_up, gated_rows.get(), count, shape.hidden,
-                2 * shape.inner, Finish::kGate});
-      multiply({gated_rows.get(), layer->down, rows.hidden, count, shape.inner,
-                shape.hidden, Finish::kAdd});
+      multiply({normed, layer->gate_up, gated_rows.get(), count, shape.hidden, 2 * shape.inner,
+                Finish::kGate},
+               at, &AdapterLayer::gate_up, {shape.inner, 2 * shape.inner, 2 * shape.inner});
+      multiply({gated_rows.get(), layer->down, rows.hidden, count, shape.inner, shape.hidden,
+                Finish::kAdd},
+               at, &AdapterLayer::down, one_matrix);
     }
   }
 }

@@ -17,6 +17,7 @@
 
 #include <omp.h>
 
+#include "adapters.h"
 #include "elementwise.h"
 #include "lanes.h"
 #include "weights.h"
@@ -36,7 +37,8 @@ enum class Finish { kWrite, kAdd, kGate };
 // `rows` [num_rows, num_inputs] are bfloat16, and as `prepare_row` makes them of these where the weight
 // asks for that, with `scales` [num_rows, num_scales], and for a weight with zeros the `sums` of their
 // groups [num_rows, num_groups]. `out` [num_rows, num_outputs], or half of that
-// for kGate, whose panels are the gates, then what they gate.
+// for kGate, whose panels are the gates, then what they gate. `adapted` is null if no row has an
+// adapter.
 struct Product {
   const void* rows;
   const Weight* weight;
@@ -45,6 +47,7 @@ struct Product {
   Finish finish;
   const float* scales = nullptr;
   const float* sums = nullptr;
+  const AdaptedRows* adapted = nullptr;
 
   int64_t row_bytes() const {
     return weight->format == Format::kInt8Dot ? num_inputs : 2 * num_inputs;
@@ -233,6 +236,13 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Panel
   const int64_t outputs[2] = {first_output(product, two, 0), first_output(product, two, 1)};
   Floats sums[kRows][2] = {};
   sum_tile<kFormat, kRows>(product, row, outputs, panels, ahead, sums);
+  if (product.adapted != nullptr) {
+    for (int r = 0; r < kRows; ++r) {
+      const AdapterWeight* adapter = product.adapted->weight_of(row + r);
+      if (adapter == nullptr) continue;
+      for (int v = 0; v < 2; ++v) product.adapted->add(row + r, *adapter, outputs[v], sums[r][v]);
+    }
+  }
   const int64_t width = gate ? half : product.num_outputs;
   for (int v = 0; v < 2 && biases != nullptr; ++v) {
     const Floats bias = load_some(biases + outputs[v], product.num_outputs - outputs[v]);

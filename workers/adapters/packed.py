@@ -1,0 +1,91 @@
+"""An adapter as the compiled step reads it, see workers/kernels/native/adapters.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS
+
+# Of a product: queries, keys and values; gates and what they gate.
+_MOST_SLICES: Final = 3
+_RANK_MULTIPLE: Final = 8
+_PRODUCTS: Final = 4
+# Addresses and numbers of an AdapterWeight: A, its ranks, and of each slice B, its ranks, the first.
+_NUMBERS: Final = 2 + 3 * _MOST_SLICES
+
+
+class LowRank(NamedTuple):
+    """What is added to one matrix of a checkpoint: ``b`` [num_outputs, rank], with the scale in it,
+    times ``a`` [rank, num_inputs]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+# The slices of each product of a layer: queries, keys and values; the attention's output; gates and
+# what they gate; the MLP's output. None where the adapter has nothing.
+LayerSlices = tuple[
+    tuple[LowRank | None, LowRank | None, LowRank | None],
+    tuple[LowRank | None],
+    tuple[LowRank | None, LowRank | None],
+    tuple[LowRank | None],
+]
+
+
+class PackedAdapter:
+    """The layers of one adapter in bfloat16. ``address``: where the compiled step finds them, as
+    long as this lives; ``most_ranks``: the most that one product has, filled up to 8s."""
+
+    def __init__(self, layers: Sequence[LayerSlices]) -> None:
+        self._kept: list[torch.Tensor] = []
+        self.most_ranks = 0
+        self.num_bytes = 0
+        rows = [[self._numbers(slices) for slices in layer] for layer in layers]
+        self._numbers_of_layers = torch.tensor(rows, dtype=torch.int64).view(
+            len(layers), _PRODUCTS, _NUMBERS
+        )
+        self.address: int = self._numbers_of_layers.data_ptr()
+
+    def _numbers(self, slices: Sequence[LowRank | None]) -> list[int]:
+        numbers = [0] * _NUMBERS
+        present = [one for one in slices if one is not None]
+        if not present:
+            return numbers
+        ranks = 0
+        for index, one in enumerate(slices):
+            if one is None:
+                continue
+            packed = self._keep(_packed_outputs(one.b))
+            own_ranks = _filled_up(one.b.shape[1])
+            numbers[2 + 3 * index : 5 + 3 * index] = [packed.data_ptr(), own_ranks, ranks]
+            ranks += own_ranks
+        stacked = torch.cat([_filled_up_rows(one.a) for one in present])
+        numbers[:2] = [self._keep(stacked).data_ptr(), ranks]
+        self.most_ranks = max(self.most_ranks, ranks)
+        return numbers
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(torch.bfloat16).contiguous()
+        self._kept.append(tensor)
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _filled_up(rank: int) -> int:
+    return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+
+
+def _filled_up_rows(a: torch.Tensor) -> torch.Tensor:
+    missing = _filled_up(len(a)) - len(a)
+    return torch.nn.functional.pad(a, (0, 0, 0, missing))
+
+
+def _packed_outputs(b: torch.Tensor) -> torch.Tensor:
+    """[num_outputs, rank] as [num_outputs / 16, ranks / 2, 16, 2]: panels of pairs of ranks."""
+    num_outputs, rank = b.shape
+    filled = torch.nn.functional.pad(b, (0, _filled_up(rank) - rank))
+    panels = filled.view(num_outputs // PANEL_OUTPUTS, PANEL_OUTPUTS, -1, 2)
+    return panels.transpose(1, 2)
