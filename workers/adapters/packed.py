@@ -11,7 +11,8 @@ from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS
 
 # Of a product: queries, keys and values; gates and what they gate.
 _MOST_SLICES: Final = 3
-_RANK_MULTIPLE: Final = 8
+# Of a slice, and of a product's slices together.
+_SLICE_RANKS: Final = 4
 _PRODUCTS: Final = 4
 # Addresses and numbers of an AdapterWeight: A, its ranks, and of each slice B, its ranks, the first.
 _NUMBERS: Final = 2 + 3 * _MOST_SLICES
@@ -37,7 +38,7 @@ LayerSlices = tuple[
 
 class PackedAdapter:
     """The layers of one adapter in bfloat16. ``address``: where the compiled step finds them, as
-    long as this lives; ``most_ranks``: the most that one product has, filled up to 8s."""
+    long as this lives; ``most_ranks``: the most that one product has, filled up to 16s."""
 
     def __init__(self, layers: Sequence[LayerSlices]) -> None:
         self._kept: list[torch.Tensor] = []
@@ -62,9 +63,10 @@ class PackedAdapter:
             own_ranks = _filled_up(one.b.shape[1])
             numbers[2 + 3 * index : 5 + 3 * index] = [packed.data_ptr(), own_ranks, ranks]
             ranks += own_ranks
-        stacked = torch.cat([_filled_up_rows(one.a) for one in present])
-        numbers[:2] = [self._keep(stacked).data_ptr(), ranks]
-        self.most_ranks = max(self.most_ranks, ranks)
+        stacked = torch.cat([_filled_up_rows(one.a, _SLICE_RANKS) for one in present])
+        panels = self._keep(_in_panels(_filled_up_rows(stacked, PANEL_OUTPUTS)))
+        numbers[:2] = [panels.data_ptr(), len(panels) * PANEL_OUTPUTS]
+        self.most_ranks = max(self.most_ranks, numbers[1])
         return numbers
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,18 +76,20 @@ class PackedAdapter:
         return tensor
 
 
-def _filled_up(rank: int) -> int:
-    return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
+def _filled_up(number: int, multiple: int = _SLICE_RANKS) -> int:
+    return -(-number // multiple) * multiple
 
 
-def _filled_up_rows(a: torch.Tensor) -> torch.Tensor:
-    missing = _filled_up(len(a)) - len(a)
-    return torch.nn.functional.pad(a, (0, 0, 0, missing))
+def _filled_up_rows(a: torch.Tensor, multiple: int) -> torch.Tensor:
+    return torch.nn.functional.pad(a, (0, 0, 0, _filled_up(len(a), multiple) - len(a)))
 
 
 def _packed_outputs(b: torch.Tensor) -> torch.Tensor:
-    """[num_outputs, rank] as [num_outputs / 16, ranks / 2, 16, 2]: panels of pairs of ranks."""
-    num_outputs, rank = b.shape
-    filled = torch.nn.functional.pad(b, (0, _filled_up(rank) - rank))
-    panels = filled.view(num_outputs // PANEL_OUTPUTS, PANEL_OUTPUTS, -1, 2)
+    return _in_panels(torch.nn.functional.pad(b, (0, _filled_up(b.shape[1]) - b.shape[1])))
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[num_outputs, num_inputs] as [num_outputs / 16, num_inputs / 2, 16, 2]: panels of pairs."""
+    num_outputs, num_inputs = weight.shape
+    panels = weight.view(num_outputs // PANEL_OUTPUTS, PANEL_OUTPUTS, num_inputs // 2, 2)
     return panels.transpose(1, 2)

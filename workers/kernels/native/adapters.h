@@ -28,8 +28,9 @@ struct AdapterSlice {
 
 constexpr size_t kAdapterSlices = 3;
 
-// Of one product: A [num_ranks, num_inputs], null if the adapter has nothing there. Ranks are
-// multiples of 8, those that are not there are zeros.
+// Of one product: A [num_ranks, num_inputs] as panels of 16 ranks, of which each pair of inputs is a
+// vector; null if the adapter has nothing there. The ranks of a slice are filled up to a multiple of
+// 4, those of the product to one of 16, with zeros.
 struct AdapterWeight {
   const BFloat16* a;
   int64_t num_ranks;
@@ -73,103 +74,151 @@ struct AdaptedRows {
     return weight->a == nullptr ? nullptr : weight;
   }
 
-  // Adds to `sums` what a row's adapter adds to 16 outputs.
-  void add(int64_t row, const AdapterWeight& weight, int64_t output, Floats& sums) const {
-    size_t slice = 0;
-    int64_t begin = 0;
-    while (slice < kAdapterSlices && output >= ends[slice]) begin = ends[slice++];
-    if (slice == kAdapterSlices) return;
-    const AdapterSlice& own = weight.slices[slice];
-    const BFloat16* b = own.b + (output - begin) * own.num_ranks;
-    const BFloat16* inputs = ranks + row * stride + own.first_rank;
-    // Two sums, as each addition waits for the one before.
-    Floats even{}, odd{};
-    for (int64_t rank = 0; rank < own.num_ranks; rank += 4, b += 4 * kPanelOutputs) {
-      even = plus_products(even, load_pairs(b), twice_each(inputs + rank));
-      odd = plus_products(odd, load_pairs(b + 2 * kPanelOutputs), twice_each(inputs + rank + 2));
+  // The slice of an output and where it begins; none past the last.
+  struct Place {
+    size_t slice;
+    int64_t begin;
+  };
+  Place place_of(int64_t output) const {
+    Place place{0, 0};
+    while (place.slice < kAdapterSlices && output >= ends[place.slice]) {
+      place.begin = ends[place.slice++];
     }
-    sums += even + odd;
+    return place;
+  }
+
+  // Adds to the `sums` of kRows rows from `row` on what their adapters add to 16 outputs.
+  template <int kRows>
+  void add(int64_t row, int64_t output, Floats (&sums)[kRows][2], int v) const {
+    const Place place = place_of(output);
+    if (place.slice == kAdapterSlices) return;
+    const int32_t* adapters = step->of_rows + row;
+    for (int r = 0; r < kRows;) {
+      const AdapterWeight* weight = weight_of(row + r);
+      int count = 1;
+      while (r + count < kRows && count < kTogether && adapters[r + count] == adapters[r]) ++count;
+      if (weight != nullptr) {
+        const AdapterSlice& own = weight->slices[place.slice];
+        const BFloat16* b = own.b + (output - place.begin) * own.num_ranks;
+        const BFloat16* inputs = ranks + (row + r) * stride + own.first_rank;
+        if (count == kTogether) {
+          add_to<kTogether>(b, inputs, own.num_ranks, &sums[r][v]);
+        } else {
+          count = 1;
+          add_to<1>(b, inputs, own.num_ranks, &sums[r][v]);
+        }
+      }
+      r += count;
+    }
+  }
+
+  // Asks memory for what `add` reads of 16 outputs.
+  void ask_for(int64_t row, int64_t output) const {
+    const Place place = place_of(output);
+    const AdapterWeight* weight = weight_of(row);
+    if (weight == nullptr || place.slice == kAdapterSlices) return;
+    const AdapterSlice& own = weight->slices[place.slice];
+    const auto* from = reinterpret_cast<const std::byte*>(own.b + (output - place.begin) * own.num_ranks);
+    for (int64_t line = 0; line < own.num_ranks / 2; ++line, from += kLineBytes) {
+      __builtin_prefetch(from, 0, 2);
+    }
+  }
+
+ private:
+  // Rows of one adapter that are computed together.
+  static constexpr int kTogether = 4;
+
+  // `sums` of rows are two vectors apart.
+  template <int kRows>
+  void add_to(const BFloat16* b, const BFloat16* inputs, int64_t num_ranks, Floats* sums) const {
+    // Two sums, as each addition waits for the one before.
+    Floats even[kRows]{}, odd[kRows]{};
+    for (int64_t rank = 0; rank < num_ranks; rank += 4, b += 4 * kPanelOutputs) {
+      const Pairs first = load_pairs(b), second = load_pairs(b + 2 * kPanelOutputs);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        even[r] = plus_products(even[r], first, twice_each(inputs + r * stride + rank));
+        odd[r] = plus_products(odd[r], second, twice_each(inputs + r * stride + rank + 2));
+      }
+    }
+    for (int r = 0; r < kRows; ++r) sums[2 * r] += even[r] + odd[r];
   }
 };
 
-// Rows `row` ... `row + count - 1`, all of one adapter, and a part of its ranks.
+// Rows `row` ... `row + count - 1`, all of one adapter, and the number of a panel of its ranks.
 struct RankItem {
-  int64_t row, count, part;
+  int64_t row, count, panel;
 };
 
 // Ranks are computed for up to so many rows at a time.
 constexpr int kRankRows = 4;
+// How far ahead of itself a sum asks memory for A, which lies in one piece.
+constexpr int64_t kAheadElements = 2048;
 
 // The ranks of a step's rows: what threads share of them.
 class RankItems {
  public:
-  // `num_parts` of the ranks are computed apart, for steps of few rows.
-  RankItems(const StepAdapters& step, int64_t num_rows, int num_threads) {
-    std::vector<RankItem> rows;
+  // `most_ranks` are those of the product that has the most.
+  RankItems(const StepAdapters& step, int64_t num_rows, int64_t most_ranks) {
     for (int64_t row = 0; row < num_rows;) {
       const int32_t adapter = step.of_rows[row];
       int64_t end = row + 1;
       while (end < num_rows && end < row + kRankRows && step.of_rows[end] == adapter) ++end;
-      if (adapter >= 0) rows.push_back({row, end - row, 0});
-      row = end;
-    }
-    const auto count = static_cast<int64_t>(rows.size());
-    num_parts_ = count >= 2 * num_threads ? 1 : 2 * num_threads;
-    items_.reserve(static_cast<size_t>(count * num_parts_));
-    for (const RankItem& item : rows) {
-      for (int64_t part = 0; part < num_parts_; ++part) {
-        items_.push_back({item.row, item.count, part});
+      for (int64_t panel = 0; adapter >= 0 && panel < most_ranks / kLanes; ++panel) {
+        items_.push_back({row, end - row, panel});
       }
+      row = end;
     }
   }
 
   int64_t count() const { return static_cast<int64_t>(items_.size()); }
 
-  // The item's ranks of `rows` [num_rows, num_inputs].
+  // The item's ranks of `rows` [num_rows, num_inputs], if its adapter has so many.
   void compute(int64_t at, const AdaptedRows& adapted, const BFloat16* rows,
                int64_t num_inputs) const {
     const RankItem& item = items_[static_cast<size_t>(at)];
     const AdapterWeight* weight = adapted.weight_of(item.row);
-    if (weight == nullptr) return;
-    const int64_t begin = weight->num_ranks * item.part / num_parts_;
-    const int64_t end = weight->num_ranks * (item.part + 1) / num_parts_;
-    for (int64_t rank = begin; rank < end; ++rank) {
-      const BFloat16* a = weight->a + rank * num_inputs;
-      switch (item.count) {
-        case 1:
-          dot<1>(a, rows, item.row, num_inputs, rank, adapted);
-          break;
-        case 2:
-          dot<2>(a, rows, item.row, num_inputs, rank, adapted);
-          break;
-        case 3:
-          dot<3>(a, rows, item.row, num_inputs, rank, adapted);
-          break;
-        default:
-          dot<kRankRows>(a, rows, item.row, num_inputs, rank, adapted);
-      }
+    const int64_t rank = item.panel * kLanes;
+    if (weight == nullptr || rank >= weight->num_ranks) return;
+    const BFloat16* a = weight->a + rank * num_inputs;
+    const BFloat16* inputs = rows + item.row * num_inputs;
+    BFloat16* ranks = adapted.ranks + item.row * adapted.stride + rank;
+    switch (item.count) {
+      case 1:
+        return multiply<1>(a, inputs, num_inputs, ranks, adapted.stride);
+      case 2:
+        return multiply<2>(a, inputs, num_inputs, ranks, adapted.stride);
+      case 3:
+        return multiply<3>(a, inputs, num_inputs, ranks, adapted.stride);
+      default:
+        return multiply<kRankRows>(a, inputs, num_inputs, ranks, adapted.stride);
     }
   }
 
  private:
   template <int kRows>
-  static void dot(const BFloat16* a, const BFloat16* rows, int64_t row, int64_t num_inputs,
-                  int64_t rank, const AdaptedRows& adapted) {
-    Floats sums[kRows] = {};
-    for (int64_t i = 0; i < num_inputs; i += 2 * kLanes) {
-      const Pairs pairs = load_pairs(a + i);
+  static void multiply(const BFloat16* a, const BFloat16* rows, int64_t num_inputs,
+                       BFloat16* ranks, int64_t stride) {
+    constexpr int kPairs = kUnrolled / 2;
+    // A sum for each place in the loop, as each addition waits for the one before.
+    Floats sums[kRows][kPairs] = {};
+    for (int64_t i = 0; i < num_inputs; i += kUnrolled, a += kUnrolled * kLanes) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        sums[r] = plus_products(sums[r], pairs, load_pairs(rows + (row + r) * num_inputs + i));
+      for (int k = 0; k < kPairs; ++k) {
+        __builtin_prefetch(a + 2 * k * kLanes + kAheadElements, 0, 2);
+        const Pairs pairs = load_pairs(a + 2 * k * kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const Pairs inputs = twice_each(rows + r * num_inputs + i + 2 * k);
+          sums[r][k] = plus_products(sums[r][k], pairs, inputs);
+        }
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      const uint32_t word = rounded(Floats{} + sum(sums[r]))[0] >> 16;
-      adapted.ranks[(row + r) * adapted.stride + rank] = {static_cast<uint16_t>(word)};
+      store(ranks + r * stride, (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
     }
   }
 
-  int64_t num_parts_;
   std::vector<RankItem> items_;
 };
 

@@ -247,7 +247,7 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
   const bool is_adapted = rows.adapters != nullptr;
   const Buffer ranks = buffer(is_adapted ? count * rows.most_ranks : 0);
   const RankItems rank_items(is_adapted ? *rows.adapters : StepAdapters{},
-                             is_adapted ? count : 0, most_threads);
+                             is_adapted ? count : 0, rows.most_ranks);
   Counters counters(static_cast<size_t>(shape.num_layers) * kPhases);
   Team team;
 #pragma omp parallel

@@ -237,11 +237,7 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Panel
   Floats sums[kRows][2] = {};
   sum_tile<kFormat, kRows>(product, row, outputs, panels, ahead, sums);
   if (product.adapted != nullptr) {
-    for (int r = 0; r < kRows; ++r) {
-      const AdapterWeight* adapter = product.adapted->weight_of(row + r);
-      if (adapter == nullptr) continue;
-      for (int v = 0; v < 2; ++v) product.adapted->add(row + r, *adapter, outputs[v], sums[r][v]);
-    }
+    for (int v = 0; v < 2; ++v) product.adapted->add<kRows>(row, outputs[v], sums, v);
   }
   const int64_t width = gate ? half : product.num_outputs;
   for (int v = 0; v < 2 && biases != nullptr; ++v) {
@@ -327,6 +323,13 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
     const int64_t end = count * (tile + 1) / num_tiles;
     const int64_t from = tile * lines * product.num_inputs / kUnrolled * kLineBytes;
     const bool fetches = tile * lines < lines_around;
+    if (product.adapted != nullptr && next / items.num_parts != two) {
+      for (int64_t r = begin + row; r < begin + end; ++r) {
+        for (int panel = 0; panel < 2; ++panel) {
+          product.adapted->ask_for(r, first_output(product, next / items.num_parts, panel));
+        }
+      }
+    }
     const Ahead ahead{{soon(0) + from, soon(1) + from}, fetches ? lines : 0};
     tiles[static_cast<size_t>(end - row - 1)](product, two, begin + row, panels, ahead);
     row = end;
