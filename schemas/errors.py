@@ -147,3 +147,7 @@ class NameTakenError(ConfigError, code="name_taken"):
 
 class CheckpointError(MillraceError, code="invalid_checkpoint"):
     """A model's files are missing, malformed or do not fit its config."""
+
+
+class AdapterError(MillraceError, code="adapter_invalid", http_status=400):
+    """An adapter's files are missing, malformed or beyond what is applied, or do not fit."""

@@ -102,6 +102,11 @@ def open_tensors(path: Path) -> TensorIndex:
     return TensorIndex(path, _read_header(path / SINGLE_FILE))
 
 
+def open_file(file: Path) -> TensorIndex:
+    """Index one safetensors file by its header. Raises CheckpointError as ``open_tensors`` does."""
+    return TensorIndex(file.parent, _read_header(file))
+
+
 def _read_shards(path: Path) -> dict[str, TensorInfo]:
     index_file = path / INDEX_FILE
     weight_map = read_json_object(index_file).get("weight_map")

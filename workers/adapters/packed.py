@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
+from millrace.workers.adapters.rows import PlainAdapter, RowAdapters
+from millrace.workers.adapters.weights import LayerSlices, LowRank
+from millrace.workers.kernels.cpu import StepAdapters
 from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS
 
 # Of a product: queries, keys and values; gates and what they gate.
@@ -14,26 +17,8 @@ _MOST_SLICES: Final = 3
 # Of a slice, and of a product's slices together.
 _SLICE_RANKS: Final = 4
 _PRODUCTS: Final = 4
-# Addresses and numbers of an AdapterWeight: A, its ranks, and of each slice B, its ranks, the first.
+# Of an AdapterWeight: the address of A, its ranks; of each slice that of B, its ranks, the first.
 _NUMBERS: Final = 2 + 3 * _MOST_SLICES
-
-
-class LowRank(NamedTuple):
-    """What is added to one matrix of a checkpoint: ``b`` [num_outputs, rank], with the scale in it,
-    times ``a`` [rank, num_inputs]."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-# The slices of each product of a layer: queries, keys and values; the attention's output; gates and
-# what they gate; the MLP's output. None where the adapter has nothing.
-LayerSlices = tuple[
-    tuple[LowRank | None, LowRank | None, LowRank | None],
-    tuple[LowRank | None],
-    tuple[LowRank | None, LowRank | None],
-    tuple[LowRank | None],
-]
 
 
 class PackedAdapter:
@@ -43,7 +28,7 @@ class PackedAdapter:
     def __init__(self, layers: Sequence[LayerSlices]) -> None:
         self._kept: list[torch.Tensor] = []
         self.most_ranks = 0
-        self.num_bytes = 0
+        self.num_weights = PlainAdapter(layers).num_weights
         rows = [[self._numbers(slices) for slices in layer] for layer in layers]
         self._numbers_of_layers = torch.tensor(rows, dtype=torch.int64).view(
             len(layers), _PRODUCTS, _NUMBERS
@@ -72,8 +57,18 @@ class PackedAdapter:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(torch.bfloat16).contiguous()
         self._kept.append(tensor)
-        self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
+
+
+def step_adapters(adapters: RowAdapters) -> StepAdapters:
+    """The adapters of a batch, all of them packed, for the compiled step."""
+    packed = [one for one in adapters.weights if isinstance(one, PackedAdapter)]
+    assert len(packed) == len(adapters.weights)
+    return StepAdapters(
+        torch.tensor([one.address for one in packed]),
+        adapters.of_rows,
+        max(one.most_ranks for one in packed),
+    )
 
 
 def _filled_up(number: int, multiple: int = _SLICE_RANKS) -> int:

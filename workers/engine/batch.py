@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from millrace.schemas.pooling import Pooling
+from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
+_adapter_weights = attrgetter("adapter_weights")
 
 
 class QueryRange(NamedTuple):
@@ -50,6 +52,7 @@ class FlatBatch(NamedTuple):
     have one token each, by rising context length. ``sampled_rows`` (int64, on the device) are the
     rows whose logits are wanted, those of ``sampled``, in that order. Sequences that are
     ``pooled`` are not sampled. ``scored`` are those whose prompt's log-probabilities are wanted.
+    ``adapters`` is None if no row has one.
     """
 
     token_ids: torch.Tensor
@@ -60,6 +63,7 @@ class FlatBatch(NamedTuple):
     sampled: list[Sequence]
     pooled: list[PooledRows]
     scored: list[ScoredRows]
+    adapters: RowAdapters | None = None
 
 
 class BatchLayout(NamedTuple):
@@ -102,7 +106,24 @@ def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatc
         sampled=layout.sampled,
         pooled=layout.pooled,
         scored=layout.scored,
+        adapters=_row_adapters(layout),
     )
+
+
+def _row_adapters(layout: BatchLayout) -> RowAdapters | None:
+    if not any(map(_adapter_weights, layout.sequences)):
+        return None
+    weights: list[AdapterWeights] = []
+    places: dict[int, int] = {}
+    of_rows: list[int] = []
+    for sequence, rows in zip(layout.sequences, layout.ranges, strict=True):
+        place = -1
+        if sequence.adapter_weights is not None:
+            place = places.setdefault(id(sequence.adapter_weights), len(weights))
+            if place == len(weights):
+                weights.append(sequence.adapter_weights)
+        of_rows += [place] * rows.num_tokens
+    return RowAdapters(weights, torch.tensor(of_rows, dtype=torch.int32))
 
 
 def _add_single_rows(sequences: list[Sequence], layout: BatchLayout) -> None:

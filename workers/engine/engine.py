@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,9 +18,9 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import MAX_SEED
+from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.beams.group import charged_together
 from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
-from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.grammar.grammars import Grammars
 from millrace.workers.engine.kv.block_tables import BlockTables
@@ -33,9 +34,10 @@ from millrace.workers.engine.outputs import (
     refusal,
     started_output,
 )
-from millrace.workers.engine.runners import Runner, load_runner
+from millrace.workers.engine.runners import Runner, device_work_of, load_runner
 from millrace.workers.engine.sampling.sampler import Sampler
 from millrace.workers.engine.scheduling.admission import (
+    check_adapter,
     check_beams,
     check_config,
     check_kind,
@@ -46,7 +48,7 @@ from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
-from millrace.workers.engine.settings import with_device_defaults
+from millrace.workers.engine.settings import num_adapter_slots, with_device_defaults
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -101,6 +103,13 @@ class Engine:
             idle_offload_s=config.idle_offload_s,
         )
         self._pool = self._tables.pool
+        self._readied = threading.Event()
+        self._adapters = AdapterPool(
+            num_adapter_slots(config, takes_adapters=runner.takes_adapters),
+            partial(runner.load_adapter, max_rank=config.max_adapter_rank),
+            self._readied.set,
+            monotonic,
+        )
         self._planner = Planner(
             self._tables,
             max_batch_tokens=config.max_batch_tokens,
@@ -109,6 +118,7 @@ class Engine:
             itl_bound_s=config.itl_bound_ms / 1e3,
             costs=costs,
             monotonic=monotonic,
+            adapters=self._adapters,
         )
         self._seed_source = seed_source
         self._monotonic = monotonic
@@ -116,7 +126,6 @@ class Engine:
         self._outputs: list[EngineOutput] = []
         self._owing: list[Sequence] = []
         self._device_times: list[DeviceTime] = []
-        self._readied = threading.Event()
         self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
         output_processor = OutputProcessor(
             cache=runner.cache,
@@ -131,7 +140,7 @@ class Engine:
             grammars=self._grammars,
             output_processor=output_processor,
             costs=costs,
-            device_work=_device_work(runner),
+            device_work=device_work_of(runner),
             overlap=config.overlap and runner.overlaps,
             monotonic=monotonic,
         )
@@ -188,6 +197,7 @@ class Engine:
                 has_labels=self._runner.config.classifier is not None,
             )
             check_beams(request, vocab_size=self._runner.config.vocab_size)
+            check_adapter(request, max_adapters=self._adapters.num_slots)
             max_total_tokens = longest_total_tokens(
                 request,
                 vocab_size=self._runner.config.vocab_size,
@@ -306,7 +316,11 @@ class Engine:
             )
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
-        """End sequences whose grammar failed, or was complete from the start."""
+        """End sequences whose adapter or grammar failed, or was complete from the start."""
+        for sequence, failure in self._adapters.settle():
+            if not isinstance(failure, MillraceError):
+                _log.error("an adapter could not be loaded", exc_info=failure)
+            self._live.fail(sequence, as_millrace_error(failure), outputs)
         for sequence, error in self._grammars.pop_settled():
             if error is not None:
                 self._live.fail(sequence, error, outputs)
@@ -345,6 +359,9 @@ class Engine:
             num_offloaded_blocks=self._host.num_stored_blocks,
             num_reloaded_blocks=self._host.num_loaded_blocks,
             num_swaps=self._tables.num_swaps,
+            adapters=self._adapters.loaded(),
+            max_adapters=self._adapters.num_slots,
+            adapter_load_ms=self._adapters.load_s * 1e3,
         )
 
     def _outstanding_prompt_tokens(self) -> int:
@@ -361,17 +378,6 @@ class Engine:
         """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""
         self._live.check_integrity()
         self._executor.check_integrity(self._live)
-
-
-def _device_work(runner: Runner) -> DeviceWork:
-    cache = runner.cache
-    num_weights, num_bytes = runner.weight_size
-    return DeviceWork(
-        runner.config,
-        weight_bytes=num_bytes / num_weights,
-        kv_token_bytes=cache.blocks.shape[-1] / cache.block_size_tokens,
-        flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
-    )
 
 
 def _device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:

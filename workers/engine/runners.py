@@ -10,14 +10,17 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
+from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.device import device_of
 from millrace.workers.engine.device.loading import load_device_runner
+from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.engine.types import EngineAdapter
 from millrace.workers.kernels.operations import WeightSize
 
 
@@ -26,10 +29,12 @@ class Runner(Protocol):
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
     step may be launched before. ``host_device``: where the logits are that the host chooses from.
+    ``takes_adapters``: whether rows of sequences with adapters are computed with these.
     ``likeliest``: what finds the largest of them there faster than torch, if anything does.
     """
 
     overlaps: bool
+    takes_adapters: bool
 
     @property
     def host_device(self) -> torch.device: ...
@@ -45,6 +50,9 @@ class Runner(Protocol):
 
     @property
     def weight_size(self) -> WeightSize: ...
+
+    def load_adapter(self, adapter: EngineAdapter, max_rank: int) -> AdapterWeights:
+        """Read an adapter of at most such a rank; for any thread. Raises AdapterError."""
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed."""
@@ -63,3 +71,15 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
             path, config, with_device_defaults(engine, device), device_of(device)
         )
     return ModelRunner.load(path, engine)
+
+
+def device_work_of(runner: Runner) -> DeviceWork:
+    """What the runner's steps are shared by."""
+    cache = runner.cache
+    num_weights, num_bytes = runner.weight_size
+    return DeviceWork(
+        runner.config,
+        weight_bytes=num_bytes / num_weights,
+        kv_token_bytes=cache.blocks.shape[-1] / cache.block_size_tokens,
+        flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
+    )

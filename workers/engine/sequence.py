@@ -61,6 +61,7 @@ class Sequence:
     allocates the blocks and frees them on preemption and at the end.
 
     ``beams`` is the beam search that it is a beam of, None for a sequence that is drawn.
+    ``adapter_weights`` are those of its adapter while it is in the batch.
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
@@ -68,6 +69,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter_weights",
         "added_s",
         "arrival",
         "beams",
@@ -142,6 +144,7 @@ class Sequence:
         self.added_s = added_s
         self.queued_s = 0.0
         self.device_s = 0.0
+        self.adapter_weights: Any = None
         self.beams: Any = None
         self.sampling_state: Any = None
         self.matcher: Any = None

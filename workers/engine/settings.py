@@ -10,6 +10,7 @@ from millrace.schemas.errors import ConfigError
 
 # Two cores compute 384 rows at the best rate, each of 512 takes a fifth longer.
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE_BYTES = 64, 384, 1 << 30
+_CPU_ADAPTERS = 20
 # A GPU's weights are read once a step for however many sequences, and a few thousand rows keep
 # its matrix units busy.
 _CUDA_SEQUENCES, _CUDA_TOKENS = 256, 4096
@@ -26,6 +27,18 @@ def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineCo
         max_batch_tokens=config.max_batch_tokens or (_CUDA_TOKENS if on_cuda else _CPU_TOKENS),
         kv_cache_bytes=config.kv_cache_bytes or (0 if on_cuda else _CPU_CACHE_BYTES),
     )
+
+
+def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
+    """How many adapters are in memory at a time. Raises ConfigError for some where none are
+    applied."""
+    if config.max_adapters and not takes_adapters:
+        raise ConfigError(
+            "engine.max_adapters: adapters are applied by the kernels for CPUs only; leave it out."
+        )
+    if config.max_adapters is None:
+        return _CPU_ADAPTERS if takes_adapters else 0
+    return config.max_adapters
 
 
 def choose_device(name: str) -> torch.device:

@@ -68,9 +68,9 @@ class PagedCache(NamedTuple):
 
 
 class StepAdapters(NamedTuple):
-    """LoRA adapters of a flat batch. ``addresses``: int64 [num_adapters], those of each one's layers
-    (see ``workers.adapters.packed``); ``of_rows``: int32 [num_tokens], the adapter of each row, -1
-    for none; ``most_ranks``: the most ranks that one of them has in a product."""
+    """LoRA adapters of a flat batch. ``addresses``: int64 [num_adapters], those of the layers of
+    each (see ``workers.adapters.packed``); ``of_rows``: int32 [num_tokens], the adapter of each
+    row, -1 for none; ``most_ranks``: the most that one of them has in a product."""
 
     addresses: torch.Tensor
     of_rows: torch.Tensor

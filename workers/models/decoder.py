@@ -7,6 +7,13 @@ from typing import Generic, NamedTuple
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.adapters.rows import (
+    AdaptedProducts,
+    AdapterWeights,
+    PlainAdapter,
+    RowAdapters,
+)
+from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.kernels.operations import (
     BatchT_contra,
     HeadNorms,
@@ -81,11 +88,14 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         """Of layers and head."""
         return self._weights.size
 
-    def forward(self, batch: BatchT_contra) -> torch.Tensor:
-        """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype."""
+    def forward(self, batch: BatchT_contra, adapters: RowAdapters | None = None) -> torch.Tensor:
+        """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype. Rows of
+        ``adapters``, as ``adapter`` made them, are those of their fine-tuned models."""
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
         hidden = weights.embedding.index_select(0, batch.token_ids)
+        if adapters is not None:
+            return self._forward_adapted(hidden, AdaptedProducts(adapters), metadata)
         last = len(weights.layers) - 1
         normed = operations.rms_norm(hidden, weights.layers[0].attention_norm)
         for index, layer in enumerate(weights.layers):
@@ -98,6 +108,29 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
                 following = weights.layers[index + 1].attention_norm
                 hidden, normed = self._feed_forward(hidden, normed, layer.mlp, following)
         return hidden
+
+    def _forward_adapted(
+        self, hidden: torch.Tensor, products: AdaptedProducts, metadata: MetadataT
+    ) -> torch.Tensor:
+        """The same for a batch of which some rows have adapters."""
+        operations = self._operations
+        for index, layer in enumerate(self._weights.layers):
+            normed = operations.rms_norm(hidden, layer.attention_norm)
+            heads = products.qkv(index, layer.qkv, normed).view(self._heads_shape)
+            attended = operations.attend(index, heads, layer.head_norms, metadata)
+            hidden = products.plus_output(index, layer.output, hidden, attended)
+            normed = operations.rms_norm(hidden, layer.mlp_norm)
+            mlp = layer.mlp
+            if isinstance(mlp, GatedMLP):
+                gated = products.gated(index, mlp.gate_up, normed, operations.swiglu)
+                hidden = products.plus_down(index, mlp.down, hidden, gated)
+            else:
+                hidden = plus_mlp(hidden, normed, mlp, operations.swiglu)
+        return hidden
+
+    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights:
+        """An adapter as ``forward`` takes it, of its layers in this dtype on the CPU."""
+        return PlainAdapter(layers)
 
     def _feed_forward(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -15,6 +16,7 @@ from millrace.workers.engine.sequence import Sequence
 FLOP_PER_BYTE = {"cuda": 206.0, "cpu": 10.0}
 # As wide checkpoints have them.
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_adapter_weights = attrgetter("adapter_weights")
 
 
 class Chunk(NamedTuple):
@@ -46,6 +48,9 @@ class DeviceWork:
     without a window n c + n (n + 1) / 2. ``read`` are the tokens whose keys and values are read,
     c + n, once for all of the n; each has B bytes.
 
+    A sequence with an adapter of A weights, of which m tokens of the step have it, takes
+    max(2 A, b A F / m) n more, with the bytes b of the dtype.
+
     Sources: the counts are those of Kaplan et al., "Scaling Laws for Neural Language Models"
     (2020), section 2.1; the roofline is that of Williams et al. (2009).
     """
@@ -63,7 +68,9 @@ class DeviceWork:
         self._experts = config.experts
         self._token_parameters = num_token_parameters(config)
         self._head_parameters = config.vocab_size * config.hidden_size if config.has_head else 0
-        weight_bytes = weight_bytes or _WEIGHT_BYTES.get(config.dtype, 2)
+        wide_bytes = _WEIGHT_BYTES.get(config.dtype, 2)
+        weight_bytes = weight_bytes or wide_bytes
+        self._read_adapter_flop = wide_bytes * flop_per_byte
         self._read_parameter_flop = weight_bytes * flop_per_byte
         self._hidden_size = config.hidden_size
         self._pair_flop = 4.0 * config.num_attention_heads * config.head_dim
@@ -87,16 +94,34 @@ class DeviceWork:
             return self.of_chunks([Chunk(1, one.num_computed_tokens, 1) for one in sequences])
         first = sum(self._rates(len(sequences), len(sequences))) + self._context_flop
         rise = self._context_flop
-        return [first + rise * sequence.num_computed_tokens for sequence in sequences]
+        work = [first + rise * sequence.num_computed_tokens for sequence in sequences]
+        if any(map(_adapter_weights, sequences)):
+            self._add_adapters(work, [(one, 1) for one in sequences])
+        return work
 
     def of(self, plan: Iterable[tuple[Sequence, int]]) -> list[float]:
         """That of the items of a plan that has not been computed yet."""
-        return self.of_chunks(
+        items = list(plan)
+        work = self.of_chunks(
             [
                 Chunk(num_tokens, sequence.num_computed_tokens, _num_rows(sequence, num_tokens))
-                for sequence, num_tokens in plan
+                for sequence, num_tokens in items
             ]
         )
+        self._add_adapters(work, items)
+        return work
+
+    def _add_adapters(self, work: list[float], items: list[tuple[Sequence, int]]) -> None:
+        """Add what the items' adapters take."""
+        num_tokens: Counter[int] = Counter()
+        for sequence, count in items:
+            if sequence.adapter_weights is not None:
+                num_tokens[id(sequence.adapter_weights)] += count
+        for place, (sequence, count) in enumerate(items):
+            weights = sequence.adapter_weights
+            if weights is not None:
+                reading = self._read_adapter_flop / num_tokens[id(weights)]
+                work[place] += count * weights.num_weights * max(2.0, reading)
 
     def _rates(self, num_tokens: int, num_rows: int) -> tuple[float, float]:
         """What each token of a step, and each row of logits, costs in products with weights."""

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.workers.adapters.packed import PackedAdapter, step_adapters
+from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
+from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
@@ -52,7 +55,10 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             epsilon=config.rms_norm_eps,
         )
 
-    def forward(self, batch: FlatBatch) -> torch.Tensor:
+    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights:
+        return PackedAdapter(layers)
+
+    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor:
         operations = self._cpu_operations
         rotation = self._rope.rotation(batch.positions)
         hidden = self._weights.embedding.index_select(0, batch.token_ids)
@@ -66,6 +72,7 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             operations.tables(batch.ranges),
             torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
             has_int8_cache=self._has_int8_cache,
+            adapters=None if adapters is None else step_adapters(adapters),
         )
         return hidden
 

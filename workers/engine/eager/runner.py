@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 
+from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.workers.adapters.rows import AdapterWeights
+from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch, build_batch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
@@ -25,6 +28,7 @@ from millrace.workers.engine.sampling.prompt_logprobs import score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.engine.types import EngineAdapter
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.kernels.operations import WeightSize
@@ -51,6 +55,7 @@ class ModelRunner:
     """
 
     overlaps = False
+    takes_adapters = True
 
     def __init__(
         self,
@@ -130,6 +135,13 @@ class ModelRunner:
     def host_device(self) -> torch.device:
         return self._device
 
+    def load_adapter(self, adapter: EngineAdapter, max_rank: int) -> AdapterWeights:
+        """Read an adapter of at most such a rank. Raises AdapterError."""
+        outline = read_adapter_outline(Path(adapter.path), self.config, max_rank)
+        with torch.inference_mode():
+            layers = read_adapter_weights(outline, self.config, self._decoder.dtype)
+            return self._decoder.adapter(layers)
+
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Compute a plan's tokens; logits come only for sequences that are now complete.
 
@@ -137,7 +149,7 @@ class ModelRunner:
         """
         with torch.inference_mode():
             batch = build_batch(plan, self._device)
-            hidden = self._decoder.forward(batch)
+            hidden = self._decoder.forward(batch, batch.adapters)
             pooled: list[PooledChunk] = []
             if batch.pooled:
                 normed = self._decoder.normed(hidden)

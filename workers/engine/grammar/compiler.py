@@ -15,8 +15,8 @@ from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import Grammar, SamplingParams
 from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
 from millrace.workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
-from millrace.workers.engine.grammar.threads import TaskThreads
 from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.task_threads import TaskThreads
 
 NUM_COMPILE_THREADS = 2
 MAX_CACHED_GRAMMARS = 128

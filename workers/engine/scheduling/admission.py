@@ -6,7 +6,7 @@ import math
 
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import check_quantization
-from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
+from millrace.schemas.errors import AdapterError, ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
 from millrace.workers.engine.types import EngineRequest, KVCapacityError
@@ -49,6 +49,15 @@ def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
     if 2 * request.sampling.n + num_stops > vocab_size:
         raise ParameterError(
             "n", f"n is too large for beams in a vocabulary of {vocab_size} tokens."
+        )
+
+
+def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
+    """Raise AdapterError for an adapter where none can be loaded."""
+    if request.adapter is not None and not max_adapters:
+        raise AdapterError(
+            f"This worker takes no adapters, and so not {request.adapter.name}; on a CPU "
+            "engine.max_adapters says how many."
         )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 
+from millrace.workers.engine.adapters.pool import NO_ADAPTERS, AdapterPool
 from millrace.workers.engine.kv.block_tables import BlockTables, PrefixHit
 from millrace.workers.engine.scheduling.background import is_background, non_preemptible, rank_of
 from millrace.workers.engine.scheduling.beam_slots import has_slot
 from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.running import RunningSequences
 from millrace.workers.engine.scheduling.schedule import Schedule, ScheduledSequence
 from millrace.workers.engine.scheduling.waiting import WaitingQueue
 from millrace.workers.engine.sequence import Sequence, SequenceState
@@ -24,8 +25,6 @@ ADMISSION_WATERMARK = 0.05
 MAX_PREEMPTIONS = 4
 # How far an admission looks past newcomers that wait for a prefix somebody else is computing.
 _MAX_HELD = 16
-
-_rank = attrgetter("rank")
 
 
 class Planner:
@@ -62,6 +61,7 @@ class Planner:
         itl_bound_s: float = 0.0,
         costs: CostModel | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        adapters: AdapterPool = NO_ADAPTERS,
     ) -> None:
         if max_batch_tokens < 1 or max_num_sequences < 1:
             raise ValueError(
@@ -72,13 +72,14 @@ class Planner:
         self.max_num_sequences = max_num_sequences
         self.num_preemptions = 0
         self.outstanding_tokens = 0
-        self.running: list[Sequence] = []
+        self.running = RunningSequences(adapters)
         self.tables = tables
         self._pool = tables.pool
         self._ageing_s = ageing_s
         self._itl_bound_s = itl_bound_s
         self._costs = CostModel() if costs is None else costs
         self._monotonic = monotonic
+        self._adapters = adapters
         self._waiting = WaitingQueue()
         self._now_s = monotonic()
         self._watermark_blocks = math.ceil(self._pool.num_blocks * ADMISSION_WATERMARK)
@@ -100,6 +101,7 @@ class Planner:
         """Queue a sequence; it must fit the pool when it is alone in it."""
         assert self._pool.blocks_for(sequence.max_total_tokens) <= self._pool.num_blocks
         sequence.rank = rank_of(sequence, self._ageing_s)
+        self._adapters.prepare(sequence)
         self._waiting.add(sequence)
         for live in (sequence, *sequence.forks):
             self.outstanding_tokens += live.outstanding_tokens
@@ -111,8 +113,7 @@ class Planner:
         if not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
-            child.enter(SequenceState.RUNNING)
-            insort(self.running, child, key=_rank)
+            self.running.enter(child)
         else:
             self._waiting.add(child)
 
@@ -131,12 +132,13 @@ class Planner:
             return
         self.outstanding_tokens -= sequence.outstanding_tokens
         if sequence.state is SequenceState.RUNNING:
-            self._remove_from_batch(sequence)
+            self.running.leave(sequence)
             self.tables.release(sequence, self._now_s)
         elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
             self.tables.unpin(sequence)
         sequence.enter(SequenceState.FINISHED)
+        self._adapters.forget(sequence)
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
         """What was planned has been computed, or will have been before anything that is planned
@@ -278,6 +280,9 @@ class Planner:
             ):
                 held.append(sequence)  # nobody gives way to it, so do not even look
                 break
+            if not self._adapters.admits(sequence):
+                self._waiting.add(sequence)  # among those that are not ready
+                continue
             hit = self.tables.match(sequence)
             if hit.awaited:
                 held.append(sequence)
@@ -315,8 +320,7 @@ class Planner:
         guaranteed = sequence.num_preemptions >= MAX_PREEMPTIONS
         self.tables.reserve(sequence, self._wanted_blocks(sequence), guaranteed=guaranteed)
         self.outstanding_tokens -= sequence.num_computed_tokens
-        sequence.enter(SequenceState.RUNNING)
-        insort(self.running, sequence, key=_rank)
+        self.running.enter(sequence)
 
     def _wanted_blocks(self, sequence: Sequence) -> int:
         """Blocks that are spoken for at admission: for all tokens at hand, not only for the first
@@ -367,7 +371,7 @@ class Planner:
     def _preempt(self, sequence: Sequence, schedule: Schedule) -> None:
         schedule.remove(sequence)
         self.outstanding_tokens += sequence.num_computed_tokens
-        self._remove_from_batch(sequence)
+        self.running.leave(sequence)
         self.tables.preempt(sequence, self._now_s, self._recompute_s)
         # A guaranteed beam is displaced only while it is held, however often.
         if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
@@ -378,11 +382,6 @@ class Planner:
     def _recompute_s(self, num_tokens: int) -> float:
         return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
 
-    def _remove_from_batch(self, sequence: Sequence) -> None:
-        index = bisect_left(self.running, sequence.rank, key=_rank)
-        assert self.running[index] is sequence
-        del self.running[index]
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool, block tables and states agree."""
         self.tables.check_integrity(self.running, list(self._waiting))
@@ -392,6 +391,7 @@ class Planner:
             assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_tokens <= sequence.max_total_tokens
             assert sequence.num_preemptions <= MAX_PREEMPTIONS or is_background(sequence)
+        self._adapters.check_integrity(self.running)
         ranks = [s.rank for s in self.running]
         assert ranks == sorted(ranks)
         assert len(self.running) <= self.max_num_sequences

@@ -1,0 +1,65 @@
+"""An adapter's matrices in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from millrace.registry.checkpoints.adapters.outline import AdapterOutline
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.errors import AdapterError, CheckpointError
+
+
+class LowRank(NamedTuple):
+    """What is added to one matrix of a checkpoint: ``b`` [num_outputs, rank], with the scale in it,
+    times ``a`` [rank, num_inputs]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class LayerSlices(NamedTuple):
+    """What is added to each product of a layer, by the matrices that the product is made of:
+    queries, keys and values; the attention's output; gates and what they gate; the MLP's output.
+    None where the adapter has nothing."""
+
+    qkv: tuple[LowRank | None, LowRank | None, LowRank | None]
+    output: tuple[LowRank | None]
+    gate_up: tuple[LowRank | None, LowRank | None]
+    down: tuple[LowRank | None]
+
+
+def read_adapter_weights(
+    outline: AdapterOutline, config: ModelConfig, dtype: torch.dtype
+) -> list[LayerSlices]:
+    """All layers in ``dtype``, on the CPU. Raises AdapterError for a file that cannot be read, and
+    for numbers that are not finite."""
+    found: dict[tuple[int, str], LowRank] = {}
+    try:
+        for matrix in outline.matrices:
+            a = outline.tensors.load(matrix.a, (matrix.rank, matrix.num_inputs))
+            b = outline.tensors.load(matrix.b, (matrix.num_outputs, matrix.rank))
+            for name, tensor in ((matrix.a, a), (matrix.b, b)):
+                if not tensor.isfinite().all():
+                    raise AdapterError(
+                        f"{outline.folder}: tensor {name} has numbers that are not finite."
+                    )
+            # Copies, so that the file may go.
+            scaled = (b.float() * matrix.scale).to(dtype)
+            found[matrix.layer, matrix.target] = LowRank(a.to(dtype, copy=True), scaled)
+    except CheckpointError as error:
+        raise AdapterError(error.message) from error
+
+    def slices(layer: int) -> LayerSlices:
+        def of(target: str) -> LowRank | None:
+            return found.get((layer, target))
+
+        return LayerSlices(
+            (of("q_proj"), of("k_proj"), of("v_proj")),
+            (of("o_proj"),),
+            (of("gate_proj"), of("up_proj")),
+            (of("down_proj"),),
+        )
+
+    return [slices(layer) for layer in range(config.num_hidden_layers)]

@@ -1,0 +1,1 @@
+"""Which adapters are in memory, and who waits for one."""
