@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from millrace.schemas.errors import AdapterError
 from millrace.schemas.models.adapters import LoadedAdapter
-from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.sequence import Rank, Sequence, SequenceState
 from millrace.workers.engine.task_threads import TaskThreads
 from millrace.workers.engine.types import EngineAdapter
 
@@ -90,7 +90,7 @@ class AdapterPool:
         if adapter is None:
             return
         self._live.setdefault(adapter.version, set()).add(sequence)
-        if adapter.version not in self._slots and self._has_idle_slot():
+        if adapter.version not in self._slots:
             self._begin(adapter, {})
 
     def forget(self, sequence: Sequence) -> None:
@@ -176,7 +176,7 @@ class AdapterPool:
             assert adapter is not None
             same = [one for one in self._queued if _version(one) == adapter.version]
             slot = self._slots.get(adapter.version)
-            if slot is None and not self._begin(adapter, dict.fromkeys(same)):
+            if slot is None and not self._begin(adapter, dict.fromkeys(same), first.rank):
                 return
             if slot is not None and slot.weights is None:
                 slot.waiting.update(dict.fromkeys(same))
@@ -186,29 +186,33 @@ class AdapterPool:
             for sequence in same:
                 del self._queued[sequence]
 
-    def _begin(self, adapter: EngineAdapter, waiting: dict[Sequence, None]) -> bool:
-        """Load an adapter, in place of another if there is no free slot; False if none can go."""
+    def _begin(
+        self, adapter: EngineAdapter, waiting: dict[Sequence, None], rank: Rank | None = None
+    ) -> bool:
+        """Load an adapter, in place of another if there is no free slot; False if none can go: one
+        that the batch has, or one that is asked for by a sequence of a higher rank, or of any."""
         if len(self._slots) >= self.num_slots:
-            idle = [
-                slot
-                for slot in self._slots.values()
-                if slot.weights is not None and not slot.num_running
-            ]
-            if not idle:
+            victim = self._victim(rank)
+            if victim is None:
                 return False
-            unwanted = (slot for slot in idle if slot.adapter.version not in self._live)
-            del self._slots[next(unwanted, idle[0]).adapter.version]
+            del self._slots[victim]
             self.num_evictions += 1
         slot = self._slots[adapter.version] = _Slot(adapter, waiting)
         self._threads.submit(partial(self._load_now, slot))
         return True
 
-    def _has_idle_slot(self) -> bool:
-        """Whether one is free, or has an adapter that no live sequence asks for."""
-        return len(self._slots) < self.num_slots or any(
-            slot.weights is not None and version not in self._live
-            for version, slot in self._slots.items()
-        )
+    def _victim(self, rank: Rank | None) -> str | None:
+        """The version that goes first."""
+        asked_for: list[str] = []
+        for version, slot in self._slots.items():
+            if slot.weights is None or slot.num_running:
+                continue
+            live = self._live.get(version)
+            if not live:
+                return version
+            if rank is not None and rank < min(one.rank for one in live):
+                asked_for.append(version)
+        return asked_for[0] if asked_for else None
 
     def _load_now(self, slot: _Slot) -> None:
         begin_s = self._monotonic()

@@ -1,0 +1,1 @@
+"""Adapters before they are loaded."""
