@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from millrace.cli.offline.adapter_options import Adapters, adapter_of
 from millrace.cli.offline.chat_fields import ChatRow, read_chat, tool_calls
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
@@ -28,6 +29,7 @@ class _Row(ChatRow, frozen=True):
     prompt_token_ids: tuple[int, ...] | None = None
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
     cancel_after_tokens: int | None = None
 
 
@@ -36,9 +38,10 @@ _line_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_requests(
-    file: Path, served: ServedModel, *, keep_bad: bool = False
+    file: Path, served: ServedModel, adapters: Adapters, *, keep_bad: bool = False
 ) -> list[OfflineRequest | BadLine]:
-    """Every request of ``file``, checked and tokenised; blank lines are skipped.
+    """Every request of ``file``, checked and tokenised; blank lines are skipped. ``adapters`` are
+    those that a line may name.
 
     A request without an id gets its line number. Raises ConfigError if the file cannot be read.
     A line that is no request for this model is in the list as such with ``keep_bad``; without it
@@ -48,7 +51,7 @@ def read_requests(
     seen: dict[str | int, int] = {}
     seed_source = random.Random()
     for number, line in numbered_lines(file):
-        request = _read_line(number, line, served, seed_source)
+        request = _read_line(number, line, served, adapters, seed_source)
         if isinstance(request, OfflineRequest):
             first = seen.setdefault(request.id, number)
             if first != number:
@@ -111,17 +114,23 @@ def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
 
 
 def _read_line(
-    number: int, raw: bytes, served: ServedModel, seed_source: random.Random
+    number: int,
+    raw: bytes,
+    served: ServedModel,
+    adapters: Adapters,
+    seed_source: random.Random,
 ) -> OfflineRequest | BadLine:
     own_id: str | int = number
     try:
         fields = _line_decoder.decode(raw)
         row = msgspec.convert({k: v for k, v in fields.items() if k in _ROW_FIELDS}, _Row)
         own_id = number if row.id is None else row.id
-        return _request(number, own_id, row, fields, served, seed_source)
+        adapter = adapter_of(row.adapter, adapters)
+        request = _request(number, own_id, row, fields, served, seed_source)
     except (MillraceError, ValueError) as error:
         code = error.code if isinstance(error, MillraceError) else BadLinesError.code
         return BadLine(id=own_id, number=number, code=code, message=str(error))
+    return msgspec.structs.replace(request, adapter=adapter)
 
 
 def _request(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from millrace.cli.offline.adapter_options import Adapters, add_adapter_option, read_adapters
 from millrace.cli.offline.engine_options import (
     DEFAULTS,
     BadLine,
@@ -41,13 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "prompt_logprobs, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, "
         "bad_words, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, n, "
         "use_beam_search, length_penalty, grammar as {kind, text}), priority (higher goes first), "
-        "cache_salt, and cancel_after_tokens. Answers are written in the same order. The last line "
-        "on stderr is a JSON object with tokens_per_s, mean_ttft_ms, mean_tpot_ms and what was "
-        "counted.",
+        "cache_salt, adapter (by its name), and cancel_after_tokens. Answers are written in the "
+        "same order. The last line on stderr is a JSON object with tokens_per_s, mean_ttft_ms, "
+        "mean_tpot_ms and what was counted.",
     )
     parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
     add_file_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
+    add_adapter_option(parser)
     add_engine_options(parser, "requests")
     memory = parser.add_argument_group("memory")
     memory.add_argument(
@@ -94,8 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     served = load_served(arguments)
     config = quantized_as(config, served)
+    adapters = _adapters(arguments, served, config)
     try:
-        requests = read_requests(arguments.input, served, keep_bad=arguments.answer_bad_lines)
+        requests = read_requests(
+            arguments.input, served, adapters, keep_bad=arguments.answer_bad_lines
+        )
     except BadLinesError as error:
         print(error.message, file=sys.stderr)
         return 2
@@ -103,6 +108,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"the engine computes with {threads}", file=sys.stderr)
     with output:
         return _generate(served, requests, config, output)
+
+
+def _adapters(arguments: argparse.Namespace, served: ServedModel, config: EngineConfig) -> Adapters:
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+
+    if not arguments.adapter:
+        return {}
+    model = read_model_config(served.path)
+    return read_adapters(arguments.adapter, model, config.max_adapter_rank)
 
 
 def _generate(

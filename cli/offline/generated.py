@@ -10,9 +10,10 @@ import msgspec
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.jobs import Job
+from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.tools import ToolDefinition, ToolFormat
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineAdapter, EngineOutput, EngineRequest
 from millrace.workers.host.generations.output_text import TextStream
 
 
@@ -29,6 +30,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     cancel_after_tokens: int | None = None
+    adapter: EngineAdapter | None = None
     tool_format: ToolFormat | None = None
     tools: tuple[ToolDefinition, ...] = ()
 
@@ -41,8 +43,16 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
             sampling=SamplingParams.of(job.sampling),
             eos_token_ids=tuple(eos_token_ids),
             priority=self.priority,
-            cache_salt=self.cache_salt,
+            cache_salt=self._salt,
+            adapter=self.adapter,
         )
+
+    @property
+    def _salt(self) -> str:
+        """What an adapter computes of a prompt is of use to none but itself."""
+        if self.adapter is None:
+            return self.cache_salt
+        return salt_of("", self.cache_salt, self.adapter.version)
 
 
 @dataclass

@@ -34,7 +34,7 @@ def save_adapter(
             if "lora_" in name:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * strength / parameter.shape[-1] ** 0.5)
-    adapted.save_pretrained(path)
+    adapted.save_pretrained(str(path))
     return adapted.eval()
 
 

@@ -44,7 +44,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def _engine(path: Path, **config: Any) -> Engine:
-    return Engine.load(path, EngineConfig(**{"num_blocks": 128, "device": "cpu"} | config))
+    chosen: dict[str, Any] = {"num_blocks": 128, "device": "cpu"} | config
+    return Engine.load(path, EngineConfig(**chosen))
 
 
 def _with(adapter: EngineAdapter | None, one: EngineRequest) -> EngineRequest:
@@ -55,7 +56,7 @@ def _with(adapter: EngineAdapter | None, one: EngineRequest) -> EngineRequest:
 def _logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
     """Of each token of a prompt but its first."""
     with torch.inference_mode():
-        rows = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        rows: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
@@ -177,7 +178,7 @@ def test_a_request_is_the_same_alone_and_preempted_among_others(
         _with(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
         for i, adapter in enumerate(adapters * 2)
     ]
-    alone: dict[str, Any] = {}
+    alone: dict[tuple[str, int], list[int]] = {}
     for one in requests:
         engine = _engine(path)
         engine.add(one)

@@ -1,0 +1,66 @@
+"""``--adapter NAME=PATH`` of commands that run an engine in their own process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.schemas.errors import AdapterError, ConfigError, ParameterError
+
+if TYPE_CHECKING:
+    from millrace.registry.checkpoints.checkpoint import ModelConfig
+    from millrace.workers.engine.types import EngineAdapter
+
+# By name.
+Adapters = Mapping[str, "EngineAdapter"]
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--adapter``."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a LoRA adapter of the model, a folder in PEFT's layout; lines name it as adapter, "
+        "and those that do not have it if it is the only one; may be given several times",
+    )
+
+
+def name_and_path(option: str) -> tuple[str, Path]:
+    """The parts of an option. Raises ConfigError."""
+    name, _, path = option.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--adapter takes NAME=PATH, got {option!r:.200}.")
+    return name, Path(path).expanduser()
+
+
+def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
+    """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
+    that are none, AdapterError for an adapter that cannot be applied."""
+    from millrace.registry.checkpoints.adapters.outline import adapter_version, read_adapter_outline
+    from millrace.workers.engine.types import EngineAdapter
+
+    adapters: dict[str, EngineAdapter] = {}
+    for option in options:
+        name, path = name_and_path(option)
+        if name in adapters:
+            raise ConfigError(f"--adapter {name} is given twice.")
+        if not path.is_dir():
+            raise AdapterError(f"--adapter {name}: the folder {path} does not exist.")
+        read_adapter_outline(path, config, max_rank)
+        adapters[name] = EngineAdapter(name, adapter_version(path), str(path))
+    return adapters
+
+
+def adapter_of(name: str | None, adapters: Adapters) -> EngineAdapter | None:
+    """That of a line that says ``name``: the only one if it says nothing, none if it is empty.
+    Raises ParameterError."""
+    if name is None:
+        return next(iter(adapters.values())) if len(adapters) == 1 else None
+    if name and name not in adapters:
+        known = ", ".join(adapters) or "none, see --adapter"
+        raise ParameterError("adapter", f"there is no adapter {name!r:.200}; there are: {known}")
+    return adapters[name] if name else None
