@@ -134,3 +134,13 @@ def chat_key(tenant: str, chat_id: str) -> str:
 def chats_key(tenant: str) -> str:
     """The ids of a tenant's chats, by the time of their last change."""
     return f"chats:{token(tenant)}"
+
+
+# Adapters by name, and how often they have changed.
+ADAPTERS_KEY = "adapters"
+ADAPTER_CHANGES_KEY = "adapters:changes"
+
+
+def former_adapter_key(name: str, version: str) -> str:
+    """An adapter that was removed or replaced while requests of it may run."""
+    return f"adapter:{token(name)}:{token(version)}"

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from millrace.gateway.api import pages
+from millrace.gateway.api.adapters import AdaptersApi
 from millrace.gateway.api.batches import BatchesApi
 from millrace.gateway.api.classify import classify_endpoints
 from millrace.gateway.api.embeddings import embedding_endpoints
@@ -138,6 +139,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *SessionsApi(gateway).routes(),
             *ToolsApi(gateway).routes(),
             *LimitsApi(gateway).routes(),
+            *AdaptersApi(gateway).routes(),
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),

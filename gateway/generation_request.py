@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from millrace.schemas.jobs import ChatMessage, Tier
+from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolChoice, ToolDefinition
 
@@ -18,7 +19,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     further ones. ``sampling.n`` choices are made of each, every one by a job of its own unless a
     beam search finds them. ``tier`` None is the caller's own. ``tools`` are those that the client
     runs, ``server_tools`` names of those that the gateway runs. Where the gateway chose ``model``,
-    ``model_requested`` is what was asked for and ``route_reason`` why it is this one.
+    ``model_requested`` is what was asked for and ``route_reason`` why it is this one; ``adapter``
+    is the one that ``model`` stands for, as it was when the request was accepted.
     ``chat_template_kwargs`` are variables of the model's chat template, or of ``chat_template`` in
     its place; what begins an answer is left out unless ``add_generation_prompt``, the answer goes
     on with the last message if ``continue_final_message``, ``cache_salt`` keeps its prompt apart in
@@ -34,6 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     model_requested: str = ""
     route_reason: str = ""
+    adapter: Adapter | None = None
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None

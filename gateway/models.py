@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import msgspec
 
+from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.gateway.adapted_model import adapted
+from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import PriceBook
 from millrace.registry.routing.router import Route, Router
@@ -16,6 +20,7 @@ from millrace.registry.served import EmbeddingSettings
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.openai import ModelCard
 from millrace.schemas.pooling import ModelTask
 from millrace.schemas.sampling import SamplingDefaults
@@ -82,6 +87,9 @@ class ServedModelLike(Protocol):
     def classifier(self) -> ClassifierHead | None:
         """Its labels, if it makes numbers for these and nothing else."""
 
+    def adapter_outline(self, folder: Path) -> AdapterOutline:
+        """The adapter in ``folder``, which fits the model. Raises AdapterError."""
+
     @property
     def embedding_size(self) -> int: ...
 
@@ -97,15 +105,18 @@ class ServedModelLike(Protocol):
 
 class Models:
     """Loads each model once, in a thread; a load that failed is tried again by the next caller.
-    The names of ``router`` can be asked for as well, by those who leave the choice."""
+    The names of ``router`` can be asked for as well, by those who leave the choice, and those of
+    ``adapters``, by the tenants that they are for."""
 
     def __init__(
         self,
         cards: Mapping[str, ModelCard],
         load: Callable[[str], ServedModelLike],
         router: Router | None = None,
+        adapters: AdapterDirectory | None = None,
     ) -> None:
         self.router = router or Router()
+        self._adapters = adapters
         self._cards = dict(cards)
         self._load = load
         self._loaded: dict[str, ServedModelLike] = {}
@@ -131,20 +142,33 @@ class Models:
             self._loaded.pop(name, None)
             self._locks[name] = asyncio.Lock()
 
-    def cards(self) -> list[ModelCard]:
-        """All models, as clients see them, then the names that choose one."""
-        return [self.card(name) for name in (*self._cards, *self.router.routes)]
+    def follow(self, adapters: AdapterDirectory) -> None:
+        """Offer these adapters from now on."""
+        self._adapters = adapters
 
-    def card(self, name: str) -> ModelCard:
+    def cards(self, tenant: str = "") -> list[ModelCard]:
+        """All models, as a tenant's clients see them, then the names that choose one, then
+        adapters."""
+        names = (*self._cards, *self.router.routes)
+        cards = [self.card(name, tenant) for name in names]
+        return cards + [self._card_of_adapter(one) for one in self._adapters_for(tenant)]
+
+    def card(self, name: str, tenant: str = "") -> ModelCard:
         """Raises ModelNotFoundError."""
         route = self.router.routes.get(name)
         if route is not None:
             return self._card_of(name, route)
         known = self._cards.get(name)
         if known is None:
+            adapter = None if self._adapters is None else self._adapters.known(name, tenant)
+            if adapter is not None and adapter.model in self._cards:
+                return self._card_of_adapter(adapter)
             raise ModelNotFoundError(
                 f"There is no model {name!r} here. The models are: {', '.join(self._cards)}."
             )
+        own = tuple(one.name for one in self._adapters_for(tenant) if one.model == name)
+        if own:
+            known = msgspec.structs.replace(known, adapters=own)
         model = self._loaded.get(name)
         if model is None:
             return known
@@ -155,12 +179,29 @@ class Models:
             task=model.task,
         )
 
-    async def get(self, name: str) -> ServedModelLike:
-        """Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
-        CheckpointError if its files cannot be used."""
+    async def adapter(self, name: str, tenant: str) -> Adapter | None:
+        """The adapter that a tenant calls so, if it is none of a model's names."""
+        if self._adapters is None or name in self._cards or name in self.router.routes:
+            return None
+        adapter = await self._adapters.find(name, tenant)
+        return adapter if adapter is not None and adapter.model in self._cards else None
+
+    async def get(
+        self, name: str, tenant: str = "", adapter: Adapter | None = None
+    ) -> ServedModelLike:
+        """The model of that name; with the ``adapter`` that the name is known to stand for, or that
+        it stands for among those of the ``tenant``.
+
+        Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
+        CheckpointError if its files cannot be used.
+        """
         model = self._loaded.get(name)
-        if model is not None:
+        if model is not None and adapter is None:
             return model
+        if adapter is None:
+            adapter = await self.adapter(name, tenant)
+        if adapter is not None:
+            return adapted(await self.get(adapter.model), adapter)
         route = self.router.routes.get(name)
         if route is not None:
             raise ParameterError(
@@ -177,6 +218,24 @@ class Models:
                 if load is self._load:  # else it may be another one meanwhile
                     self._loaded[name] = model
             return model
+
+    def _adapters_for(self, tenant: str) -> list[Adapter]:
+        if self._adapters is None:
+            return []
+        every = self._adapters.adapters.values()
+        return [one for one in every if one.is_for(tenant) and one.model in self._cards]
+
+    def _card_of_adapter(self, adapter: Adapter) -> ModelCard:
+        """As that of its model, but for what is its own."""
+        card = self.card(adapter.model)
+        return msgspec.structs.replace(
+            card,
+            id=adapter.name,
+            parent=adapter.model,
+            created=adapter.created_ns // 1_000_000_000,
+            description=adapter.description or f"{adapter.name}, fine-tuned from {adapter.model}",
+            adapters=(),
+        )
 
     def _card_of(self, name: str, route: Route) -> ModelCard:
         """A route has the longer window of its two models, and is as old as the newer one."""

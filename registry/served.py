@@ -11,8 +11,10 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from millrace.registry.adapters import outline_for
 from millrace.registry.catalogue import Catalogue, GenerationConfig, ModelEntry
 from millrace.registry.chat_template import CONTINUE_FIELD
+from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.checkpoint import (
     ModelOutline,
     read_model_config,
@@ -76,6 +78,10 @@ class ServedModel:
         path = resolve(entry)
         tokenizer = Tokenizer.load(path, entry.tool_format, entry.reasoning_format)
         return cls(entry, path, outline_of(entry, path), tokenizer)
+
+    def adapter_outline(self, folder: Path) -> AdapterOutline:
+        """The LoRA adapter in ``folder``, which fits the model. Raises AdapterError."""
+        return outline_for(self.path, folder)
 
     @property
     def tool_format(self) -> ToolFormat | None:

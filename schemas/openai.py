@@ -360,7 +360,8 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
     ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
-    ``adapters`` are those that can be asked for with it; ``engine`` is what runs it (null for a
+    ``adapters`` are those that can be asked for with it, each with a card of its own, whose
+    ``parent`` it is; ``engine`` is what runs it (null for a
     route, which leads to other models), ``sampling_defaults`` what requests are sampled with that
     do not say: by the checkpoint's generation_config.json, once it is loaded."""
 
@@ -369,6 +370,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None
     tier_context_tokens: dict[str, int | None] = {}
     adapters: tuple[str, ...] = ()
+    parent: str | None = None
     description: str = ""
     engine: EngineCard | None = None
     task: ModelTask | None = None

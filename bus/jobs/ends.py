@@ -33,6 +33,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         trace_id=recorded_trace_id(job.traceparent),
         key_id=job.key_id,
         metadata=job.metadata,
+        adapter=job.adapter,
     )
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from millrace.cli.endpoints import add_data_argument, locate, read_endpoints, running_config
-from millrace.schemas.errors import ConfigError, MillraceError, ParameterError
+from millrace.cli.endpoints import read_endpoints, running_config
+from millrace.cli.store_access import add_store_arguments, locate_store, with_store
+from millrace.schemas.errors import MillraceError, ParameterError
 
 if TYPE_CHECKING:
     from millrace.runtime.redis.link import RedisLink
-    from millrace.schemas.config import Config
     from millrace.schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
 
 _T = TypeVar("_T")
@@ -26,7 +25,6 @@ TIERS = ("enterprise", "pro", "free", "batch")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
 _BUDGET = "monthly_budget"
 _NAMES_TIERS = "MILLRACE_GATEWAY__TIERS__"
-_NAMES_REDIS = {"MILLRACE_REDIS__URL", "MILLRACE_REDIS__URL_FILE", "MILLRACE_CONFIG"}
 _NONE = "none"
 _DEFAULT = "default"
 
@@ -52,15 +50,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     create.add_argument("--tier", choices=TIERS, help="of a tenant that is new; else of this key")
     create.add_argument("--admin", action="store_true", help="may see other tenants' figures")
     _add_limits(create)
-    _add_common(create, _create)
+    add_store_arguments(create, _create)
 
     listing = commands.add_parser("list", help="keys, without their secrets")
     listing.add_argument("--tenant", metavar="T", help="only this tenant's")
-    _add_common(listing, _list)
+    add_store_arguments(listing, _list)
 
     revoke = commands.add_parser("revoke", help="have a key open nothing from now on")
     revoke.add_argument("key_id", metavar="KEY_ID", help="the key's first part, after mr-")
-    _add_common(revoke, _revoke)
+    add_store_arguments(revoke, _revoke)
 
     tenant = commands.add_parser("tenant", help="set or show what a tenant may use")
     tenant.add_argument("tenant", metavar="T")
@@ -72,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="whether the words of its requests and answers are kept for analytics, for 30 days",
     )
     _add_limits(tenant)
-    _add_common(tenant, _tenant)
+    add_store_arguments(tenant, _tenant)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -82,18 +80,6 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
         )
     group.add_argument("--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount"))
-
-
-def _add_common(
-    parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
-) -> None:
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
-    group = parser.add_argument_group("where")
-    where = group.add_mutually_exclusive_group()
-    where.add_argument("--redis", metavar="URL", help="the server to use instead")
-    where.add_argument("--config", metavar="FILE", help="the configuration that names the server")
-    add_data_argument(group)
-    parser.set_defaults(handler=action)
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -141,7 +127,7 @@ def _create(arguments: argparse.Namespace) -> int:
         )
         return *made, known.record
 
-    record, token, owner = _with_redis(arguments, create)
+    record, token, owner = with_store(arguments, create)
     if arguments.json:
         _print_json({**_shown_key(arguments, record, owner), "key": token})
         return 0
@@ -169,7 +155,7 @@ def _list(arguments: argparse.Namespace) -> int:
             shown += [key_report(key, owner, tiers, used_ns.get(key.key_id)) for key in keys]
         return shown
 
-    shown = _with_redis(arguments, read)
+    shown = with_store(arguments, read)
     if arguments.json:
         _print_json(shown)
     else:
@@ -185,7 +171,7 @@ def _revoke(arguments: argparse.Namespace) -> int:
         revoked = await store.revoke(arguments.key_id, time.time_ns())
         return None if revoked is None else (revoked, (await store.tenant(revoked.tenant)).record)
 
-    found = _with_redis(arguments, revoke)
+    found = with_store(arguments, revoke)
     if found is None:
         raise KeyNotFoundError(
             f"there is no key {arguments.key_id}; millrace keys list shows those that there are"
@@ -239,7 +225,7 @@ def _tenant(arguments: argparse.Namespace) -> int:
         else:
             print(as_text(shown))
 
-    _with_redis(arguments, work)
+    with_store(arguments, work)
     return 0
 
 
@@ -282,34 +268,11 @@ def _back_to_default(arguments: argparse.Namespace) -> set[str]:
     return {name for name in (*_COUNTS, _BUDGET) if getattr(arguments, name) == _DEFAULT}
 
 
-def _locate(arguments: argparse.Namespace) -> Config:
-    """The configuration with the address to use. ConfigError if nothing says where: a guess could
-    reach another system than the one that is meant."""
-    import msgspec
-
-    from millrace.runtime.settings import load_config
-
-    if arguments.config is not None:
-        return load_config(arguments.config, os.environ)
-    endpoints = read_endpoints(arguments.data)
-    named = arguments.redis is not None or not _NAMES_REDIS.isdisjoint(os.environ)
-    if not named and endpoints is None:
-        raise ConfigError(
-            f"Nothing runs on {arguments.data}. Start it with millrace up --data {arguments.data}, "
-            "or give --redis URL."
-        )
-    config = locate(arguments.data)
-    if arguments.redis is None:
-        return config
-    redis = msgspec.structs.replace(config.redis, url=arguments.redis)
-    return msgspec.structs.replace(config, redis=redis)
-
-
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
     from millrace.runtime.settings import FILE_VARIABLE
 
-    config = _locate(arguments)
+    config = locate_store(arguments)
     if arguments.config is not None:
         return config.gateway.tiers, f"as in {arguments.config}"
     if any(name.startswith(_NAMES_TIERS) for name in os.environ):
@@ -321,26 +284,6 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     if endpoints is not None and running is not None and config.redis.url == endpoints.redis:
         return running.gateway.tiers, f"as of what runs on {arguments.data}"
     return config.gateway.tiers, "the built-in ones: --config names the file of this instance"
-
-
-def _with_redis(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
-    """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
-    from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
-
-    config = _locate(arguments).redis
-
-    async def work() -> _T:
-        link = RedisLink(config)
-        try:
-            return await action(link)
-        except RedisUnreachableError as error:
-            await link.check()
-            host = config.url.rpartition("@")[2]  # what is before it may be a password
-            raise MillraceError(f"no Redis answers at {host}") from error
-        finally:
-            await link.close()
-
-    return asyncio.run(work())
 
 
 def _shown_key(

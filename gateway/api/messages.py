@@ -51,7 +51,7 @@ class MessagesEndpoint(Endpoint):
     async def num_input_tokens(self, body: bytes, caller: Caller, prompts: PromptPool) -> int:
         """Of the prompt that a body makes. Raises what ``prepare`` raises."""
         _, request = await self._read_by(prompts, caller, body)
-        model = await self._gateway.models.get(request.model)
+        model = await self._gateway.models.get(request.model, adapter=request.adapter)
         return await num_input_tokens(request, request.tools, model, caller, prompts)
 
     def shaped(self, refusal: Refusal) -> Refusal:
@@ -75,7 +75,7 @@ class MessagesEndpoint(Endpoint):
         think."""
         if request.sampling.max_reasoning_tokens is None:
             return request
-        model = await self._gateway.models.get(request.model)
+        model = await self._gateway.models.get(request.model, adapter=request.adapter)
         if model.reasoning_format is not None:
             return request
         sampling = msgspec.structs.replace(request.sampling, max_reasoning_tokens=None)

@@ -85,13 +85,13 @@ class Api:
         ]
 
     async def models(self, request: Request) -> Response:
-        await self._gateway.identity.caller(request.scope)
-        cards = map(self._with_tiers, self._gateway.models.cards())
+        caller = await self._gateway.identity.caller(request.scope)
+        cards = map(self._with_tiers, self._gateway.models.cards(caller.tenant))
         return json_response(ModelList(data=tuple(cards)))
 
     async def model(self, request: Request) -> Response:
-        await self._gateway.identity.caller(request.scope)
-        card = self._gateway.models.card(request.path_params["name"])
+        caller = await self._gateway.identity.caller(request.scope)
+        card = self._gateway.models.card(request.path_params["name"], caller.tenant)
         return json_response(self._with_tiers(card))
 
     def _with_tiers(self, card: ModelCard) -> ModelCard:
@@ -125,7 +125,7 @@ class Api:
             asked = await read(len(body), lambda: decode(decoder, body))
             template = asked.chat_template if isinstance(asked, TokenizeRequest) else None
             gateway.maker.check_template(template)
-            model = await gateway.models.get(asked.model)
+            model = await gateway.models.get(asked.model, caller.tenant)
             length = num_characters_with(template, len(body))
             answered = await read(length, lambda: msgspec.json.encode(answer(asked, model)))
         return Response(answered, media_type="application/json")

@@ -111,7 +111,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
         _refuse_what_needs_a_client(prepared)
         request = self._gateway.choice.resolve_alone(prepared.request, Tier.BATCH)
         prepared = replace(prepared, request=request)
-        model = await self._gateway.models.get(request.model)
+        model = await self._gateway.models.get(request.model, caller.tenant, request.adapter)
         base = replace(
             bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
             store_result=True,

@@ -61,6 +61,11 @@ from millrace.schemas.embeddings import (
     ScoreRequest,
 )
 from millrace.schemas.files import FileDeleted, FileList, FileObject
+from millrace.schemas.models.adapters import (
+    AdapterList,
+    LoadLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
+)
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     Completion,
@@ -348,6 +353,32 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     ),
     "tools": (
         get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
+    ),
+    "adapters": (
+        get(
+            "/v1/adapters",
+            "listAdapters",
+            "All LoRA adapters, for administrators",
+            AdapterList,
+        ),
+        post(
+            "/v1/load_lora_adapter",
+            "loadLoraAdapter",
+            "Offer a LoRA adapter, for administrators",
+            _TEXT,
+            body=LoadLoraAdapterRequest,
+            example={"lora_name": "sql", "lora_path": "/srv/adapters/sql"},
+            own_errors=(404, 409, 500),
+        ),
+        post(
+            "/v1/unload_lora_adapter",
+            "unloadLoraAdapter",
+            "Offer a LoRA adapter no more, for administrators; what runs with it goes on",
+            _TEXT,
+            body=UnloadLoraAdapterRequest,
+            example={"lora_name": "sql"},
+            own_errors=(404,),
+        ),
     ),
     "limits": (
         get(

@@ -99,7 +99,7 @@ class JobRunner:
     async def generate(self, tenant: str, request_id: str, request: GenerationRequest) -> str:
         """The text that answers a request of the gateway's own, as batch work of the tenant's.
         Raises MillraceError for any other end."""
-        model = await self._models.get(request.model)
+        model = await self._models.get(request.model, tenant, request.adapter)
         caller = Caller(tenant=tenant, tier=Tier.BATCH)
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + round(self._config.request_timeout_s * _NS_PER_S)

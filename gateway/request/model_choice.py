@@ -32,7 +32,8 @@ class ModelChoice:
         """The ask with a model, for a request of ``tier``. ``former`` answered the conversation so
         far; that of a session is looked up, which raises what reading a session raises."""
         if request.model not in self._models.router.routes:
-            return request
+            adapter = await self._models.adapter(request.model, tenant)
+            return request if adapter is None else replace(request, adapter=adapter)
         question = _question(request, tier)
         if request.session_id and request.session_keep != 0:
             former = await self._sessions.last_model(tenant, request.session_id)

@@ -82,7 +82,7 @@ class Resuming:
             )
         if min(next_indices) < 0:
             raise ParameterError("next_index", "next_index must not be negative.")
-        model = await self._models.get(state.request.model)
+        model = await self._models.get(state.request.model, adapter=state.request.adapter)
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         # Of rounds that are still to be asked for.
         keep_transcript = await self._identity.keeps_transcripts(state.tenant)
@@ -149,7 +149,7 @@ class Resuming:
             return adopted
         state = await self._state_of(caller, request_id)
         indices = (0,) * _num_choices(state)
-        model = await self._models.get(state.request.model)
+        model = await self._models.get(state.request.model, adapter=state.request.adapter)
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         response = ResponseStream(
             self._context, accepted, first_indices=indices, owner=owner, is_copy=True

@@ -79,7 +79,7 @@ class RequestSubmitter:
         context.admission.check_open()
         received_ns, received_s = context.clock.now_ns(), context.clock.monotonic()
         request = await self._choice.resolve(request, caller.tenant, tier_of(request, caller))
-        model = await self._models.get(request.model)
+        model = await self._models.get(request.model, adapter=request.adapter)
         if trace is not None:
             trace.note_request(request)
         async with self._in_session(request, caller, model, request_id) as (session, request):
@@ -93,7 +93,7 @@ class RequestSubmitter:
             state = replace(state, reasoning=jobs[0].sampling.reasoning, prompt_token_ids=told_ids)
             if trace is not None:
                 jobs = [trace.add_context(job) for job in jobs]
-            context.admission.check_queue(request.model)
+            context.admission.check_queue(jobs[0].model)
             context.admission.check_open()
             headers = await context.admission.reserve(caller, request_id, model, jobs)
             accepted = AcceptedRequest.of(state, request, caller, model)

@@ -212,7 +212,7 @@ class Sessions:
     ) -> Sequence[Counted]:
         """As they are if the model cannot be had here: they are counted when they are needed."""
         try:
-            model = await self._models.get(name)
+            model = await self._models.get(name, tenant)
         except MillraceError as error:
             _log.warning("an answer was not counted", extra={"model": name, "code": error.code})
             return messages

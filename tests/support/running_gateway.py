@@ -7,6 +7,7 @@ import copy
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -17,6 +18,8 @@ from millrace.gateway.core import Backends, Gateway
 from millrace.gateway.models import Models
 from millrace.gateway.server import Server, listen
 from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.registry.checkpoints.adapters.outline import AdapterOutline, read_adapter_outline
+from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.served import EmbeddingSettings, num_kept_tokens
@@ -34,6 +37,18 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 from tests.support.echo_worker import EMBEDDING_SIZE, EchoWorker
 
 CONTEXT_WINDOW_TOKENS = 4_096
+# What adapters of the model have to fit.
+ADAPTABLE = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    vocab_size=256,
+    max_position_embeddings=CONTEXT_WINDOW_TOKENS,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+)
 MODEL = "echo"
 
 
@@ -84,6 +99,9 @@ class ByteModel:
         self.classifier: ClassifierHead | None = None
         self.embedding_size = EMBEDDING_SIZE
         self.embedding_defaults = EmbeddingSettings(Pooling.MEAN, normalize=True)
+
+    def adapter_outline(self, folder: Path) -> AdapterOutline:
+        return read_adapter_outline(folder, ADAPTABLE)
 
     def with_chat_template(self, source: str) -> Self:
         model = copy.copy(self)

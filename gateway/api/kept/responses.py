@@ -104,7 +104,9 @@ class ResponsesEndpoint(Endpoint):
             generation_request, caller.tenant, tier_of(generation_request, caller), former
         )
         if request.truncation == "auto":
-            model = await self._gateway.models.get(generation_request.model)
+            model = await self._gateway.models.get(
+                generation_request.model, adapter=generation_request.adapter
+            )
             generation_request = await fit_window(
                 generation_request, tools, model, caller, self._gateway.config, prompts
             )
@@ -123,7 +125,9 @@ class ResponsesEndpoint(Endpoint):
         """Of the prompt that a body makes. Raises what ``prepare`` raises."""
         prepared = await self.prepare(body, caller, prompts)
         tools = self._all_tools(prepared.request)
-        model = await self._gateway.models.get(prepared.request.model)
+        model = await self._gateway.models.get(
+            prepared.request.model, adapter=prepared.request.adapter
+        )
         return await num_input_tokens(prepared.request, tools, model, caller, prompts)
 
     def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item | ItemReference, ...]]:

@@ -1,0 +1,185 @@
+"""Which LoRA adapters there are, as Redis keeps them and every process knows them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from millrace.bus import redis_keys
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.models.adapters import (
+    SEPARATOR,
+    Adapter,
+    AdapterNotFoundError,
+    AdapterTakenError,
+)
+
+_log = logging.getLogger(__name__)
+
+# How long a change may go unseen by those who are not asked for what is new in it.
+_LOOK_EVERY_S = 1.0
+# How long requests of an adapter that is gone may still run and move.
+_FORMER_S = 7 * 86_400
+
+# KEYS: the adapters, the changes, where the former one goes. ARGV: name, JSON, whether it may take
+# the place of another, the version of that, for how long it is kept.
+_ADD = Script(
+    """
+local former = redis.call('HGET', KEYS[1], ARGV[1])
+if former and ARGV[3] == '0' then return 0 end
+if former and cjson.decode(former).version ~= ARGV[4] then return 0 end
+if former then redis.call('SET', KEYS[3], former, 'EX', ARGV[5]) end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('INCR', KEYS[2])
+return 1
+"""
+)
+
+# KEYS as above. ARGV: name, version, for how long it is kept.
+_REMOVE = Script(
+    """
+local former = redis.call('HGET', KEYS[1], ARGV[1])
+if not former or cjson.decode(former).version ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[3], former, 'EX', ARGV[3])
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('INCR', KEYS[2])
+return 1
+"""
+)
+
+_decoder = msgspec.json.Decoder(Adapter)
+
+
+class AdapterStore:
+    """Calls raise RedisUnreachableError while Redis is unreachable. The link is its owner's."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self._link = link
+
+    async def add(self, adapter: Adapter, *, replace: bool = False) -> None:
+        """Raises AdapterTakenError if another has the name, unless it may be replaced: then it is
+        kept for the requests that run with it."""
+        while True:
+            former = await self._get(adapter.name)
+            if former is not None and not replace:
+                raise AdapterTakenError(adapter.name)
+            version = "" if former is None else former.version
+            stored = await self._link.evaluate(
+                _ADD,
+                _keys(adapter.name, version),
+                [adapter.name, msgspec.json.encode(adapter), int(replace), version, _FORMER_S],
+            )
+            if stored:
+                return
+
+    async def remove(self, name: str) -> Adapter:
+        """The adapter, which stays for the requests that run with it. Raises
+        AdapterNotFoundError."""
+        while True:
+            known = await self._get(name)
+            if known is None:
+                raise AdapterNotFoundError(name)
+            keys = _keys(name, known.version)
+            if await self._link.evaluate(_REMOVE, keys, [name, known.version, _FORMER_S]):
+                return known
+
+    async def all(self) -> list[Adapter]:
+        """By name."""
+        found: list[bytes] = await self._link.call("HVALS", redis_keys.ADAPTERS_KEY)
+        return sorted(map(_decoder.decode, found), key=lambda one: one.name)
+
+    async def number_of_changes(self) -> int:
+        """Another one after each change."""
+        found: bytes | None = await self._link.call("GET", redis_keys.ADAPTER_CHANGES_KEY)
+        return int(found or 0)
+
+    async def find(self, name: str, version: str = "") -> Adapter | None:
+        """The adapter, or what it was while it had that version."""
+        known = await self._get(name)
+        if not version or (known is not None and known.version == version):
+            return known
+        former: bytes | None = await self._link.call(
+            "GET", redis_keys.former_adapter_key(name, version)
+        )
+        return None if former is None else _decoder.decode(former)
+
+    async def _get(self, name: str) -> Adapter | None:
+        found: bytes | None = await self._link.call("HGET", redis_keys.ADAPTERS_KEY, name)
+        return None if found is None else _decoder.decode(found)
+
+
+class AdapterDirectory:
+    """What one process knows of the adapters: all of them, as they were at most a second ago, and
+    what it is asked for that is newer. While Redis is unreachable they stay as they were. Owns the
+    task that looks, which ``close`` ends."""
+
+    def __init__(self, link: RedisLink | None, clock: Clock) -> None:
+        """Without a link there are none."""
+        self.store = None if link is None else AdapterStore(link)
+        self._clock = clock
+        self._adapters: dict[str, Adapter] = {}
+        self._changes = -1
+        self._tasks = Tasks()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """All that are known, by name."""
+        return self._adapters
+
+    def start(self) -> None:
+        if self.store is not None:
+            self._tasks.repeat(self.look, _LOOK_EVERY_S, self._clock, "watch the adapters")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def look(self) -> None:
+        """Take in what has changed."""
+        if self.store is None:
+            return
+        try:
+            changes = await self.store.number_of_changes()
+            if changes != self._changes:
+                self._adapters = {one.name: one for one in await self.store.all()}
+                self._changes = changes
+        except RedisUnreachableError:
+            return  # the link logs that, once
+
+    def known(self, name: str, tenant: str) -> Adapter | None:
+        """What a client calls so, an adapter by its own name or as ``model:adapter``, as far as
+        its tenant may know of it."""
+        model, separator, own_name = name.rpartition(SEPARATOR)
+        for adapter in (self._adapters.get(name), self._adapters.get(own_name)):
+            if adapter is None or not adapter.is_for(tenant):
+                continue
+            if adapter.name == name or (separator and adapter.model == model):
+                return adapter
+        return None
+
+    async def find(self, name: str, tenant: str) -> Adapter | None:
+        """As ``known``; one that has just been added is found as well."""
+        adapter = self.known(name, tenant)
+        if adapter is None and self.store is not None:
+            await self.look()
+            adapter = self.known(name, tenant)
+        return adapter
+
+    async def version(self, name: str, version: str) -> Adapter | None:
+        """The adapter while it had that version, the newest if none is named. Raises
+        RedisUnreachableError."""
+        adapter = self._adapters.get(name)
+        if adapter is not None and version == adapter.version:
+            return adapter
+        return None if self.store is None else await self.store.find(name, version)
+
+
+def _keys(name: str, former_version: str) -> list[str]:
+    return [
+        redis_keys.ADAPTERS_KEY,
+        redis_keys.ADAPTER_CHANGES_KEY,
+        redis_keys.former_adapter_key(name, former_version),
+    ]

@@ -1,0 +1,172 @@
+"""``millrace adapters``: which LoRA adapters a system offers, one more, or one less."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cli.endpoints import running_config
+from millrace.cli.store_access import add_store_arguments, locate_store, with_store
+from millrace.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from millrace.registry.catalogue import Catalogue
+    from millrace.runtime.redis.link import RedisLink
+    from millrace.schemas.models.adapters import Adapter
+
+_NS_PER_S = 1_000_000_000
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace adapters`` and its own commands."""
+    parser = subparsers.add_parser(
+        "adapters",
+        help="list, add or remove LoRA adapters of a running system",
+        description="LoRA adapters that requests may name as their model, by their own name or as "
+        "MODEL:NAME, while the system runs: in the Redis of the system that runs on DIR or of the "
+        "one that --redis, --config or MILLRACE_REDIS__URL names.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", dest="adapters_command", required=True)
+    listing = commands.add_parser("list", help="all adapters")
+    add_store_arguments(listing, _list)
+
+    add = commands.add_parser("add", help="offer an adapter")
+    add.add_argument("name", metavar="NAME")
+    add.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="its folder in PEFT's layout, there on the machines of gateways and workers",
+    )
+    add.add_argument("--model", metavar="NAME", help="whose it is, where there are several models")
+    add.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="T",
+        help="whom it is for alone; may be given several times (default: all)",
+    )
+    add.add_argument("--description", default="", metavar="TEXT")
+    add.add_argument(
+        "--replace",
+        action="store_true",
+        help="take the place of the adapter of that name; what runs with it goes on with it",
+    )
+    add_store_arguments(add, _add)
+
+    remove = commands.add_parser(
+        "remove", help="offer an adapter no more; what runs with it goes on"
+    )
+    remove.add_argument("name", metavar="NAME")
+    add_store_arguments(remove, _remove)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.adapters import AdapterStore
+
+    async def read(link: RedisLink) -> list[Adapter]:
+        return await AdapterStore(link).all()
+
+    found = with_store(arguments, read)
+    if arguments.json:
+        _print_json(found)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    if not found:
+        print("no adapters; add one with millrace adapters add NAME PATH")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for heading in ("adapter", "model", "version", "rank", "MB", "for", "source"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        table.add_row(
+            one.name,
+            one.model,
+            one.version,
+            str(one.rank),
+            f"{one.size_bytes / 1e6:.1f}",
+            ", ".join(one.tenants) or "all",
+            one.source,
+        )
+    Console().print(table)
+    return 0
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.adapters import AdapterStore
+    from millrace.registry.adapters import (
+        AdapterOffer,
+        check_offer,
+        outline_for,
+        read_offer,
+    )
+    from millrace.registry.source import resolve
+
+    catalogue = _catalogue(arguments)
+    entry = catalogue.get(_model(arguments.model, catalogue))
+    offer = AdapterOffer(
+        name=arguments.name,
+        model=entry.name,
+        source=str(arguments.path.expanduser().absolute()),
+        tenants=tuple(arguments.tenant),
+        description=arguments.description,
+    )
+    taken = {*catalogue.names(), *catalogue.routes}
+    folder = check_offer(offer, entry.engine_kind, taken)
+    outline = outline_for(resolve(entry), folder)
+    adapter = read_offer(offer, folder, outline, time.time_ns())
+
+    async def store(link: RedisLink) -> None:
+        await AdapterStore(link).add(adapter, replace=arguments.replace)
+
+    with_store(arguments, store)
+    if arguments.json:
+        _print_json(adapter)
+    else:
+        print(
+            f"{adapter.name} is offered, of rank {adapter.rank}, as {adapter.name} or "
+            f"{adapter.model}:{adapter.name}"
+        )
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.adapters import AdapterStore
+
+    async def remove(link: RedisLink) -> Adapter:
+        return await AdapterStore(link).remove(arguments.name)
+
+    removed = with_store(arguments, remove)
+    if arguments.json:
+        _print_json(removed)
+    else:
+        print(f"{removed.name} is offered no more; what runs with it goes on")
+    return 0
+
+
+def _catalogue(arguments: argparse.Namespace) -> Catalogue:
+    """The models that the system serves, as far as this machine knows."""
+    from millrace.registry.catalogue import load_catalogue
+
+    running = None if arguments.config is not None else running_config(arguments.data)
+    config = running or locate_store(arguments)
+    return load_catalogue(config.catalogue)
+
+
+def _model(wanted: str | None, catalogue: Catalogue) -> str:
+    names = catalogue.names()
+    if wanted is not None:
+        return wanted
+    if len(names) != 1:
+        raise ConfigError(f"there are several models; name one with --model: {', '.join(names)}")
+    return names[0]
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -1,0 +1,76 @@
+"""Commands that change what a system keeps in Redis: where that is, and one connection to it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from millrace.cli.endpoints import add_data_argument, locate, read_endpoints
+from millrace.schemas.errors import ConfigError, MillraceError
+
+if TYPE_CHECKING:
+    from millrace.runtime.redis.link import RedisLink
+    from millrace.schemas.config import Config
+
+_T = TypeVar("_T")
+
+_NAMES_REDIS = {"MILLRACE_REDIS__URL", "MILLRACE_REDIS__URL_FILE", "MILLRACE_CONFIG"}
+
+
+def add_store_arguments(
+    parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
+) -> None:
+    """Declare ``--json``, and where the store is: ``--redis``, ``--config`` or ``--data``."""
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    group = parser.add_argument_group("where")
+    where = group.add_mutually_exclusive_group()
+    where.add_argument("--redis", metavar="URL", help="the server to use instead")
+    where.add_argument("--config", metavar="FILE", help="the configuration that names the server")
+    add_data_argument(group)
+    parser.set_defaults(handler=action)
+
+
+def locate_store(arguments: argparse.Namespace) -> Config:
+    """The configuration with the address to use. ConfigError if nothing says where: a guess could
+    reach another system than the one that is meant."""
+    import msgspec
+
+    from millrace.runtime.settings import load_config
+
+    if arguments.config is not None:
+        return load_config(arguments.config, os.environ)
+    endpoints = read_endpoints(arguments.data)
+    named = arguments.redis is not None or not _NAMES_REDIS.isdisjoint(os.environ)
+    if not named and endpoints is None:
+        raise ConfigError(
+            f"Nothing runs on {arguments.data}. Start it with millrace up --data {arguments.data}, "
+            "or give --redis URL."
+        )
+    config = locate(arguments.data)
+    if arguments.redis is None:
+        return config
+    redis = msgspec.structs.replace(config.redis, url=arguments.redis)
+    return msgspec.structs.replace(config, redis=redis)
+
+
+def with_store(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
+    """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
+    from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
+
+    config = locate_store(arguments).redis
+
+    async def work() -> _T:
+        link = RedisLink(config)
+        try:
+            return await action(link)
+        except RedisUnreachableError as error:
+            await link.check()
+            host = config.url.rpartition("@")[2]  # what is before it may be a password
+            raise MillraceError(f"no Redis answers at {host}") from error
+        finally:
+            await link.close()
+
+    return asyncio.run(work())
