@@ -49,6 +49,16 @@ return {ARGV[1], ARGV[2]}
 )
 
 
+# KEYS: the request's. ARGV: an adapter's version, TTL in s. Gives the version that was first.
+_SETTLE_ADAPTER = Script(
+    """
+redis.call('HSETNX', KEYS[1], 'adapter_version', ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return redis.call('HGET', KEYS[1], 'adapter_version')
+"""
+)
+
+
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Who ran a request last, at what epoch, and whether it is answered."""
 
@@ -108,6 +118,16 @@ class RunningRequestIndex:
         except RedisUnreachableError:
             return model, reason
         return found[0].decode(), found[1].decode()
+
+    async def settle_adapter(self, request_id: str, version: str) -> str:
+        """The version of its adapter that a request was first given: this one, if none was or
+        nobody can say."""
+        key = redis_keys.generation_key(request_id)
+        try:
+            found: bytes = await self._link.evaluate(_SETTLE_ADAPTER, [key], [version, TTL_S])
+        except RedisUnreachableError:
+            return version
+        return found.decode()
 
     async def close(self) -> None:
         """Calls that still wait end as if Redis were unreachable."""

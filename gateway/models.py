@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 
 from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.gateway.adapted_model import adapted
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import PriceBook
@@ -101,6 +101,40 @@ class ServedModelLike(Protocol):
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+
+
+class _AdaptedModel:
+    """Its jobs are the model's, and name the adapter. All else is the model's."""
+
+    def __init__(self, model: ServedModelLike, adapter: Adapter) -> None:
+        self._model = model
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @cached_property
+    def prices(self) -> PriceBook:
+        """Its own, if it has a price book."""
+        prices = self._adapter.prices
+        return self._model.prices if prices is None else msgspec.convert(prices, PriceBook)
+
+    def with_chat_template(self, source: str) -> ServedModelLike:
+        """The same with the template of a request."""
+        return _adapted(self._model.with_chat_template(source), self._adapter)
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job, ready for a worker. Raises what the model raises."""
+        adapter = self._adapter
+        own = msgspec.structs.replace(
+            job, model=adapter.model, adapter=adapter.name, adapter_version=adapter.version
+        )
+        return self._model.prepare(own, seed_source)
+
+
+def _adapted(model: ServedModelLike, adapter: Adapter) -> ServedModelLike:
+    """``model`` with an adapter of it."""
+    return cast("ServedModelLike", _AdaptedModel(model, adapter))
 
 
 class Models:
@@ -201,7 +235,7 @@ class Models:
         if adapter is None:
             adapter = await self.adapter(name, tenant)
         if adapter is not None:
-            return adapted(await self.get(adapter.model), adapter)
+            return _adapted(await self.get(adapter.model), adapter)
         route = self.router.routes.get(name)
         if route is not None:
             raise ParameterError(

@@ -23,7 +23,7 @@ from millrace.schemas.tenants import check_tenant
 
 _NAME = re.compile(r"[^\s\x00-\x1f:/]{1,128}")
 # Whose engines apply adapters.
-ADAPTING_ENGINES = frozenset({EngineKind.REAL, EngineKind.SIMULATED})
+ADAPTING_ENGINES = frozenset({EngineKind.REAL})
 
 
 class AdapterOffer(NamedTuple):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
+from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
@@ -42,6 +43,7 @@ class Scheduler:
 
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
+    ``adapters`` are those that jobs may name; without a directory there are none.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -57,6 +59,7 @@ class Scheduler:
         running_requests: RunningRequests,
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
+        adapters: AdapterDirectory | None = None,
     ) -> None:
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
@@ -69,7 +72,8 @@ class Scheduler:
             traces,
             admission,
         )
-        self.models = ServedModels(self.context, model_cache, catalogue)
+        adapters = adapters or AdapterDirectory(None, clock)
+        self.models = ServedModels(self.context, model_cache, catalogue, adapters)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers
         self.queue_estimates = self.models.queue_estimates

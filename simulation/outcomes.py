@@ -119,3 +119,10 @@ class SimulatedGenerationIndex:
         reason: str,
     ) -> tuple[str, str]:
         return model, reason
+
+    async def settle_adapter(
+        self,
+        request_id: str,  # noqa: ARG002  # of whom the trace says which it is
+        version: str,
+    ) -> str:
+        return version

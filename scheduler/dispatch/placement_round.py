@@ -8,10 +8,13 @@ from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
 from millrace.scheduler.placement import placement
-from millrace.schemas.errors import ContextLengthError
+from millrace.schemas.errors import AdapterError, ContextLengthError
 
 # Jobs that fit nowhere just now, and yet let others go, in a round.
 _MAX_KEPT_FOR = 16
+_NO_SLOTS = (
+    "The workers of the model {} take no adapters; on a CPU engine.max_adapters says how many."
+)
 
 
 class PlacementRound:
@@ -61,7 +64,11 @@ class PlacementRound:
 
     def too_long(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why no worker that there is can ever hold a job, if so."""
-        longest = placement.longest_tokens(self._context.fleet.of_model(self._model))
+        workers = list(self._context.fleet.of_model(self._model))
+        takes_adapters = any(worker.status.max_adapters for worker in workers)
+        if scheduled.resources.adapter and workers and not takes_adapters:
+            return refused(AdapterError(_NO_SLOTS.format(self._model)))
+        longest = placement.longest_tokens(workers)
         if longest is None or scheduled.resources.total_tokens <= longest:
             return None
         job = scheduled.job

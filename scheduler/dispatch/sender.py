@@ -150,6 +150,7 @@ class Sender:
             lives=scheduled.attempts.earlier(worker_id),
             sent_ns=sent_ns,
             reservation=scheduled.reservation,
+            adapter=scheduled.adapter,
         )
         try:
             reply = await self._bus.control.command(

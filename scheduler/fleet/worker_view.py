@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from millrace.scheduler.fleet.adapter_slots import AdapterSlots
 from millrace.scheduler.fleet.step_times import StepTimes
 from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
 from millrace.schemas.control import WorkerStatus
@@ -38,6 +39,7 @@ class _Run:
     rank: int
     expected_output_tokens: float
     begun_s: float
+    adapter: str
     confirmed: bool = False
     seen: bool = False
 
@@ -53,14 +55,15 @@ class _Capacities(NamedTuple):
 class WorkerView:
     """The last heartbeat, corrected by what was dispatched and what ended since.
 
-    ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs
-    to other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request
-    that comes now: as reported, and what was sent since, less what the worker will have done
-    meanwhile. ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes
-    with one more request, ``usual_step_s`` one with half of its slots taken (0: nothing was
-    measured so far). ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is
-    when it was first heard of. ``last_turn`` grows with each request that any worker is given: the
-    least is that of the one which had none for longest. Reading costs O(1), whatever is held.
+    ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs to
+    other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request that
+    comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
+    ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes with one
+    more request, ``usual_step_s`` one with half of its slots taken (0: nothing was measured so
+    far). ``adapters`` are those that it has. ``num_held`` requests run or wait there, whosever they
+    are. ``joined_s`` is when it was first heard of. ``last_turn`` grows with each request that any
+    worker is given: the least is that of the one which had none for longest. Reading costs O(1),
+    whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
@@ -68,6 +71,7 @@ class WorkerView:
         self.pending_prompt_tokens = 0.0
         self.prefill_token_s = self.decode_step_s = self.usual_step_s = 0.0
         self.last_turn = 0
+        self.adapters = AdapterSlots()
         self._steps = StepTimes()
         self.joined_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
@@ -89,6 +93,7 @@ class WorkerView:
     def observe(self, status: WorkerStatus, now_s: float) -> None:
         """Take in a later heartbeat of the same incarnation."""
         self.status = status
+        self.adapters.observe(status)
         self.seen_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._freed_blocks = self._unseen_blocks = num_seen = 0
@@ -145,8 +150,17 @@ class WorkerView:
         assert request_id not in self.runs, "a worker runs a request once"
         blocks = resources.num_blocks(self.status.block_size_tokens)
         prompt_tokens = max(resources.num_context_tokens - num_cached_tokens, 1)
-        run = _Run(blocks, prompt_tokens, resources.rank, expected_output_tokens, self._advanced_s)
+        run = _Run(
+            blocks,
+            prompt_tokens,
+            resources.rank,
+            expected_output_tokens,
+            self._advanced_s,
+            resources.adapter,
+        )
         self.runs[request_id] = run
+        if run.adapter:
+            self.adapters.send(run.adapter)
         self.last_turn = next(_turns)
         self._expected_output_tokens += expected_output_tokens
         self.pending_prompt_tokens += run.num_prompt_tokens
@@ -166,6 +180,8 @@ class WorkerView:
         if run is None:
             return False
         self._expected_output_tokens -= run.expected_output_tokens
+        if run.adapter:
+            self.adapters.end(run.adapter)
         self._promised_blocks -= run.num_blocks
         self._own[run.rank] -= 1
         if run.seen:
@@ -274,6 +290,8 @@ class WorkerView:
 
     def could_hold(self, resources: ResourceRequest) -> bool:
         """The request would fit if the worker were empty."""
+        if resources.adapter and not self.status.max_adapters:
+            return False
         limit = self.status.max_tokens_per_request
         return limit == 0 or resources.num_context_tokens + resources.num_new_tokens <= limit
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.bus.running_requests import RunningRequest
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.intake.adapter_choice import AdapterChooser
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
@@ -19,9 +21,12 @@ logger = logging.getLogger(__name__)
 class Preparation:
     """Makes pulled jobs ready and hands each to the dispatcher of its model, or ends it."""
 
-    def __init__(self, context: SchedulerContext, model_cache: ModelCache) -> None:
+    def __init__(
+        self, context: SchedulerContext, model_cache: ModelCache, adapters: AdapterDirectory
+    ) -> None:
         self._context = context
         self._model_cache = model_cache
+        self._adapters = AdapterChooser(adapters, context.running_requests, context.clock)
 
     def start(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         """Answer for a job from now on."""
@@ -56,6 +61,7 @@ class Preparation:
         terminal_status = context.why_unwanted(scheduled)
         if terminal_status is None:
             scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))
+            await self._adapters.choose(scheduled)
             terminal_status = context.why_unwanted(scheduled)
         if scheduled.is_ended:
             return

@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -43,7 +44,11 @@ class ServedModels:
     """
 
     def __init__(
-        self, context: SchedulerContext, model_cache: ModelCache, catalogue: ModelCatalogue
+        self,
+        context: SchedulerContext,
+        model_cache: ModelCache,
+        catalogue: ModelCatalogue,
+        adapters: AdapterDirectory,
     ) -> None:
         unknown = set(context.config.models) - set(catalogue.names)
         if unknown:
@@ -53,7 +58,7 @@ class ServedModels:
             )
         self._context = context
         self._model_cache = model_cache
-        self._preparation = Preparation(context, model_cache)
+        self._preparation = Preparation(context, model_cache, adapters)
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}

@@ -26,19 +26,27 @@ class PromptKeys:
     A worker has at most as much of it cached as leaves it one token to compute.
     """
 
-    __slots__ = ("_by_kind", "_cache_salt", "_tenant", "_token_ids")
+    __slots__ = ("_adapter_version", "_by_kind", "_cache_salt", "_tenant", "_token_ids")
 
-    def __init__(self, token_ids: Sequence[int], tenant: str, cache_salt: str = "") -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        tenant: str,
+        cache_salt: str = "",
+        adapter_version: str = "",
+    ) -> None:
         self._token_ids = token_ids
         self._tenant = tenant
         self._cache_salt = cache_salt
+        self._adapter_version = adapter_version
         self._by_kind: dict[tuple[int, bool], list[int]] = {}
 
     @classmethod
     def of_job(cls, job: Job) -> PromptKeys:
         """Those of a prepared job; none if its whole prompt has to be computed in any case."""
         whole = job.pooling is Pooling.MEAN or job.sampling.prompt_logprobs is not None
-        return cls(() if whole else job.prompt_token_ids or (), job.tenant, job.cache_salt)
+        token_ids = () if whole else job.prompt_token_ids or ()
+        return cls(token_ids, job.tenant, job.cache_salt, job.adapter_version)
 
     def of(self, block_size_tokens: int, *, salted: bool) -> list[int]:
         """For workers with blocks of this size; ``salted`` if they keep tenants apart."""
@@ -55,7 +63,13 @@ class PromptKeys:
             try:
                 extend_keys(
                     keys,
-                    root_key(salt_of(self._tenant if salted else "", self._cache_salt)),
+                    root_key(
+                        salt_of(
+                            self._tenant if salted else "",
+                            self._cache_salt,
+                            self._adapter_version,
+                        )
+                    ),
                     self._token_ids,
                     num_blocks=num_blocks,
                     block_size_tokens=block_size_tokens,

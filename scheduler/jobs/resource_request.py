@@ -17,11 +17,13 @@ TIER_RANKS = {tier: rank for rank, tier in enumerate(Tier)}
 class ResourceRequest(NamedTuple):
     """``num_context_tokens`` are to be prefilled (prompt and delivered tokens), at most
     ``num_new_tokens`` follow; none if it is an embedding that is asked for. Work of lower tiers
-    than ``tier`` makes way for it."""
+    than ``tier`` makes way for it. ``adapter`` is the version of the adapter that it has, empty for
+    none."""
 
     num_context_tokens: int
     num_new_tokens: int
     tier: Tier = Tier.FREE
+    adapter: str = ""
 
     @property
     def total_tokens(self) -> int:

@@ -25,6 +25,10 @@ class RunningRequests(Protocol):
         """The model that was first chosen for a request, and why: this one, if none was or nobody
         can say."""
 
+    async def settle_adapter(self, request_id: str, version: str) -> str:
+        """The version of its adapter that a request was first given: this one, if none was or
+        nobody can say."""
+
 
 async def last_worker(index: RunningRequests, scheduled: ScheduledJob) -> str | None:
     """The worker that ran a job last as far as the index knows, "" for nobody; None: it is answered

@@ -17,6 +17,7 @@ from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from millrace.scheduler.jobs.tracing import JobTrace
 from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.models.adapters import AdapterRef
 
 
 class Phase(Enum):
@@ -101,7 +102,8 @@ class ScheduledJob:
     ``ran_before``: a client may have tokens of an earlier attempt, so ask before running it again;
     ``interrupted``: there was one, as far as anybody knows. ``waits_here``: ``queue_counts`` has it
     among those that were pulled and not sent. ``reservation`` is what was set aside for a job that
-    no gateway admitted, ``is_reserved_here`` whether that is within this process.
+    no gateway admitted, ``is_reserved_here`` whether that is within this process. ``adapter`` is
+    the one that a prepared job names, as workers load it.
     """
 
     job: Job
@@ -121,6 +123,7 @@ class ScheduledJob:
     suspicion: PoisonSuspicion = field(default_factory=PoisonSuspicion, init=False)
     trace: JobTrace | None = field(default=None, init=False)
     reservation: Reservation | None = field(default=None, init=False)
+    adapter: AdapterRef | None = field(default=None, init=False)
     is_reserved_here: bool = field(default=False, init=False)
     _resources: ResourceRequest | None = field(default=None, init=False)
 
@@ -172,11 +175,13 @@ class ScheduledJob:
             job, num_resumed = self.job, len(self.client.token_ids)
             num_prompt_tokens = len(job.prompt_token_ids or ())
             if job.pooling is not None:
-                self._resources = ResourceRequest(num_prompt_tokens, 0, job.tier)
+                self._resources = ResourceRequest(
+                    num_prompt_tokens, 0, job.tier, job.adapter_version
+                )
             else:
                 num_new_tokens = max((job.sampling.max_tokens or 1) - num_resumed, 0)
                 self._resources = ResourceRequest(
-                    num_prompt_tokens + num_resumed, num_new_tokens, job.tier
+                    num_prompt_tokens + num_resumed, num_new_tokens, job.tier, job.adapter_version
                 )
         return self._resources
 

@@ -59,11 +59,13 @@ class _Speeds(NamedTuple):
 
 class _Soon(NamedTuple):
     """What is predicted of a request at a worker: seconds until all prompts up to its own are
-    prefilled, until a slot is free if there is none, and of each step that decodes."""
+    prefilled, until a slot is free if there is none, of each step that decodes, and until its
+    adapter is loaded."""
 
     prefill_s: float
     slot_s: float
     step_s: float
+    adapter_s: float
 
 
 def choose(
@@ -79,14 +81,15 @@ def choose(
 
     ``cached`` are the leading tokens of it that are in a worker's cache, by worker id: they need no
     prefill, so they draw a request to a worker until those ahead of it there would take longer than
-    to compute them again elsewhere ("least_loaded" leaves them out). With ``now_s`` what workers
+    to compute them again elsewhere, and so does its adapter, in the slots of a worker, until it is
+    loaded elsewhere ("least_loaded" leaves both out). With ``now_s`` what workers
     did since their heartbeats is accounted for. Of workers that are as good as each other the one
     with the fewest requests for its slots is taken, then the one that was given none for longest,
     then the lowest id: the same views always give the same answer.
     """
     workers = list(workers)
     if policy == "least_loaded":
-        cached = _NONE_CACHED
+        cached, resources = _NONE_CACHED, resources._replace(adapter="")
     expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
     fitting = [worker for worker in workers if worker.fits(resources)]
     if now_s is not None:
@@ -99,14 +102,21 @@ def choose(
     for worker in fitting:
         soon = _predict(worker, resources, cached.get(worker.worker_id, 0), expected, speeds)
         done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s + expected * soon.step_s
-        found.append((done_s, worker))
-    best_s = min([done_s for done_s, _ in found])
+        found.append((done_s + soon.adapter_s, worker))
+    best_s, best = min(found, key=_done_s)
     equals = [
         worker
         for done_s, worker in found
         if done_s <= best_s + speeds.least_token_s * _num_tokens_allowed(worker)
     ]
+    if resources.adapter and best.adapters.has(resources.adapter):
+        # Another copy of it takes a slot that some other adapter may need.
+        equals = [worker for worker in equals if worker.adapters.has(resources.adapter)]
     return min(equals, key=_order_of_equals)
+
+
+def _done_s(found: tuple[float, WorkerView]) -> float:
+    return found[0]
 
 
 def _num_tokens_allowed(worker: WorkerView) -> int:
@@ -125,10 +135,11 @@ def predicted_ttft_s(
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
 ) -> float:
     """When a worker would have the first token of a request that is sent to it now: those before it
-    are prefilled, a slot comes free if there is none, its own prompt is prefilled."""
+    are prefilled, a slot comes free if there is none, its adapter is loaded, its own prompt is
+    prefilled."""
     expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
     soon = _predict(worker, resources, num_cached_tokens, expected, _speeds_of([worker]))
-    return soon.prefill_s + soon.slot_s + soon.step_s
+    return soon.prefill_s + soon.slot_s + soon.step_s + soon.adapter_s
 
 
 def prompts_ahead_s(worker: WorkerView) -> float:
@@ -158,7 +169,11 @@ def _predict(
             slot_s = num_over * each_s
         else:
             slot_s = _PREEMPTED_TOKENS * token_s
-    return _Soon((worker.pending_prompt_tokens + own_tokens) * token_s, slot_s, step_s)
+    adapter_s = 0.0
+    if resources.adapter:
+        adapter_s = worker.adapters.wait_s(resources.adapter, expected_output_tokens * step_s)
+    prefill_s = (worker.pending_prompt_tokens + own_tokens) * token_s
+    return _Soon(prefill_s, slot_s, step_s, adapter_s)
 
 
 def _speeds_of(workers: list[WorkerView]) -> _Speeds:

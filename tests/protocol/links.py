@@ -290,6 +290,9 @@ class IndexLink:
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         raise AssertionError(f"{request_id} names its model")
 
+    async def settle_adapter(self, request_id: str, version: str) -> str:
+        raise AssertionError(f"{request_id} has no adapter, such as {version}")
+
     async def _write(
         self, request_id: str, worker_id: str, epoch: int, *, finished: bool, lease: str = ""
     ) -> None:

@@ -71,6 +71,7 @@ class FakeRunningRequests:
         self.known: dict[str, RunningRequest] = {}
         self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
+        self.adapters: dict[str, str] = {}
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
@@ -83,6 +84,9 @@ class FakeRunningRequests:
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         return self.chosen.setdefault(request_id, (model, reason))
+
+    async def settle_adapter(self, request_id: str, version: str) -> str:
+        return self.adapters.setdefault(request_id, version)
 
 
 def job(request_id: str, **changes: object) -> Job:

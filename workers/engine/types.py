@@ -6,7 +6,7 @@ import msgspec
 
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
-from millrace.schemas.models.adapters import LoadedAdapter
+from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 
@@ -18,6 +18,11 @@ class EngineAdapter(msgspec.Struct, frozen=True, array_like=True):
     name: str
     version: str
     path: str
+
+    @classmethod
+    def of(cls, adapter: AdapterRef) -> EngineAdapter:
+        """One whose source is such a folder."""
+        return cls(adapter.name, adapter.version, adapter.source)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -59,6 +59,8 @@ def rejection_of_dispatch(dispatch: Dispatch, model: str) -> WorkerReply | None:
         return rejected("wrong_model", f"this worker serves {model}, not {job.model}")
     if not job.prompt_token_ids or sampling.max_tokens is None or sampling.seed is None:
         return rejected("bad_request", "a dispatch needs prompt_token_ids, max_tokens and a seed")
+    if job.adapter and dispatch.adapter is None:
+        return rejected("bad_request", f"a dispatch needs its job's adapter, {job.adapter}")
     if dispatch.resume_token_ids and (job.pooling is not None or sampling.use_beam_search):
         what = "an embedding" if job.pooling is not None else "a beam search"
         return rejected("bad_request", f"{what} has no tokens to resume behind")

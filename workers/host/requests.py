@@ -297,7 +297,7 @@ class Requests:
             generation.resampled = True
         job = generation.job
         tenant = job.tenant if self._context.config.prefix_scope == "tenant" else ""
-        salt = salt_of(tenant, job.cache_salt)
+        salt = salt_of(tenant, job.cache_salt, job.adapter_version)
         self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
 
     # --- ends ---

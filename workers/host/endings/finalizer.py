@@ -6,7 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from millrace.bus.tenancy.settling import Settlement, Settlements
+from millrace.registry.pricing import PriceBook
 from millrace.runtime.retry import doubling_delays, retry
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import PayloadTooLargeError
@@ -98,6 +101,15 @@ class Finalizer:
         if entry is not None:
             entry[1].cancel()
 
+    def _prices_of(self, generation: Generation) -> PriceBook:
+        """The adapter's, if it has a price book; our own costs are the model's."""
+        prices = self._context.model.entry.prices
+        adapter = generation.adapter
+        if adapter is None or adapter.prices is None:
+            return prices
+        own = msgspec.convert(adapter.prices, PriceBook)
+        return msgspec.structs.replace(own, device_per_hour=prices.device_per_hour)
+
     def _forget(self, request_id: str, ended: asyncio.Task[None]) -> None:
         entry = self._ending.get(request_id)
         if entry is not None and entry[1] is ended:
@@ -116,7 +128,7 @@ class Finalizer:
                 record = request_record(
                     generation,
                     self._context.worker_id,
-                    self._context.model.entry.prices,
+                    self._prices_of(generation),
                     PROMISES[self._context.config.engine.kind].cost_method,
                 )
                 await self._retry(

@@ -24,7 +24,7 @@ from millrace.schemas.frames import (
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineAdapter, EngineOutput, EngineRequest
 from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
@@ -72,6 +72,7 @@ class Generation:
         "_is_charged",
         "_num_found_tokens",
         "_stream",
+        "adapter",
         "beams",
         "delivery",
         "device_use",
@@ -111,6 +112,7 @@ class Generation:
         job = dispatch.job
         assert job.prompt_token_ids is not None
         self.job = job
+        self.adapter = dispatch.adapter
         self.prompt_token_ids = job.prompt_token_ids
         self.epoch = self.first_epoch = dispatch.epoch
         self.lives = {life.epoch: life for life in dispatch.lives}
@@ -213,6 +215,7 @@ class Generation:
             cache_salt=cache_salt,
             pooling=self.job.pooling,
             watched=bool(self.job.sampling.stop),
+            adapter=None if self.adapter is None else EngineAdapter.of(self.adapter),
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
