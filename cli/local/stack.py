@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from millrace.bus import nats as nats_bus
+from millrace.bus.fleet.adapters import AdapterStore
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, Endpoints
 from millrace.cli.json_files import formatted_json
 from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
@@ -35,8 +36,10 @@ from millrace.cli.local.worker_pool import WorkerPool
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.process import python_command
+from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import first_error
 from millrace.schemas.config import Config, RedisConfig
+from millrace.schemas.models.adapters import Adapter
 
 # For others on this machine that may read our files: addresses with passwords in them.
 NATS_URL_FILE = "nats.url"
@@ -69,7 +72,8 @@ class Plan:
 
     ``config`` is what the user set; the addresses in it are chosen when the stack starts.
     ``port_is_fixed``: the gateway's port was asked for, and no other will do. ``serving`` is what
-    the models are, and what others are added from.
+    the models are, and what others are added from. ``adapters`` are offered from the start, beside
+    those that were added before.
     """
 
     data: Path
@@ -80,6 +84,7 @@ class Plan:
     num_workers: int = 1
     num_gateways: int = 1
     num_schedulers: int = 1
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass
@@ -118,6 +123,7 @@ class Stack:
         self._write_config(config)
         self.live.changes.write()
         await self._start_servers(config)
+        await self._offer_adapters(config)
         self.system_state.bus = bus = await nats_bus.connect(config.nats, "millrace-up")
         await bus.workers.watch(self._pool.note)
         self._store_recovery = StoreRecovery(
@@ -287,6 +293,14 @@ class Stack:
         )
         await self.supervisor.start(telemetry)
         return address
+
+    async def _offer_adapters(self, config: Config) -> None:
+        link = RedisLink(config.redis)
+        try:
+            for adapter in self.plan.adapters:
+                await AdapterStore(link).add(adapter, replace=True)
+        finally:
+            await link.close()
 
     async def _start_parts(self, config: Config) -> None:
         """All at once, since each loads for a while."""

@@ -15,9 +15,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from millrace.cli.adapter_options import (
+    add_adapter_option,
+    name_and_path,
+    offered_adapter,
+    split_model,
+)
 from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.local.private_files import make_private
-from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.cli.local.worker_bounds import num_first, parse_bounds
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -28,7 +34,9 @@ from millrace.schemas.errors import ConfigError, MillraceError
 if TYPE_CHECKING:
     from millrace.cli.endpoints import Endpoints
     from millrace.cli.local.stack import Plan
-    from millrace.schemas.config import AutoscaleConfig, Config, SchedulerConfig
+    from millrace.registry.catalogue import Catalogue
+    from millrace.schemas.config import Config, SchedulerConfig
+    from millrace.schemas.models.adapters import Adapter
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -91,6 +99,7 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
         "the catalogue says, else as the checkpoint is)",
     )
+    add_adapter_option(group, "requests name it as their model; MODEL:NAME=PATH of several models")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -171,7 +180,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         # A setting that its engine does not have is said here, before anything starts.
         entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}
-    num_workers = _num_first(config.scheduler.autoscale, arguments.workers)
+    num_workers = num_first(config.scheduler.autoscale, arguments.workers)
     return Plan(
         data=data,
         config=msgspec.structs.replace(config, catalogue=catalogue),
@@ -187,7 +196,17 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         num_workers=num_workers,
         num_gateways=arguments.gateways,
         num_schedulers=arguments.schedulers,
+        adapters=_adapters(arguments.adapter, entries),
     )
+
+
+def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:
+    adapters = []
+    for option in options:
+        name, path = name_and_path(option)
+        model, own_name = split_model(name, models)
+        adapters.append(offered_adapter(models, own_name, path, model=model))
+    return tuple(adapters)
 
 
 def _settings(arguments: argparse.Namespace) -> Config:
@@ -254,23 +273,6 @@ def _scheduler(config: SchedulerConfig, bounds: str | None) -> SchedulerConfig:
     fewest, most = parse_bounds(bounds, _MOST_WORKERS)
     autoscale = msgspec.structs.replace(config.autoscale, min_workers=fewest, max_workers=most)
     return msgspec.structs.replace(config, autoscale=autoscale)
-
-
-def _num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
-    """Workers per model at first. One at least, since the start is over when each model has
-    answered."""
-    if not autoscale.max_workers:
-        return asked or 1
-    if not 0 <= autoscale.min_workers <= autoscale.max_workers:
-        raise ConfigError(
-            f"scheduler.autoscale: min_workers is {autoscale.min_workers}, which is not between 0 "
-            f"and max_workers, {autoscale.max_workers}."
-        )
-    if (asked or 1) > autoscale.max_workers:
-        raise MillraceError(
-            f"--workers {asked} is more than autoscaling allows, which is {autoscale.max_workers}"
-        )
-    return max(asked or 1, autoscale.min_workers)
 
 
 async def _run(plan: Plan) -> int:

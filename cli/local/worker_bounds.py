@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from millrace.schemas.errors import ConfigError
+from millrace.schemas.config import AutoscaleConfig
+from millrace.schemas.errors import ConfigError, MillraceError
 
 
 def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
@@ -18,3 +19,20 @@ def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
     if fewest > most:
         raise ConfigError(f"--autoscale: MIN is {fewest}, which is more than MAX, {most}")
     return fewest, most
+
+
+def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
+    """Workers per model at first. One at least, since the start is over when each model has
+    answered."""
+    if not autoscale.max_workers:
+        return asked or 1
+    if not 0 <= autoscale.min_workers <= autoscale.max_workers:
+        raise ConfigError(
+            f"scheduler.autoscale: min_workers is {autoscale.min_workers}, which is not between 0 "
+            f"and max_workers, {autoscale.max_workers}."
+        )
+    if (asked or 1) > autoscale.max_workers:
+        raise MillraceError(
+            f"--workers {asked} is more than autoscaling allows, which is {autoscale.max_workers}"
+        )
+    return max(asked or 1, autoscale.min_workers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.cli.offline.adapter_options import Adapters, adapter_of
+from millrace.cli.adapter_options import Adapters, adapter_of
 from millrace.cli.offline.chat_fields import ChatRow, read_chat, tool_calls
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.cli.offline.generated import Choice, Generated, OfflineRequest

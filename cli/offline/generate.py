@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from millrace.cli.offline.adapter_options import Adapters, add_adapter_option, read_adapters
+from millrace.cli.adapter_options import Adapters, add_adapter_option, read_adapters
 from millrace.cli.offline.engine_options import (
     DEFAULTS,
     BadLine,
@@ -49,7 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
     add_file_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
-    add_adapter_option(parser)
+    add_adapter_option(
+        parser, "lines name it as adapter, and those that name none have it if it is the only one"
+    )
     add_engine_options(parser, "requests")
     memory = parser.add_argument_group("memory")
     memory.add_argument(

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.cli.adapter_options import offered_adapter
 from millrace.cli.endpoints import running_config
 from millrace.cli.store_access import add_store_arguments, locate_store, with_store
-from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from millrace.registry.catalogue import Catalogue
     from millrace.runtime.redis.link import RedisLink
     from millrace.schemas.models.adapters import Adapter
-
-_NS_PER_S = 1_000_000_000
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,27 +95,15 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _add(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
-    from millrace.registry.adapters import (
-        AdapterOffer,
-        check_offer,
-        outline_for,
-        read_offer,
-    )
-    from millrace.registry.source import resolve
 
-    catalogue = _catalogue(arguments)
-    entry = catalogue.get(_model(arguments.model, catalogue))
-    offer = AdapterOffer(
-        name=arguments.name,
-        model=entry.name,
-        source=str(arguments.path.expanduser().absolute()),
-        tenants=tuple(arguments.tenant),
+    adapter = offered_adapter(
+        _catalogue(arguments),
+        arguments.name,
+        arguments.path,
+        model=arguments.model,
+        tenants=arguments.tenant,
         description=arguments.description,
     )
-    taken = {*catalogue.names(), *catalogue.routes}
-    folder = check_offer(offer, entry.engine_kind, taken)
-    outline = outline_for(resolve(entry), folder)
-    adapter = read_offer(offer, folder, outline, time.time_ns())
 
     async def store(link: RedisLink) -> None:
         await AdapterStore(link).add(adapter, replace=arguments.replace)
@@ -155,15 +140,6 @@ def _catalogue(arguments: argparse.Namespace) -> Catalogue:
     running = None if arguments.config is not None else running_config(arguments.data)
     config = running or locate_store(arguments)
     return load_catalogue(config.catalogue)
-
-
-def _model(wanted: str | None, catalogue: Catalogue) -> str:
-    names = catalogue.names()
-    if wanted is not None:
-        return wanted
-    if len(names) != 1:
-        raise ConfigError(f"there are several models; name one with --model: {', '.join(names)}")
-    return names[0]
 
 
 def _print_json(value: object) -> None:

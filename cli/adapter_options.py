@@ -1,31 +1,35 @@
-"""``--adapter NAME=PATH`` of commands that run an engine in their own process."""
+"""``--adapter NAME=PATH``: of commands that run an engine in their own process, and of ``up``."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.schemas.errors import AdapterError, ConfigError, ParameterError
+from millrace.schemas.models.adapters import SEPARATOR
 
 if TYPE_CHECKING:
+    from millrace.registry.catalogue import Catalogue
     from millrace.registry.checkpoints.checkpoint import ModelConfig
+    from millrace.schemas.models.adapters import Adapter
     from millrace.workers.engine.types import EngineAdapter
 
 # By name.
 Adapters = Mapping[str, "EngineAdapter"]
 
 
-def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--adapter``."""
+def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
+    """Declare ``--adapter``; ``use`` says how one is asked for."""
     parser.add_argument(
         "--adapter",
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="a LoRA adapter of the model, a folder in PEFT's layout; lines name it as adapter, "
-        "and those that do not have it if it is the only one; may be given several times",
+        help=f"a LoRA adapter of the model, a folder in PEFT's layout; {use}; may be given several "
+        "times",
     )
 
 
@@ -64,3 +68,38 @@ def adapter_of(name: str | None, adapters: Adapters) -> EngineAdapter | None:
         known = ", ".join(adapters) or "none, see --adapter"
         raise ParameterError("adapter", f"there is no adapter {name!r:.200}; there are: {known}")
     return adapters[name] if name else None
+
+
+def offered_adapter(
+    catalogue: Catalogue,
+    name: str,
+    path: Path,
+    *,
+    model: str | None = None,
+    tenants: Sequence[str] = (),
+    description: str = "",
+) -> Adapter:
+    """The adapter in ``path``, as a system with these models offers it: of ``model``, or of the
+    only one. Raises MillraceError for what cannot be offered."""
+    from millrace.registry.adapters import AdapterOffer, check_offer, outline_for, read_offer
+    from millrace.registry.source import resolve
+
+    names = catalogue.names()
+    if model is None and len(names) != 1:
+        raise ConfigError(f"There are several models; name the adapter's: {', '.join(names)}.")
+    entry = catalogue.get(names[0] if model is None else model)
+    offer = AdapterOffer(
+        name=name,
+        model=entry.name,
+        source=str(path.expanduser().absolute()),
+        tenants=tuple(tenants),
+        description=description,
+    )
+    folder = check_offer(offer, entry.engine_kind, {*names, *catalogue.routes})
+    return read_offer(offer, folder, outline_for(resolve(entry), folder), time.time_ns())
+
+
+def split_model(name: str, catalogue: Catalogue) -> tuple[str | None, str]:
+    """The model and the adapter's own name of ``MODEL:NAME``, None for a name alone."""
+    model, separator, own_name = name.rpartition(SEPARATOR)
+    return (model, own_name) if separator and model in catalogue.names() else (None, name)
