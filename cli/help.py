@@ -67,6 +67,13 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "millrace simulate synthesise": (
         "millrace simulate synthesise --kind bursty --rate 50 --duration 10m",
     ),
+    "millrace adapters": ("millrace adapters COMMAND --help",),
+    "millrace adapters list": ("millrace adapters list",),
+    "millrace adapters add": (
+        "millrace adapters add sql adapters/sql",
+        "millrace adapters add sql adapters/sql --model demo --tenant acme",
+    ),
+    "millrace adapters remove": ("millrace adapters remove sql",),
     "millrace keys": ("millrace keys create --tenant acme", "millrace keys list"),
     "millrace keys create": (
         "millrace keys create --tenant acme --tier pro --requests-per-minute 100",
