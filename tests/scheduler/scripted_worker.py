@@ -61,6 +61,7 @@ class ScriptedWorker:
         self.tells_ends = True
         self.decode_step_ms = 0.0
         self.device_us = 0
+        self.max_adapters = 0
         self.last_word_after_s = 0.0
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
@@ -116,6 +117,7 @@ class ScriptedWorker:
             max_tokens_per_request=self.max_tokens_per_request,
             outstanding_tokens=sum(d.job.sampling.max_tokens or 0 for d in self.running.values()),
             decode_step_ms=self.decode_step_ms,
+            max_adapters=self.max_adapters,
             draining=self.draining,
             engine_down=self.engine_down,
             retired=retired,

@@ -9,11 +9,13 @@ from decimal import Decimal
 
 import msgspec
 
+from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router
+from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.scheduler.intake.model_cache import Preparer
 from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
@@ -22,6 +24,7 @@ from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
 from millrace.schemas.frames import TERMINAL_FRAMES, Frame
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
@@ -89,6 +92,25 @@ class FakeRunningRequests:
         return self.adapters.setdefault(request_id, version)
 
 
+class KnownAdapters(AdapterDirectory):
+    """What Redis would know: ``offered`` by name and version, the newest by name alone. While it is
+    ``away`` nothing is."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(None, clock)
+        self.offered: dict[tuple[str, str], Adapter] = {}
+        self.away = False
+
+    def offer(self, adapter: Adapter) -> Adapter:
+        self.offered[adapter.name, adapter.version] = self.offered[adapter.name, ""] = adapter
+        return adapter
+
+    async def version(self, name: str, version: str) -> Adapter | None:
+        if self.away:
+            raise RedisUnreachableError
+        return self.offered.get((name, version))
+
+
 def job(request_id: str, **changes: object) -> Job:
     fields: dict[str, object] = {
         "request_id": request_id,
@@ -111,6 +133,7 @@ class World:
         router: Router | None = None,
     ) -> None:
         self.clock = ManualClock()
+        self.adapters = KnownAdapters(self.clock)
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
         self.running_requests = FakeRunningRequests()
@@ -136,6 +159,7 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
+            adapters=self.adapters,
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

@@ -14,6 +14,7 @@ from millrace.scheduler.jobs.resource_request import ResourceRequest
 from millrace.scheduler.placement import placement
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.jobs import Tier
+from millrace.schemas.models.adapters import LoadedAdapter
 from tests.scheduler.statuses import NOW_NS, status, view
 
 _NEED = ResourceRequest(1_000, 100)
@@ -331,3 +332,71 @@ def test_equal_workers_get_equally_much(
             ended.release(request_id)
     if all(num_ended > 1 for num_ended in ends):
         assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def _with(version: str, num_running: int = 0) -> LoadedAdapter:
+    return LoadedAdapter(version, version, num_running)
+
+
+_SQL = ResourceRequest(1_000, 100, adapter="sql")
+
+
+def test_a_request_goes_where_its_adapter_is() -> None:
+    for first, expected in (((), "b-1"), ((_with("sql"),), "a-1"), ((_with("other"),), "b-1")):
+        workers = [
+            view("a-1", **(_SIZE | _SPEEDS), max_adapters=4, adapters=first),
+            view("b-1", **(_SIZE | _SPEEDS), max_adapters=4, adapters=(_with("sql"),)),
+        ]
+        assert chosen(workers, _SQL) == expected
+    assert chosen(pair(max_adapters=4), _SQL) == "a-1"
+
+
+def test_a_hot_adapter_is_loaded_elsewhere_when_that_takes_less_than_the_wait() -> None:
+    def workers(num_running: int) -> list[WorkerView]:
+        hot = {"max_adapters": 4, "adapters": (_with("sql", num_running),)}
+        held = {"num_running": num_running, "outstanding_prompt_tokens": 300 * num_running}
+        return [
+            view("a-1", **(_SIZE | _SPEEDS | hot | held), adapter_load_ms=200.0),
+            view("b-1", **(_SIZE | _SPEEDS), max_adapters=4, adapter_load_ms=200.0),
+        ]
+
+    assert chosen(workers(2), _SQL) == "a-1"
+    assert chosen(workers(40), _SQL) == "b-1"
+
+
+def test_a_free_slot_comes_before_one_that_requests_hold() -> None:
+    full = tuple(_with(f"x{number}", 1) for number in range(4))
+    workers = [
+        view("a-1", **(_SIZE | _SPEEDS), max_adapters=4, adapters=full),
+        view("b-1", **(_SIZE | _SPEEDS), max_adapters=4, adapters=full[:3]),
+    ]
+    assert chosen(workers, _SQL) == "b-1"
+
+
+def test_what_was_sent_since_the_heartbeat_has_its_adapter_there_soon() -> None:
+    workers = [
+        view(f"{name}-1", **(_SIZE | _SPEEDS), max_adapters=1, adapter_load_ms=2_000.0)
+        for name in "ab"
+    ]
+    first = placement.choose(workers, _SQL, {}, 100.0)
+    assert first is not None
+    first.reserve("r", _SQL)
+    other = ResourceRequest(1_000, 100, adapter="poems")
+    assert chosen(workers, _SQL) == first.worker_id
+    assert chosen(workers, other) != first.worker_id
+    first.release("r")
+    assert not first.adapters.has("sql")
+
+
+def test_adapters_are_passed_over_by_the_least_loaded_policy() -> None:
+    workers = [
+        view("a-1", **(_SIZE | _SPEEDS), max_adapters=4),
+        view("b-1", **(_SIZE | _SPEEDS), max_adapters=4, adapters=(_with("sql"),)),
+    ]
+    assert chosen(workers, _SQL, policy="least_loaded") == "a-1"
+
+
+def test_a_load_is_part_of_the_predicted_first_token() -> None:
+    worker = view("a-1", **(_SIZE | _SPEEDS), max_adapters=4, adapter_load_ms=250.0)
+    plain = placement.predicted_ttft_s(worker, _NEED)
+    assert placement.predicted_ttft_s(worker, _SQL) == pytest.approx(plain + 0.25)
