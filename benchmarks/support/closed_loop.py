@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from benchmarks.support.figures import RequestTimes
 from benchmarks.support.prompts import Prompt
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
+from millrace.workers.engine.types import EngineAdapter, EngineRequest
 
 
 def run_closed_loop(
@@ -18,11 +20,12 @@ def run_closed_loop(
     num_output_tokens: Sequence[int],
     streams: int,
     on_step: Callable[[Engine], object] = lambda _: None,
+    adapters: Sequence[EngineAdapter] = (),
 ) -> list[RequestTimes]:
     """Greedy answers of exactly ``num_output_tokens`` to all prompts, ``streams`` at a time.
 
     The engine must be idle, and is idle again afterwards. ``on_step`` is called after each step.
-    Raises RuntimeError when a request fails.
+    The requests have the ``adapters`` in turns. Raises RuntimeError when a request fails.
     """
     waiting = iter(list(enumerate(zip(prompts, num_output_tokens, strict=True))))
     sent_s: dict[str, float] = {}
@@ -33,7 +36,9 @@ def run_closed_loop(
         for index, (prompt, num_tokens) in waiting:
             request_id = str(index)
             sent_s[request_id], tokens_s[request_id] = time.perf_counter(), []
-            engine.add(greedy_request(request_id, prompt, num_tokens))
+            adapter = adapters[index % len(adapters)] if adapters else None
+            request = greedy_request(request_id, prompt, num_tokens)
+            engine.add(msgspec.structs.replace(request, adapter=adapter))
             return 1
         return 0
 

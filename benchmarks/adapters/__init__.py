@@ -1,0 +1,1 @@
+"""What adapters cost: see ``python -m benchmarks.adapters --help``."""

@@ -1,0 +1,175 @@
+"""The engine with adapters, in a process that has all memory and threads.
+
+    python -m benchmarks.adapters.engine --model PATH [--runs N]
+
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.adapters.folders import PROJECTIONS, write_adapter
+from benchmarks.checkpoints import LLAMA_100M
+from benchmarks.peers.loads import Load, distinct
+from benchmarks.support.closed_loop import greedy_request, run_closed_loop
+from benchmarks.support.command import command_parser
+from benchmarks.support.figures import Figures, figures_of, medians, percentile
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.types import EngineAdapter
+
+_NUM_ADAPTERS, _RANK = 20, 16
+_LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
+_BASE = "base"
+# Of every projection that makes a file of some 20 MB.
+_COLD_RANK, _NUM_COLD, _NUM_BESIDE = 64, 8, 8
+
+
+class ColdFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """First tokens of requests whose adapter nobody has loaded, beside others that decode: ``ttft``
+    with the adapter loaded and not, and the 99th percentile of the others' time between tokens
+    without such requests and with them. All in ms."""
+
+    size_bytes: int
+    ttft_warm_p50_ms: float
+    ttft_cold_p50_ms: float
+    ttft_cold_p99_ms: float
+    itl_p99_ms: float
+    itl_p99_beside_ms: float
+
+
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``figures`` by load, then by what is served: the base alone, or twenty adapters of it."""
+
+    figures: dict[str, dict[str, Figures]]
+    adapter_bytes: dict[str, int]
+    cold: ColdFigures
+
+
+def _run(
+    engine: Engine, load: Load, run: int, adapters: Sequence[EngineAdapter], vocab_size: int
+) -> Figures:
+    prompts = load.prompts(run, vocab_size)
+    return figures_of(
+        run_closed_loop(
+            engine,
+            prompts,
+            [load.num_output_tokens] * len(prompts),
+            load.streams,
+            adapters=adapters,
+        )
+    )
+
+
+def _measure_loads(
+    engine: Engine, kinds: dict[str, list[EngineAdapter]], runs: int
+) -> dict[str, dict[str, Figures]]:
+    """In turns, so that a slow minute of the machine is in all of them."""
+    measured: dict[str, dict[str, Figures]] = {}
+    for load in _LOADS:
+        rounds: dict[str, list[Figures]] = {kind: [] for kind in kinds}
+        for run in range(runs + 1):
+            for number, (kind, adapters) in enumerate(kinds.items()):
+                found = _run(engine, load, 10 * run + number, adapters, LLAMA_100M.vocab_size)
+                if run:  # the first warms up
+                    rounds[kind].append(found)
+        measured[load.name] = {kind: medians(figures) for kind, figures in rounds.items()}
+    return measured
+
+
+def _measure_cold(engine: Engine, folder: Path) -> ColdFigures:
+    targets = PROJECTIONS["all"]
+    fresh = [
+        write_adapter(folder / f"cold{number}", LLAMA_100M, targets, _COLD_RANK, 100 + number)
+        for number in range(_NUM_COLD)
+    ]
+    size_bytes = sum(file.stat().st_size for file in Path(fresh[0].path).iterdir())
+    alone = _Beside(engine, [])
+    alone.run()
+    cold = _Beside(engine, fresh)
+    cold.run()
+    warm = _Beside(engine, fresh)
+    warm.run()
+    return ColdFigures(
+        size_bytes=size_bytes,
+        ttft_warm_p50_ms=percentile(warm.ttft_ms, 0.5),
+        ttft_cold_p50_ms=percentile(cold.ttft_ms, 0.5),
+        ttft_cold_p99_ms=percentile(cold.ttft_ms, 0.99),
+        itl_p99_ms=percentile(warm.gaps_ms, 0.99),
+        itl_p99_beside_ms=percentile(cold.gaps_ms, 0.99),
+    )
+
+
+class _Beside:
+    """Streams of the base that decode, and beside them one short request after another, each with
+    an adapter of its own."""
+
+    def __init__(self, engine: Engine, adapters: Sequence[EngineAdapter]) -> None:
+        self.engine = engine
+        self._adapters = list(adapters)
+        self.ttft_ms: list[float] = []
+        self.gaps_ms: list[float] = []
+        self._prompts = distinct(_NUM_BESIDE + _NUM_COLD, 64).prompts(7, LLAMA_100M.vocab_size)
+
+    def run(self) -> None:
+        """Until all have been answered."""
+        engine, last_s = self.engine, dict[str, float]()
+        for number in range(_NUM_BESIDE):
+            prompt = self._prompts[number]
+            engine.add(greedy_request(f"beside{number}", prompt, 60 * (1 + len(self._adapters))))
+        waiting = list(enumerate(self._adapters))
+        sent_s, asked, num_steps = 0.0, "", 0
+        while engine.has_work:
+            num_steps += 1
+            if not asked and waiting and num_steps % 40 == 0:
+                number, adapter = waiting.pop(0)
+                asked = f"asked{number}"
+                one = greedy_request(asked, self._prompts[_NUM_BESIDE + number][:16], 2)
+                sent_s = time.perf_counter()
+                engine.add(msgspec.structs.replace(one, adapter=adapter, cache_salt=asked))
+            for output in engine.step():
+                now_s = time.perf_counter()
+                if output.request_id == asked:
+                    if output.token_ids and not output.finished:
+                        self.ttft_ms.append((now_s - sent_s) * 1e3)
+                    asked = "" if output.finished else asked
+                elif output.token_ids:
+                    before_s = last_s.get(output.request_id)
+                    if before_s is not None:
+                        self.gaps_ms.append((now_s - before_s) * 1e3)
+                    last_s[output.request_id] = now_s
+
+
+def main() -> None:
+    parser = command_parser("adapters.engine", __doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=32)
+    configure_threads(config, shared=False)
+    engine = Engine.load(arguments.model, config)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        kinds: dict[str, list[EngineAdapter]] = {_BASE: []}
+        sizes = {}
+        for kind, targets in PROJECTIONS.items():
+            kinds[kind] = [
+                write_adapter(folder / f"{kind}{number}", LLAMA_100M, targets, _RANK, number)
+                for number in range(_NUM_ADAPTERS)
+            ]
+            sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].path).iterdir())
+        figures = _measure_loads(engine, kinds, arguments.runs)
+        cold = _measure_cold(engine, folder)
+    result = EngineFigures(figures=figures, adapter_bytes=sizes, cold=cold)
+    print(msgspec.json.encode(result).decode())
+
+
+if __name__ == "__main__":
+    main()
