@@ -57,14 +57,9 @@ def _run(
     engine: Engine, load: Load, run: int, adapters: Sequence[EngineAdapter], vocab_size: int
 ) -> Figures:
     prompts = load.prompts(run, vocab_size)
+    num_output_tokens = [load.num_output_tokens] * len(prompts)
     return figures_of(
-        run_closed_loop(
-            engine,
-            prompts,
-            [load.num_output_tokens] * len(prompts),
-            load.streams,
-            adapters=adapters,
-        )
+        run_closed_loop(engine, prompts, num_output_tokens, load.streams, adapters=adapters)
     )
 
 

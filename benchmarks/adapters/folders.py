@@ -45,7 +45,6 @@ def write_adapter(
 def _sizes(shape: LlamaShape) -> dict[str, tuple[int, int]]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    return dict(
-        zip(TARGETS, [*sizes, (hidden, inner), (hidden, inner), (inner, hidden)], strict=True)
-    )
+    attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    mlp = [(hidden, inner), (hidden, inner), (inner, hidden)]
+    return dict(zip(TARGETS, attention + mlp, strict=True))

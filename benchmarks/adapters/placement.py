@@ -1,5 +1,5 @@
-"""Which share of requests finds its adapter at the worker that it is sent to, by the scheduler's own
-placement and without its view of adapters; in virtual time."""
+"""Which share of requests finds its adapter at the worker that it is sent to, by the scheduler's
+own placement and without its view of adapters; in virtual time."""
 
 from __future__ import annotations
 
