@@ -16,8 +16,8 @@ _QUANTIZATION_FILES = ("quantize_config.json", "hf_quant_config.json")
 # What a folder is refused for: its weights alone are not the model that it describes.
 REFUSED_FILES = {
     **dict.fromkeys(_QUANTIZATION_FILES, _QUANTIZED),
-    "adapter_config.json": "describes an adapter, which the engine does not apply; merge it into "
-    "the weights, or move it out of the folder to serve the model without it.",
+    "adapter_config.json": "describes an adapter, which is no part of the model beside it; move it "
+    "to a folder of its own and offer it with --adapter NAME=FOLDER, or merge it into the weights.",
 }
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 

@@ -362,6 +362,8 @@ class Engine:
             adapters=self._adapters.loaded(),
             max_adapters=self._adapters.num_slots,
             adapter_load_ms=self._adapters.load_s * 1e3,
+            num_adapter_loads=self._adapters.num_loads,
+            num_adapter_evictions=self._adapters.num_evictions,
         )
 
     def _outstanding_prompt_tokens(self) -> int:

@@ -138,7 +138,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
     the preemptions kept their work so. ``adapters`` are in the ``max_adapters`` slots, and the last
-    that were loaded took ``adapter_load_ms`` each.
+    that were loaded took ``adapter_load_ms`` each; ``num_adapter_loads`` were, and
+    ``num_adapter_evictions`` made room for others.
     """
 
     max_num_sequences: int = 0
@@ -169,6 +170,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0
     adapter_load_ms: float = 0.0
+    num_adapter_loads: int = 0
+    num_adapter_evictions: int = 0
 
 
 class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):

@@ -78,12 +78,32 @@ _GAUGES = (
         lambda stats: stats.num_used_host_blocks,
     ),
     _Figure(
+        "millrace_adapters_loaded",
+        "LoRA adapters that are in memory",
+        lambda stats: len(stats.adapters),
+    ),
+    _Figure(
+        "millrace_max_adapters",
+        "LoRA adapters that there is room for",
+        lambda stats: stats.max_adapters,
+    ),
+    _Figure(
         "millrace_outstanding_tokens",
         "Tokens that are still to be computed if nothing stops early",
         lambda stats: stats.outstanding_tokens,
     ),
 )
 _COUNTERS = (
+    _Figure(
+        "millrace_adapter_loads",
+        "LoRA adapters that were loaded",
+        lambda stats: stats.num_adapter_loads,
+    ),
+    _Figure(
+        "millrace_adapter_evictions",
+        "LoRA adapters that made room for others",
+        lambda stats: stats.num_adapter_evictions,
+    ),
     _Figure("millrace_engine_steps", "Steps of the engine", lambda stats: stats.num_steps),
     _Figure(
         "millrace_engine_busy_seconds",

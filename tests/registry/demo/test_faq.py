@@ -50,6 +50,7 @@ FEATURES = (
     Feature("docs/embeddings.md", r"POST /v1/rerank", r"`/v1/rerank`"),
     Feature("docs/embeddings.md", r"POST /v1/score", r"`/v1/score`"),
     Feature("docs/embeddings.md", r"POST /classify", r"`/classify`"),
+    Feature("docs/adapters.md", r"millrace up .*--adapter", r"`millrace up --adapter"),
     Feature("docs/gguf.md", r"llama\.cpp", r"GGUF.*llama\.cpp"),
     Feature("docs/engines.md", r"--engine vllm", r"`millrace up --engine vllm"),
     Feature("docs/engines.md", r"SGLang", r"SGLang"),
@@ -80,10 +81,7 @@ FEATURES = (
 )
 
 # What does not exist, by the pair that says so and the words of the documents that do.
-ABSENT = (
-    ("lora_served", "README.md", r"adapters beside the weights"),
-    ("gpu_support", "README.md", r"No GPU was at hand for this version"),
-)
+ABSENT = (("gpu_support", "README.md", r"No GPU was at hand for this version"),)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, save_llama(path)
 
 
+@pytest.fixture(scope="module")
+def engine(llama: tuple[Path, Any]) -> Engine:
+    return _engine(llama[0])
+
+
 def _engine(path: Path, **config: Any) -> Engine:
     chosen: dict[str, Any] = {"num_blocks": 128, "device": "cpu"} | config
     return Engine.load(path, EngineConfig(**chosen))
@@ -72,11 +77,10 @@ def _check_prompt(engine: Engine, model: Any, adapter: EngineAdapter | None) -> 
 
 @pytest.mark.parametrize("targets", SUBSETS, ids=" ".join)
 def test_each_subset_of_projections(
-    llama: tuple[Path, Any], tmp_path: Path, targets: tuple[str, ...]
+    llama: tuple[Path, Any], engine: Engine, tmp_path: Path, targets: tuple[str, ...]
 ) -> None:
-    path, model = llama
+    model = llama[1]
     adapted = save_adapter(tmp_path / "one", model, targets=targets)
-    engine = _engine(path)
     _check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
     _check_prompt(engine, model, None)
 
@@ -92,10 +96,11 @@ def test_each_subset_of_projections(
     ],
     ids=str,
 )
-def test_ranks_and_scales(llama: tuple[Path, Any], tmp_path: Path, config: dict[str, Any]) -> None:
-    path, model = llama
-    adapted = save_adapter(tmp_path / "one", model, **config)
-    _check_prompt(_engine(path), adapted, engine_adapter(tmp_path / "one"))
+def test_ranks_and_scales(
+    llama: tuple[Path, Any], engine: Engine, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    adapted = save_adapter(tmp_path / "one", llama[1], **config)
+    _check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
 
 
 @pytest.mark.parametrize(
@@ -140,10 +145,8 @@ def test_a_batch_mixes_adapters_of_any_rank_and_none(
     assert all(one.num_running == 0 for one in loaded)
 
 
-def test_embeddings(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    path, model = llama
-    adapted = save_adapter(tmp_path / "one", model)
-    engine, token_ids = _engine(path), prompt(5, 33)
+def test_embeddings(llama: tuple[Path, Any], engine: Engine, tmp_path: Path) -> None:
+    adapted, token_ids = save_adapter(tmp_path / "one", llama[1]), prompt(5, 33)
     for pooling in (Pooling.LAST, Pooling.MEAN):
         one = EngineRequest(
             request_id=pooling.value, prompt_token_ids=tuple(token_ids), pooling=pooling
@@ -176,11 +179,11 @@ def test_a_request_is_the_same_alone_and_preempted_among_others(
     adapters = [None, *(engine_adapter(tmp_path / f"a{number}") for number in range(3))]
     requests = [
         _with(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
-        for i, adapter in enumerate(adapters * 2)
+        for i, adapter in enumerate([*adapters, *adapters[:2]])
     ]
     alone: dict[tuple[str, int], list[int]] = {}
+    engine = _engine(path, prefix_cache=False)
     for one in requests:
-        engine = _engine(path)
         engine.add(one)
         alone |= _texts(drain(engine))
     crowded = _engine(path, num_blocks=13, max_batch_tokens=32, max_adapters=2)

@@ -13,7 +13,7 @@ from millrace.workers.kernels.cpu import CpuKernels
 # The CPU's own instructions, and without some of them.
 BUILDS: list[tuple[str, ...]] = [()]
 if platform.machine() == "x86_64":
-    BUILDS.append(("-mno-avx512bf16", "-mno-avx512vnni"))
+    BUILDS.append(("-mno-avx512bf16", "-mno-avx512vnni", "-O1"))
 
 
 def compiled(dtype: torch.dtype, *more_flags: str) -> CpuKernels:
