@@ -29,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     what = parser.add_argument_group("the job")
     what.add_argument("--model", default="demo", help="default: %(default)s")
+    what.add_argument("--adapter", default="", metavar="NAME", help="a LoRA adapter of the model")
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
     prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
@@ -78,7 +79,8 @@ def build_job(arguments: argparse.Namespace) -> Job:
     return Job(
         request_id=request_id,
         model=arguments.model,
-        model_requested=arguments.model,
+        model_requested=_requested(arguments),
+        adapter=arguments.adapter,
         prompt=prompt if arguments.raw else None,
         messages=None if arguments.raw else (ChatMessage("user", prompt),),
         sampling=SamplingOptions(
@@ -93,6 +95,15 @@ def build_job(arguments: argparse.Namespace) -> Job:
         source=Source.NATS,
         received_ns=time.time_ns(),
     )
+
+
+def _requested(arguments: argparse.Namespace) -> str:
+    """As clients name it over HTTP."""
+    from millrace.schemas.models.adapters import SEPARATOR
+
+    if not arguments.adapter:
+        return str(arguments.model)
+    return f"{arguments.model}{SEPARATOR}{arguments.adapter}"
 
 
 async def _publish(job: Job, arguments: argparse.Namespace) -> int:

@@ -108,6 +108,17 @@ async def test_streams_of_twenty_adapters_go_on_whatever_comes_and_goes(
         assert answer.status_code == 200, answer.text
         await asyncio.to_thread(_millrace, adapted, "adapters", "remove", names[1])
         assert await _stream(client, more.name)
+        published = await asyncio.to_thread(
+            _millrace,
+            adapted,
+            "publish",
+            "--adapter",
+            names[2],
+            "--prompt",
+            _QUESTION,
+            *("--max-tokens", "12", "--temperature", "0"),
+        )
+        assert undisturbed[names[2]].startswith(published.strip()[:20])
         texts = await asyncio.wait_for(asyncio.gather(*tasks), timeout=120.0)
         # What was taken before goes on with what it began with, token for token.
         assert dict(zip(names, texts, strict=True)) == undisturbed
