@@ -8,17 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.schemas.errors import AdapterError, ConfigError, ParameterError
+from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.models.adapters import SEPARATOR
 
 if TYPE_CHECKING:
     from millrace.registry.catalogue import Catalogue
     from millrace.registry.checkpoints.checkpoint import ModelConfig
-    from millrace.schemas.models.adapters import Adapter
-    from millrace.workers.engine.types import EngineAdapter
+    from millrace.schemas.models.adapters import Adapter, AdapterRef
 
 # By name.
-Adapters = Mapping[str, "EngineAdapter"]
+Adapters = Mapping[str, "AdapterRef"]
 
 
 def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
@@ -28,38 +27,46 @@ def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help=f"a LoRA adapter of the model, a folder in PEFT's layout; {use}; may be given several "
-        "times",
+        help=f"a LoRA adapter of the model, a folder in PEFT's layout, here or in an object store; "
+        f"{use}; may be given several times",
     )
 
 
-def name_and_path(option: str) -> tuple[str, Path]:
-    """The parts of an option. Raises ConfigError."""
-    name, _, path = option.partition("=")
-    if not name or not path:
+def name_and_source(option: str) -> tuple[str, str]:
+    """The parts of an option; a path is made absolute. Raises ConfigError."""
+    name, _, source = option.partition("=")
+    if not name or not source:
         raise ConfigError(f"--adapter takes NAME=PATH, got {option!r:.200}.")
-    return name, Path(path).expanduser()
+    return name, absolute_source(source)
+
+
+def absolute_source(source: str) -> str:
+    """A path from here on as others find it; an address as it is."""
+    from millrace.registry.artifacts.store import is_address
+
+    return source if is_address(source) else str(Path(source).expanduser().absolute())
 
 
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
     """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
-    that are none, AdapterError for an adapter that cannot be applied."""
+    that are none, AdapterError for an adapter that cannot be applied, ModelSourceError for one that
+    cannot be had."""
+    from millrace.registry.adapters import adapter_folder
     from millrace.registry.checkpoints.adapters.outline import adapter_version, read_adapter_outline
-    from millrace.workers.engine.types import EngineAdapter
+    from millrace.schemas.models.adapters import AdapterRef
 
-    adapters: dict[str, EngineAdapter] = {}
+    adapters: dict[str, AdapterRef] = {}
     for option in options:
-        name, path = name_and_path(option)
+        name, source = name_and_source(option)
         if name in adapters:
             raise ConfigError(f"--adapter {name} is given twice.")
-        if not path.is_dir():
-            raise AdapterError(f"--adapter {name}: the folder {path} does not exist.")
-        read_adapter_outline(path, config, max_rank)
-        adapters[name] = EngineAdapter(name, adapter_version(path), str(path))
+        folder = adapter_folder(source, name)
+        read_adapter_outline(folder, config, max_rank)
+        adapters[name] = AdapterRef(name=name, version=adapter_version(folder), source=source)
     return adapters
 
 
-def adapter_of(name: str | None, adapters: Adapters) -> EngineAdapter | None:
+def adapter_of(name: str | None, adapters: Adapters) -> AdapterRef | None:
     """That of a line that says ``name``: the only one if it says nothing, none if it is empty.
     Raises ParameterError."""
     if name is None:
@@ -73,13 +80,13 @@ def adapter_of(name: str | None, adapters: Adapters) -> EngineAdapter | None:
 def offered_adapter(
     catalogue: Catalogue,
     name: str,
-    path: Path,
+    source: str,
     *,
     model: str | None = None,
     tenants: Sequence[str] = (),
     description: str = "",
 ) -> Adapter:
-    """The adapter in ``path``, as a system with these models offers it: of ``model``, or of the
+    """The adapter at ``source``, as a system with these models offers it: of ``model``, or of the
     only one. Raises MillraceError for what cannot be offered."""
     from millrace.registry.adapters import AdapterOffer, check_offer, outline_for, read_offer
     from millrace.registry.source import resolve
@@ -91,7 +98,7 @@ def offered_adapter(
     offer = AdapterOffer(
         name=name,
         model=entry.name,
-        source=str(path.expanduser().absolute()),
+        source=absolute_source(source),
         tenants=tuple(tenants),
         description=description,
     )

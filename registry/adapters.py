@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from millrace.registry.artifacts.settings import artifact_cache
+from millrace.registry.artifacts.store import is_address
+from millrace.registry.checkpoints.adapters.config import CONFIG_FILE
 from millrace.registry.checkpoints.adapters.outline import (
+    WEIGHTS_FILE,
     AdapterOutline,
     adapter_version,
     read_adapter_outline,
@@ -42,8 +46,8 @@ def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str])
     """The folder of an offer whose model is run by ``engine``; ``taken`` are names of models.
 
     Raises ParameterError naming the field for a bad name, tenant or price book,
-    AdapterTakenError for a model's name, AdapterError for a model that takes no adapters and a
-    source that is no folder.
+    AdapterTakenError for a model's name, AdapterError for a model that takes no adapters, and what
+    ``adapter_folder`` raises.
     """
     if not _NAME.fullmatch(offer.name):
         raise ParameterError(
@@ -68,13 +72,40 @@ def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str])
             f"The model {offer.model} is run by {engine}, which is given no adapters here; models "
             "of Millrace's own engine are."
         )
-    folder = Path(offer.source).expanduser()
-    if not folder.is_absolute() or not folder.is_dir():
+    return adapter_folder(offer.source, offer.name)
+
+
+def adapter_folder(source: str, name: str, version: str = "") -> Path:
+    """The folder of an adapter's files on this machine; what an address in an object store lacks
+    here is fetched. With a ``version``, as they were then.
+
+    Raises AdapterError for a source that is none, and for files that have changed since;
+    ModelSourceError for what a store refuses.
+    """
+    if is_address(source):
+        cache = artifact_cache()
+        kept = cache.kept(source, lambda one: _is(one, version)) if version else None
+        folder = kept or cache.fetch(source, (CONFIG_FILE, WEIGHTS_FILE), f"Adapter {name}")
+    else:
+        folder = Path(source).expanduser()
+        if not folder.is_absolute() or not folder.is_dir():
+            raise AdapterError(
+                f"The adapter {name}: {source!r:.300} is no folder by its absolute path, there on "
+                "this machine and on those of the workers, and no address in an object store."
+            )
+    if version and not _is(folder, version):
         raise AdapterError(
-            f"The adapter {offer.name}: {offer.source!r:.300} is no folder by its absolute path; "
-            "it must be there on this machine and on those of the workers."
+            f"The adapter {name}: its files in {source} have changed since it was offered. Offer "
+            "what they are now anew, and keep each version in a folder of its own."
         )
     return folder
+
+
+def _is(folder: Path, version: str) -> bool:
+    try:
+        return adapter_version(folder) == version
+    except AdapterError:
+        return False
 
 
 def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_ns: int) -> Adapter:
@@ -82,7 +113,7 @@ def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_n
     return Adapter(
         name=offer.name,
         version=adapter_version(folder),
-        source=str(folder.resolve()),
+        source=offer.source if is_address(offer.source) else str(folder.resolve()),
         prices=offer.prices,
         model=offer.model,
         tenants=offer.tenants,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from millrace.registry.artifacts.store import is_address
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
 from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.routing.router import Route, Router
@@ -72,7 +73,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model of the catalogue.
 
-    ``source`` is the absolute path of a folder or of a GGUF file, or a hub id
+    ``source`` is the absolute path of a folder or of a GGUF file, an address in an object store
+    (``s3://bucket/path``, ``gs://…`` or ``az://…``), or a hub id
     (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
     ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
     ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
@@ -152,9 +154,9 @@ class Catalogue:
         return entry
 
     def entry_for(self, path_or_name: str) -> ModelEntry:
-        """The entry of that name; else one, unpriced, for a local folder or GGUF file (named after
-        it) or for a hub id (named by it). Raises ModelNotFoundError, which says of a path what is
-        wrong with it."""
+        """The entry of that name; else one, unpriced, for a local folder, a GGUF file or an address
+        in an object store (named after it) or for a hub id (named by it). Raises
+        ModelNotFoundError, which says of a path what is wrong with it."""
         if path_or_name in self._entries:
             return self._entries[path_or_name]
         path = Path(path_or_name).expanduser()
@@ -162,6 +164,9 @@ class Catalogue:
             source = absolute_source(path)
             name = source.name if path.is_dir() else model_name_of(path.name)
             return ModelEntry(name=checked_name(name), source=str(source))
+        if is_address(path_or_name):
+            name = path_or_name.rstrip("/").rpartition("/")[2]
+            return ModelEntry(name=checked_name(name), source=path_or_name)
         self._check_is_no_path(path_or_name, path)
         if not _HUB_ID.fullmatch(path_or_name):
             return self.get(path_or_name)
@@ -277,11 +282,11 @@ def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]
 def _source(folder: Path, source: str) -> str:
     if source.startswith(_LOCAL_PREFIXES):
         return str(absolute_source(folder / Path(source).expanduser()))
-    if _HUB_ID.fullmatch(source):
+    if is_address(source) or _HUB_ID.fullmatch(source):
         return source
     raise ValueError(
-        f"source must be a folder (./folder, /folder), a GGUF file (./file.gguf) or a hub id "
-        f"(organisation/model), got {source!r}"
+        f"source must be a folder (./folder, /folder), a GGUF file (./file.gguf), a hub id "
+        f"(organisation/model) or an address (s3://, gs:// or az://), got {source!r}"
     )
 
 

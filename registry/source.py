@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from millrace.registry.artifacts.settings import artifact_cache
+from millrace.registry.artifacts.store import ModelSourceError, is_address
 from millrace.registry.checkpoints.side_files import REFUSED_FILES
 from millrace.registry.gguf.parts import GGUF_ENDING, parts_of
-from millrace.schemas.errors import CheckpointError, MillraceError
+from millrace.schemas.errors import CheckpointError
 
 if TYPE_CHECKING:
     from millrace.registry.catalogue import ModelEntry
@@ -20,30 +22,31 @@ _WANTED_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "model*.safetensors",
-    "model.safetensors.index.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
     "modules.json",
     "*_Pooling/config.json",
     *REFUSED_FILES,
 )
-
-
-class ModelSourceError(MillraceError, code="model_source_unavailable", http_status=503):
-    """The hub does not give the model: unknown, not allowed, or out of reach."""
+# Beside a model's weights: the same in other layouts, and adapters.
+_UNWANTED_FILES = ("*/*.safetensors", "consolidated*", "adapter_model*")
 
 
 def resolve(entry: ModelEntry) -> Path:
-    """The folder of the model's files, or one that says what its GGUF file says; what a hub id
-    lacks here is downloaded, with a progress bar on stderr.
+    """The folder of the model's files, or one that says what its GGUF file says; what a hub id or
+    an address in an object store lacks here is downloaded, with a progress bar on stderr.
 
     Raises CheckpointError for a folder that is no checkpoint and a damaged GGUF file,
-    ModelSourceError for the hub's refusals and a network that is unreachable.
+    ModelSourceError for refusals of the hub and the store and a network that is unreachable.
     """
     if entry.is_gguf:
         from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 
         return checkpoint_folder(gguf_file(entry))
-    folder = Path(entry.source) if entry.is_local else _download(entry, _WANTED_FILES)
+    if is_address(entry.source):
+        folder = artifact_cache().fetch(entry.source, _WANTED_FILES, f"Model {entry.name}")
+    else:
+        folder = Path(entry.source) if entry.is_local else _download(entry, _WANTED_FILES)
     if not folder.is_dir():
         raise CheckpointError(f"Model {entry.name}: the folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
@@ -85,7 +88,10 @@ def _download(entry: ModelEntry, wanted_files: Sequence[str]) -> Path:
     about = f"Model {entry.name}: {repository}"
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(wanted_files)
+            repository,
+            revision=revision or None,
+            allow_patterns=list(wanted_files),
+            ignore_patterns=list(_UNWANTED_FILES),
         )
     except errors.GatedRepoError as error:
         raise ModelSourceError(

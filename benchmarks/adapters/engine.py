@@ -21,9 +21,9 @@ from benchmarks.support.closed_loop import greedy_request, run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, figures_of, medians, percentile
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.threads import configure_threads
-from millrace.workers.engine.types import EngineAdapter
 
 _NUM_ADAPTERS, _RANK = 20, 16
 _LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
@@ -54,7 +54,7 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _run(
-    engine: Engine, load: Load, run: int, adapters: Sequence[EngineAdapter], vocab_size: int
+    engine: Engine, load: Load, run: int, adapters: Sequence[AdapterRef], vocab_size: int
 ) -> Figures:
     prompts = load.prompts(run, vocab_size)
     num_output_tokens = [load.num_output_tokens] * len(prompts)
@@ -64,7 +64,7 @@ def _run(
 
 
 def _measure_loads(
-    engine: Engine, kinds: dict[str, list[EngineAdapter]], runs: int
+    engine: Engine, kinds: dict[str, list[AdapterRef]], runs: int
 ) -> dict[str, dict[str, Figures]]:
     """In turns, so that a slow minute of the machine is in all of them."""
     measured: dict[str, dict[str, Figures]] = {}
@@ -85,7 +85,7 @@ def _measure_cold(engine: Engine, folder: Path) -> ColdFigures:
         write_adapter(folder / f"cold{number}", LLAMA_100M, targets, _COLD_RANK, 100 + number)
         for number in range(_NUM_COLD)
     ]
-    size_bytes = sum(file.stat().st_size for file in Path(fresh[0].path).iterdir())
+    size_bytes = sum(file.stat().st_size for file in Path(fresh[0].source).iterdir())
     alone = _Beside(engine, [])
     alone.run()
     cold = _Beside(engine, fresh)
@@ -106,7 +106,7 @@ class _Beside:
     """Streams of the base that decode, and beside them one short request after another, each with
     an adapter of its own."""
 
-    def __init__(self, engine: Engine, adapters: Sequence[EngineAdapter]) -> None:
+    def __init__(self, engine: Engine, adapters: Sequence[AdapterRef]) -> None:
         self.engine = engine
         self._adapters = list(adapters)
         self.ttft_ms: list[float] = []
@@ -152,14 +152,14 @@ def main() -> None:
     engine = Engine.load(arguments.model, config)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        kinds: dict[str, list[EngineAdapter]] = {_BASE: []}
+        kinds: dict[str, list[AdapterRef]] = {_BASE: []}
         sizes = {}
         for kind, targets in PROJECTIONS.items():
             kinds[kind] = [
                 write_adapter(folder / f"{kind}{number}", LLAMA_100M, targets, _RANK, number)
                 for number in range(_NUM_ADAPTERS)
             ]
-            sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].path).iterdir())
+            sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].source).iterdir())
         figures = _measure_loads(engine, kinds, arguments.runs)
         cold = _measure_cold(engine, folder)
     result = EngineFigures(figures=figures, adapter_bytes=sizes, cold=cold)

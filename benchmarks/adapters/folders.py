@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from benchmarks.checkpoints import LlamaShape
 from millrace.registry.checkpoints.adapters.config import CONFIG_FILE
 from millrace.registry.checkpoints.adapters.outline import TARGETS, WEIGHTS_FILE, adapter_version
-from millrace.workers.engine.types import EngineAdapter
+from millrace.schemas.models.adapters import AdapterRef
 
 # What PEFT changes of a Llama where it is not told, and all that there is.
 PROJECTIONS: Final[dict[str, tuple[str, ...]]] = {"q v": ("q_proj", "v_proj"), "all": TARGETS}
@@ -20,7 +20,7 @@ PROJECTIONS: Final[dict[str, tuple[str, ...]]] = {"q v": ("q_proj", "v_proj"), "
 
 def write_adapter(
     folder: Path, shape: LlamaShape, targets: tuple[str, ...], rank: int, seed: int
-) -> EngineAdapter:
+) -> AdapterRef:
     """A bfloat16 adapter of every layer in ``folder``."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
@@ -39,7 +39,7 @@ def write_adapter(
                 numbers = torch.randn(*size, generator=generator) * 0.02
                 tensors[f"{module}.lora_{side}.weight"] = numbers.bfloat16()
     save_file(tensors, folder / WEIGHTS_FILE)
-    return EngineAdapter(folder.name, adapter_version(folder), str(folder))
+    return AdapterRef(name=folder.name, version=adapter_version(folder), source=str(folder))
 
 
 def _sizes(shape: LlamaShape) -> dict[str, tuple[int, int]]:

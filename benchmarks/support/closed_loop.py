@@ -9,9 +9,10 @@ import msgspec
 
 from benchmarks.support.figures import RequestTimes
 from benchmarks.support.prompts import Prompt
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineAdapter, EngineRequest
+from millrace.workers.engine.types import EngineRequest
 
 
 def run_closed_loop(
@@ -20,7 +21,7 @@ def run_closed_loop(
     num_output_tokens: Sequence[int],
     streams: int,
     on_step: Callable[[Engine], object] = lambda _: None,
-    adapters: Sequence[EngineAdapter] = (),
+    adapters: Sequence[AdapterRef] = (),
 ) -> list[RequestTimes]:
     """Greedy answers of exactly ``num_output_tokens`` to all prompts, ``streams`` at a time.
 

@@ -17,7 +17,7 @@ import msgspec
 
 from millrace.cli.adapter_options import (
     add_adapter_option,
-    name_and_path,
+    name_and_source,
     offered_adapter,
     split_model,
 )
@@ -203,9 +203,9 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
 def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:
     adapters = []
     for option in options:
-        name, path = name_and_path(option)
+        name, source = name_and_source(option)
         model, own_name = split_model(name, models)
-        adapters.append(offered_adapter(models, own_name, path, model=model))
+        adapters.append(offered_adapter(models, own_name, source, model=model))
     return tuple(adapters)
 
 

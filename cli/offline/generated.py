@@ -10,10 +10,11 @@ import msgspec
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.jobs import Job
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.tools import ToolDefinition, ToolFormat
-from millrace.workers.engine.types import EngineAdapter, EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.host.generations.output_text import TextStream
 
 
@@ -30,7 +31,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     cancel_after_tokens: int | None = None
-    adapter: EngineAdapter | None = None
+    adapter: AdapterRef | None = None
     tool_format: ToolFormat | None = None
     tools: tuple[ToolDefinition, ...] = ()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.adapter_options import offered_adapter
@@ -33,9 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add.add_argument("name", metavar="NAME")
     add.add_argument(
         "path",
-        type=Path,
         metavar="PATH",
-        help="its folder in PEFT's layout, there on the machines of gateways and workers",
+        help="its folder in PEFT's layout, there on the machines of gateways and workers, or its "
+        "address in an object store (s3://bucket/path)",
     )
     add.add_argument("--model", metavar="NAME", help="whose it is, where there are several models")
     add.add_argument(

@@ -16,6 +16,7 @@ from millrace.schemas.config.scheduler import (
 )
 from millrace.schemas.config.section import Section
 from millrace.schemas.config.stores import (
+    ArtifactsConfig,
     ClickHouseConfig,
     KafkaConfig,
     NatsConfig,
@@ -26,6 +27,7 @@ from millrace.schemas.config.telemetry import MetricsConfig, TelemetryConfig, Tr
 from millrace.schemas.config.worker import EngineConfig, SimulationConfig, WorkerConfig
 
 __all__ = [
+    "ArtifactsConfig",
     "AutoscaleConfig",
     "ClickHouseConfig",
     "Config",
@@ -66,6 +68,7 @@ class Config(Section, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     storage: StorageConfig = StorageConfig()
+    artifacts: ArtifactsConfig = ArtifactsConfig()
     slo: SloConfig = SloConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()

@@ -164,3 +164,14 @@ class StorageConfig(Section, frozen=True, kw_only=True):
     check_interval_s: float = 1.0
     """How often the disks are looked at; up to five times less often while they have so much room
     that nothing could fill them meanwhile."""
+
+
+class ArtifactsConfig(Section, frozen=True, kw_only=True):
+    """Copies of models and adapters that are in object stores, shared by all processes of a
+    machine."""
+
+    path: str = ""
+    """Their folder; empty: ``millrace/artifacts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+
+    max_bytes: int = 200 * 1024**3
+    """How much of them stays; what was used least recently goes first."""

@@ -10,6 +10,7 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.device import device_of
 from millrace.workers.engine.device.loading import load_device_runner
@@ -20,7 +21,6 @@ from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
-from millrace.workers.engine.types import EngineAdapter
 from millrace.workers.kernels.operations import WeightSize
 
 
@@ -51,7 +51,7 @@ class Runner(Protocol):
     @property
     def weight_size(self) -> WeightSize: ...
 
-    def load_adapter(self, adapter: EngineAdapter, max_rank: int) -> AdapterWeights:
+    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
         """Read an adapter of at most such a rank; for any thread. Raises AdapterError."""
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:

@@ -11,20 +11,6 @@ from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 
 
-class EngineAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter to apply: ``path`` is the folder of its files on this machine, ``version``
-    names the weights in it."""
-
-    name: str
-    version: str
-    path: str
-
-    @classmethod
-    def of(cls, adapter: AdapterRef) -> EngineAdapter:
-        """One whose source is such a folder."""
-        return cls(adapter.name, adapter.version, adapter.source)
-
-
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to continue.
 
@@ -48,7 +34,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str = ""
     pooling: Pooling | None = None
     watched: bool = False
-    adapter: EngineAdapter | None = None
+    adapter: AdapterRef | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,7 +13,7 @@ SMALL = ("--kv-cache-bytes", "2000000", "--threads", "1")
 
 
 def generate(
-    folder: Path, checkpoint: Path, lines: Sequence[Any], *options: str
+    folder: Path, checkpoint: Path | str, lines: Sequence[Any], *options: str
 ) -> tuple[int, list[dict[str, Any]]]:
     """The exit code and the answers."""
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)

@@ -49,7 +49,7 @@ def test_a_line_with_an_unknown_adapter_is_bad(tmp_path: Path, checkpoint: Path)
     ("option", "told"),
     [
         ("sql", "NAME=PATH"),
-        ("sql=/nowhere/at/all", "does not exist"),
+        ("sql=/nowhere/at/all", "is no folder"),
         ("sql={folder}", "adapter_config.json cannot be read"),
     ],
 )

@@ -14,12 +14,13 @@ import huggingface_hub
 import pytest
 
 from benchmarks.support.gguf_files import write_gguf
+from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
 from millrace.registry.gguf import checkpoint_folder as folders
 from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 from millrace.registry.served import ServedModel
-from millrace.registry.source import ModelSourceError, gguf_file, resolve
+from millrace.registry.source import gguf_file, resolve
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError

@@ -10,7 +10,7 @@ import peft
 import torch
 
 from millrace.registry.checkpoints.adapters.outline import adapter_version
-from millrace.workers.engine.types import EngineAdapter
+from millrace.schemas.models.adapters import AdapterRef
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -38,6 +38,6 @@ def save_adapter(
     return adapted.eval()
 
 
-def engine_adapter(path: Path, name: str = "") -> EngineAdapter:
+def engine_adapter(path: Path, name: str = "") -> AdapterRef:
     """The adapter in ``path``, as requests name it."""
-    return EngineAdapter(name or path.name, adapter_version(path), str(path))
+    return AdapterRef(name=name or path.name, version=adapter_version(path), source=str(path))

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.prefix import salt_of
 from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineAdapter, EngineRequest
+from millrace.workers.engine.types import EngineRequest
 from tests.workers.adapters.saved import ALL_TARGETS, engine_adapter, save_adapter
 from tests.workers.checkpoints import reference_greedy, save_llama, save_model
 from tests.workers.engine.support import (
@@ -53,7 +54,7 @@ def _engine(path: Path, **config: Any) -> Engine:
     return Engine.load(path, EngineConfig(**chosen))
 
 
-def _with(adapter: EngineAdapter | None, one: EngineRequest) -> EngineRequest:
+def _with(adapter: AdapterRef | None, one: EngineRequest) -> EngineRequest:
     version = "" if adapter is None else adapter.version
     return msgspec.structs.replace(one, adapter=adapter, cache_salt=salt_of("", "", version))
 
@@ -65,7 +66,7 @@ def _logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
     return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
-def _check_prompt(engine: Engine, model: Any, adapter: EngineAdapter | None) -> None:
+def _check_prompt(engine: Engine, model: Any, adapter: AdapterRef | None) -> None:
     token_ids = prompt(3, 40)
     engine.add(_with(adapter, request("scored", token_ids, prompt_logprobs=0, max_tokens=1)))
     outputs = drain(engine)

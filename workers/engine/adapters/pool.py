@@ -9,17 +9,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.schemas.errors import AdapterError
-from millrace.schemas.models.adapters import LoadedAdapter
+from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.workers.engine.sequence import Rank, Sequence, SequenceState
 from millrace.workers.engine.task_threads import TaskThreads
-from millrace.workers.engine.types import EngineAdapter
 
+# What one fetches from afar does not hold up the others.
+_NUM_THREADS = 4
 # Of the mean load time, what the latest one counts.
 _LATEST_SHARE = 0.3
 
 # Reads an adapter's files and makes of them what the runner multiplies with. Called on a thread of
 # its own. Raises AdapterError.
-LoadAdapter = Callable[[EngineAdapter], Any]
+LoadAdapter = Callable[[AdapterRef], Any]
 
 
 class _Slot:
@@ -27,7 +28,7 @@ class _Slot:
 
     __slots__ = ("adapter", "num_running", "waiting", "weights")
 
-    def __init__(self, adapter: EngineAdapter, waiting: dict[Sequence, None]) -> None:
+    def __init__(self, adapter: AdapterRef, waiting: dict[Sequence, None]) -> None:
         self.adapter = adapter
         self.waiting = waiting
         self.weights: Any = None
@@ -42,8 +43,8 @@ class _Loaded(NamedTuple):
 
 
 class AdapterPool:
-    """Loads adapters when sequences ask for them, on a thread, while others go on. Not thread-safe
-    but for what that thread hands over.
+    """Loads adapters when sequences ask for them, on threads, while others go on. Not thread-safe
+    but for what those threads hand over.
 
     A sequence that cannot begin yet is not ``ready``, and becomes so. An adapter that a sequence in
     the batch has stays where it is. Where all slots are used so, the least used is no longer given
@@ -60,7 +61,7 @@ class AdapterPool:
         monotonic: Callable[[], float] = time.perf_counter,
         threads: TaskThreads | None = None,
     ) -> None:
-        """``on_loaded`` is called on the loading thread when there is something to ``settle``."""
+        """``on_loaded`` is called on a loading thread when there is something to ``settle``."""
         self.num_slots = num_slots
         self.load_s = 0.0
         self.num_loads = 0
@@ -68,7 +69,7 @@ class AdapterPool:
         self._load = load
         self._on_loaded = on_loaded
         self._monotonic = monotonic
-        self._threads = threads or TaskThreads("adapter-load", 1)
+        self._threads = threads or TaskThreads("adapter-load", _NUM_THREADS)
         # By version, the least recently used first.
         self._slots: collections.OrderedDict[str, _Slot] = collections.OrderedDict()
         self._loaded: collections.deque[_Loaded] = collections.deque()
@@ -187,7 +188,7 @@ class AdapterPool:
                 del self._queued[sequence]
 
     def _begin(
-        self, adapter: EngineAdapter, waiting: dict[Sequence, None], rank: Rank | None = None
+        self, adapter: AdapterRef, waiting: dict[Sequence, None], rank: Rank | None = None
     ) -> bool:
         """Load an adapter, in place of another if there is no free slot; False if none can go: one
         that the batch has, or one that is asked for by a sequence of a higher rank, or of any."""
@@ -242,7 +243,7 @@ def _is_over(sequence: Sequence) -> bool:
     return sequence.state is SequenceState.FINISHED
 
 
-def _refuse(adapter: EngineAdapter) -> Any:
+def _refuse(adapter: AdapterRef) -> Any:
     raise AdapterError(f"This engine takes no adapters, and so not {adapter.name}.")
 
 

@@ -12,6 +12,7 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import BatchLayout, lay_out
 from millrace.workers.engine.device.device import Array, Device, Stopwatch
@@ -32,7 +33,7 @@ from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import DeviceLostError, EngineAdapter
+from millrace.workers.engine.types import DeviceLostError
 from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
 from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
@@ -169,7 +170,7 @@ class DeviceRunner:
             self._tell(pack(layout, (), (), shape, self._state.padding_row))
             self._compute(shape)
 
-    def load_adapter(self, adapter: EngineAdapter, max_rank: int) -> AdapterWeights:
+    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
         raise NotImplementedError(f"{adapter.name} of rank {max_rank}: none of them is taken here")
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch, build_batch
@@ -28,7 +30,6 @@ from millrace.workers.engine.sampling.prompt_logprobs import score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
-from millrace.workers.engine.types import EngineAdapter
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.kernels.operations import WeightSize
@@ -135,9 +136,10 @@ class ModelRunner:
     def host_device(self) -> torch.device:
         return self._device
 
-    def load_adapter(self, adapter: EngineAdapter, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most such a rank. Raises AdapterError."""
-        outline = read_adapter_outline(Path(adapter.path), self.config, max_rank)
+    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
+        """Read an adapter of at most such a rank. Raises AdapterError, ModelSourceError."""
+        folder = adapter_folder(adapter.source, adapter.name, adapter.version)
+        outline = read_adapter_outline(folder, self.config, max_rank)
         with torch.inference_mode():
             layers = read_adapter_weights(outline, self.config, self._decoder.dtype)
             return self._decoder.adapter(layers)

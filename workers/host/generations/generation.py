@@ -24,7 +24,7 @@ from millrace.schemas.frames import (
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineAdapter, EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
@@ -215,7 +215,7 @@ class Generation:
             cache_salt=cache_salt,
             pooling=self.job.pooling,
             watched=bool(self.job.sampling.stop),
-            adapter=None if self.adapter is None else EngineAdapter.of(self.adapter),
+            adapter=self.adapter,
         )
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:

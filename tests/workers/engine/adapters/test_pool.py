@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.schemas.errors import AdapterError
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.scheduling.running import RunningSequences
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.task_threads import TaskThreads
-from millrace.workers.engine.types import EngineAdapter, EngineRequest
+from millrace.workers.engine.types import EngineRequest
 
 
 class _Threads(TaskThreads):
@@ -43,7 +44,7 @@ class _World:
         self.failed: list[Sequence] = []
         self.num_made = 0
 
-    def _load(self, adapter: EngineAdapter) -> object:
+    def _load(self, adapter: AdapterRef) -> object:
         if adapter.name in self.broken:
             raise AdapterError(f"{adapter.name} is broken")
         return f"weights of {adapter.name}"
@@ -52,7 +53,7 @@ class _World:
         self.num_settled += 1
 
     def add(self, name: str) -> Sequence:
-        adapter = EngineAdapter(name, f"version of {name}", "") if name else None
+        adapter = AdapterRef(name=name, version=f"version of {name}", source="") if name else None
         one = Sequence(
             EngineRequest(request_id=str(self.num_made), prompt_token_ids=(1,), adapter=adapter),
             arrival=self.num_made,

@@ -1,0 +1,225 @@
+"""Copies of stored folders on this machine: each content once, shared by all of its processes.
+
+objects/SHA256            a file's contents
+snapshots/ADDRESS/VERSION a folder as it was, of links to objects
+partial/FILE              what has come so far of one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.registry.artifacts.store import (
+    ModelSourceError,
+    StoredFile,
+    StoredFolder,
+    StoreUnreachableError,
+)
+from millrace.runtime.binaries import cache_folder
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_MAX_BYTES = 200 * 1024**3
+_COMPLETE = ".complete"
+_READ_BYTES = 1 << 20
+_ID_CHARACTERS = 32
+# How often a file whose transfer is cut is taken up again.
+_MAX_RESUMES = 5
+
+
+class ArtifactCache:
+    """The folder of all copies; ``max_bytes`` of them stay, the least recently used snapshots go
+    first. What a process has opened stays readable to it."""
+
+    def __init__(self, root: Path | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._root = root or cache_folder() / "artifacts"
+        self._max_bytes = max_bytes
+
+    def fetch(self, address: str, wanted: tuple[str, ...], about: str) -> Path:
+        """The folder at ``address`` as it is now, with its files that match one of ``wanted``.
+
+        Where the store does not answer, what is here of it is taken, the latest. Processes that
+        ask for the same one wait for the first. Raises ModelSourceError.
+        """
+        try:
+            folder = StoredFolder(address, about)
+            files = [one for one in folder.files() if _matches(one.path, wanted)]
+        except StoreUnreachableError as error:
+            latest = self._latest(address)
+            if latest is None:
+                raise
+            _log.warning("%s The copy on this machine is used.", error.message)
+            return latest
+        if not files:
+            raise ModelSourceError(f"{about}: there are no files of it at {address}.")
+        target = self._snapshots(address) / _version_of(files)
+        if not (target / _COMPLETE).exists():
+            try:
+                with self._locked(address):
+                    if not (target / _COMPLETE).exists():
+                        self._download(folder, files, target, about)
+                        self._make_room(target)
+            except OSError as error:
+                raise ModelSourceError(
+                    f"{about}: {address} cannot be kept in {self._root}: {error.strerror or error}."
+                ) from error
+        with contextlib.suppress(OSError):
+            os.utime(target / _COMPLETE)
+        return target
+
+    def kept(self, address: str, is_it: Callable[[Path], bool]) -> Path | None:
+        """The latest copy of an address for which ``is_it`` holds."""
+        return next(filter(is_it, self._complete(address)), None)
+
+    def _latest(self, address: str) -> Path | None:
+        return next(iter(self._complete(address)), None)
+
+    def _complete(self, address: str) -> list[Path]:
+        """The latest first."""
+        found = [mark.parent for mark in self._snapshots(address).glob(f"*/{_COMPLETE}")]
+        return sorted(found, key=_used_ns, reverse=True)
+
+    def _snapshots(self, address: str) -> Path:
+        return self._root / "snapshots" / _digest(address.rstrip("/"))
+
+    @contextlib.contextmanager
+    def _locked(self, address: str) -> Iterator[None]:
+        locks = self._root / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / _digest(address.rstrip("/"))).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _download(
+        self, folder: StoredFolder, files: list[StoredFile], target: Path, about: str
+    ) -> None:
+        from tqdm import tqdm
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        total = sum(file.size_bytes for file in files)
+        with (
+            tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as made,
+            tqdm(
+                total=total, unit="B", unit_scale=True, desc=about, disable=not sys.stderr.isatty()
+            ) as bar,
+        ):
+            fresh = Path(made) / "files"
+            known = self._known(target.parent)
+            for file in files:
+                contents = known.get(file)
+                if contents is None or not contents.exists():
+                    contents = self._object_of(folder, file, str(target.parent), bar)
+                else:
+                    bar.update(file.size_bytes)
+                known[file] = contents
+                link = fresh / file.path
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.hardlink_to(contents)
+            listed = [(file, known[file].name) for file in files]
+            (fresh / _COMPLETE).write_bytes(msgspec.json.encode(listed))
+            if target.exists():  # without its mark: something broke in the middle of a removal
+                shutil.rmtree(target)
+            fresh.rename(target)
+
+    def _known(self, snapshots: Path) -> dict[StoredFile, Path]:
+        """The contents of files as earlier snapshots have them."""
+        known: dict[StoredFile, Path] = {}
+        for mark in snapshots.glob(f"*/{_COMPLETE}"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                listed = msgspec.json.decode(mark.read_bytes(), type=list[tuple[StoredFile, str]])
+                known |= {file: self._root / "objects" / name for file, name in listed}
+        return known
+
+    def _object_of(self, folder: StoredFolder, file: StoredFile, owner: str, bar: Any) -> Path:
+        """The contents of a file, taken up where an earlier attempt was cut."""
+        objects, partial = self._root / "objects", self._root / "partial"
+        objects.mkdir(exist_ok=True)
+        partial.mkdir(exist_ok=True)
+        part = partial / _digest(f"{owner}\0{file.path}\0{file.tag}\0{file.size_bytes}")
+        digest = hashlib.sha256()
+        with part.open("ab+") as stream:
+            stream.seek(0)
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+            done = stream.tell()
+            bar.update(done)
+            for attempt in range(_MAX_RESUMES + 1):
+                try:
+                    if done < file.size_bytes:
+                        for chunk in folder.read(file, done):
+                            stream.write(chunk)
+                            digest.update(chunk)
+                            done += len(chunk)
+                            bar.update(len(chunk))
+                    break
+                except StoreUnreachableError:
+                    if attempt == _MAX_RESUMES:
+                        raise
+        if done != file.size_bytes:
+            part.unlink()
+            raise StoreUnreachableError(
+                f"{file.path} came with {done} bytes instead of {file.size_bytes}. Try again."
+            )
+        contents = objects / digest.hexdigest()
+        if contents.exists():
+            part.unlink()
+        else:
+            part.rename(contents)
+        return contents
+
+    def _make_room(self, kept: Path) -> None:
+        """Remove what was used least recently until the rest fits, and contents that no snapshot
+        has."""
+        objects = self._root / "objects"
+
+        def num_bytes() -> int:
+            size = 0
+            for file in objects.iterdir():
+                status = file.stat()
+                if status.st_nlink == 1:
+                    file.unlink()
+                else:
+                    size += status.st_size
+            return size
+
+        marks = (self._root / "snapshots").glob(f"*/*/{_COMPLETE}")
+        for snapshot in sorted((mark.parent for mark in marks), key=_used_ns):
+            if num_bytes() <= self._max_bytes:
+                return
+            if snapshot != kept:
+                _log.info("removed the copy %s to make room", snapshot)
+                (snapshot / _COMPLETE).unlink()
+                shutil.rmtree(snapshot)
+        num_bytes()
+
+
+def _matches(path: str, wanted: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in wanted)
+
+
+def _version_of(files: list[StoredFile]) -> str:
+    return _digest("\0".join(f"{one.path}\0{one.size_bytes}\0{one.tag}" for one in files))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARACTERS]
+
+
+def _used_ns(snapshot: Path) -> int:
+    try:
+        return (snapshot / _COMPLETE).stat().st_mtime_ns
+    except OSError:  # another process has just removed it
+        return 0

@@ -1,0 +1,1 @@
+"""Models and adapters in object stores, and their copies here."""
