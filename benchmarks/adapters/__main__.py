@@ -1,14 +1,15 @@
 """LoRA adapters beside their base, on the engine and at the scheduler.
 
-  python -m benchmarks.adapters [--only PART ...] [--save]
+    python -m benchmarks.adapters [--only PART ...] [--save]
 
-engine     the 100M Llama in bfloat16: tokens a second of twenty adapters of rank 16 in turns
-           beside the base alone, by what the adapters change (queries and values, as PEFT does
-           where it is not told, or every projection), at 1, 8 and 32 streams of 128 tokens in
-           and 64 out; and the first token of adapters of 20 MB that nobody has loaded, beside 8
-           streams that decode
-placement  how many requests find their adapter where they are sent: 100 adapters by Zipf's law,
-           2 workers with 20 slots each, with the scheduler's view of adapters and without
+The model is a Llama of 100M parameters with random weights, in bfloat16:
+
+  engine     tokens a second of twenty adapters of rank 16 in turns beside the base alone, by what
+             the adapters change (queries and values, as PEFT does where it is not told, or every
+             projection), at 1, 8 and 32 streams of 128 tokens in and 64 out; and the first token of
+             adapters of 20 MB that are in a local S3 server only, beside 8 streams that decode
+  placement  how many requests find their adapter where they are sent: 100 adapters by Zipf's law,
+             2 workers with 20 slots each, with the scheduler's view of adapters and without
 """
 
 from __future__ import annotations

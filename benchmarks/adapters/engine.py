@@ -7,6 +7,7 @@ Prints one JSON object.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from benchmarks.peers.loads import Load, distinct
 from benchmarks.support.closed_loop import greedy_request, run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, figures_of, medians, percentile
+from benchmarks.support.s3_server import s3_server, upload
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.engine import Engine
@@ -33,9 +35,9 @@ _COLD_RANK, _NUM_COLD, _NUM_BESIDE = 64, 8, 8
 
 
 class ColdFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """First tokens of requests whose adapter nobody has loaded, beside others that decode: ``ttft``
-    with the adapter loaded and not, and the 99th percentile of the others' time between tokens
-    without such requests and with them. All in ms."""
+    """First tokens of requests whose adapter is in a local S3 server only, beside others that
+    decode: ``ttft`` with the adapter loaded and not, and the 99th percentile of the others' time
+    between tokens without such requests and with them. All in ms."""
 
     size_bytes: int
     ttft_warm_p50_ms: float
@@ -79,13 +81,16 @@ def _measure_loads(
     return measured
 
 
-def _measure_cold(engine: Engine, folder: Path) -> ColdFigures:
+def _measure_cold(engine: Engine, folder: Path, bucket: str) -> ColdFigures:
+    """Of adapters that are in a bucket and nowhere else."""
     targets = PROJECTIONS["all"]
-    fresh = [
-        write_adapter(folder / f"cold{number}", LLAMA_100M, targets, _COLD_RANK, 100 + number)
-        for number in range(_NUM_COLD)
-    ]
-    size_bytes = sum(file.stat().st_size for file in Path(fresh[0].source).iterdir())
+    fresh = []
+    for number in range(_NUM_COLD):
+        own = folder / f"cold{number}"
+        made = write_adapter(own, LLAMA_100M, targets, _COLD_RANK, 100 + number)
+        upload(own, f"{bucket}/{own.name}")
+        fresh.append(msgspec.structs.replace(made, source=f"{bucket}/{own.name}"))
+    size_bytes = sum(file.stat().st_size for file in own.iterdir())
     alone = _Beside(engine, [])
     alone.run()
     cold = _Beside(engine, fresh)
@@ -161,7 +166,9 @@ def main() -> None:
             ]
             sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].source).iterdir())
         figures = _measure_loads(engine, kinds, arguments.runs)
-        cold = _measure_cold(engine, folder)
+        os.environ["MILLRACE_ARTIFACTS__PATH"] = str(folder / "artifacts")
+        with s3_server() as bucket:
+            cold = _measure_cold(engine, folder, bucket)
     result = EngineFigures(figures=figures, adapter_bytes=sizes, cold=cold)
     print(msgspec.json.encode(result).decode())
 
