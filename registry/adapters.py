@@ -85,7 +85,9 @@ def adapter_folder(source: str, name: str, version: str = "") -> Path:
     if is_address(source):
         cache = artifact_cache()
         kept = cache.kept(source, lambda one: _is(one, version)) if version else None
-        folder = kept or cache.fetch(source, (CONFIG_FILE, WEIGHTS_FILE), f"Adapter {name}")
+        if kept is not None:
+            return kept
+        folder = cache.fetch(source, (CONFIG_FILE, WEIGHTS_FILE), f"Adapter {name}")
     else:
         folder = Path(source).expanduser()
         if not folder.is_absolute() or not folder.is_dir():

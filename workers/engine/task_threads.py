@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -20,10 +21,12 @@ class TaskThreads:
     """Runs tasks in the order in which they come, on threads that start with the first of them.
 
     The threads end with this object, and do not keep the process from ending. An error of
-    a task is logged. ``stack_bytes`` 0 is the system's stack.
+    a task is logged. ``stack_bytes`` 0 is the system's stack. A higher ``niceness`` leaves
+    the cores to others.
     """
 
-    def __init__(self, name: str, count: int, stack_bytes: int = 0) -> None:
+    def __init__(self, name: str, count: int, stack_bytes: int = 0, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._name = name
         self._count = count
         self._stack_bytes = stack_bytes
@@ -44,14 +47,20 @@ class TaskThreads:
             try:
                 for number in range(self._count):
                     threading.Thread(
-                        target=_run, args=(self._tasks,), name=f"{self._name}-{number}", daemon=True
+                        target=_run,
+                        args=(self._tasks, self._niceness),
+                        name=f"{self._name}-{number}",
+                        daemon=True,
                     ).start()
             finally:
                 threading.stack_size(before)
 
 
-def _run(tasks: queue.SimpleQueue[Task | None]) -> None:
+def _run(tasks: queue.SimpleQueue[Task | None], niceness: int) -> None:
     leave_core()
+    if niceness:
+        # Of this thread alone: Linux schedules threads one by one.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     while (task := tasks.get()) is not None:
         try:
             task()

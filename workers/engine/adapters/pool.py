@@ -15,6 +15,8 @@ from millrace.workers.engine.task_threads import TaskThreads
 
 # What one fetches from afar does not hold up the others.
 _NUM_THREADS = 4
+# Steps of those that run go before a load.
+_NICENESS = 10
 # Of the mean load time, what the latest one counts.
 _LATEST_SHARE = 0.3
 
@@ -69,7 +71,7 @@ class AdapterPool:
         self._load = load
         self._on_loaded = on_loaded
         self._monotonic = monotonic
-        self._threads = threads or TaskThreads("adapter-load", _NUM_THREADS)
+        self._threads = threads or TaskThreads("adapter-load", _NUM_THREADS, niceness=_NICENESS)
         # By version, the least recently used first.
         self._slots: collections.OrderedDict[str, _Slot] = collections.OrderedDict()
         self._loaded: collections.deque[_Loaded] = collections.deque()
