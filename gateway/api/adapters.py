@@ -65,11 +65,11 @@ class AdaptersApi:
             prices=asked.prices,
         )
         taken = {*gateway.models.names(), *gateway.models.router.routes}
-        folder = check_offer(offer, engine, taken)
         model = await gateway.models.get(card.id)
         now_ns = gateway.clock.now_ns()
 
         def read() -> Adapter:
+            folder = check_offer(offer, engine, taken)
             return read_offer(offer, folder, model.adapter_outline(folder), now_ns)
 
         adapter = await asyncio.to_thread(read)
