@@ -1,4 +1,5 @@
-"""A local S3 server, in a process of its own."""
+"""A local S3 server, in a process of its own that leaves the cores to others, as one that is afar
+would."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ def s3_server() -> Iterator[str]:
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: os.nice(19),
     )
     url = f"http://127.0.0.1:{port}"
     try:

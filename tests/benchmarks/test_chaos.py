@@ -14,8 +14,8 @@ from benchmarks.chaos.loads import LOADS
 from benchmarks.chaos.rounds import is_other
 
 _ROOT = Path(__file__).resolve().parents[2]
-# What else is killed, freezes or is hard to move takes twice as long again: tests/e2e has it piece by
-# piece (test_kill.py, test_gateways.py).
+# What else is killed, freezes or is hard to move takes twice as long again: tests/e2e has it piece
+# by piece (test_kill.py, test_gateways.py).
 _ROUNDS = (
     "worker killed",
     "worker drained",

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from millrace.workers.adapters.pieces import contiguous
 from millrace.workers.adapters.rows import PlainAdapter, RowAdapters
 from millrace.workers.adapters.weights import LayerSlices, LowRank
 from millrace.workers.kernels.cpu import StepAdapters
@@ -55,7 +56,7 @@ class PackedAdapter:
         return numbers
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.to(torch.bfloat16).contiguous()
+        tensor = contiguous(tensor)
         self._kept.append(tensor)
         return tensor
 

@@ -9,6 +9,7 @@ import torch
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.errors import AdapterError, CheckpointError
+from millrace.workers.adapters.pieces import converted
 
 
 class LowRank(NamedTuple):
@@ -40,14 +41,12 @@ def read_adapter_weights(
         for matrix in outline.matrices:
             a = outline.tensors.load(matrix.a, (matrix.rank, matrix.num_inputs))
             b = outline.tensors.load(matrix.b, (matrix.num_outputs, matrix.rank))
-            for name, tensor in ((matrix.a, a), (matrix.b, b)):
-                if not tensor.isfinite().all():
-                    raise AdapterError(
-                        f"{outline.folder}: tensor {name} has numbers that are not finite."
-                    )
             # Copies, so that the file may go.
-            scaled = (b.float() * matrix.scale).to(dtype)
-            found[matrix.layer, matrix.target] = LowRank(a.to(dtype, copy=True), scaled)
+            low_rank = LowRank(
+                _finite(converted(a, dtype), matrix.a, outline),
+                _finite(converted(b, dtype, matrix.scale), matrix.b, outline),
+            )
+            found[matrix.layer, matrix.target] = low_rank
     except CheckpointError as error:
         raise AdapterError(error.message) from error
 
@@ -63,3 +62,9 @@ def read_adapter_weights(
         )
 
     return [slices(layer) for layer in range(config.num_hidden_layers)]
+
+
+def _finite(made: torch.Tensor | None, name: str, outline: AdapterOutline) -> torch.Tensor:
+    if made is None:
+        raise AdapterError(f"{outline.folder}: tensor {name} has numbers that are not finite.")
+    return made
