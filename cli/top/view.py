@@ -86,15 +86,7 @@ def view(snapshot: Snapshot) -> list[RenderableType]:
         [_queue(queue) for queue in sorted(snapshot.queues, key=lambda queue: queue.model)],
         "no scheduler was heard of",
     )
-    busy = {row.worker: row.busy_share for row in snapshot.samples}
-    shown += _section(
-        ("WORKER", "MODEL", "BATCH", "", "WAITING", "KV", "", "BUSY", "", "STEP"),
-        [
-            _worker(worker, busy.get(worker.worker_id))
-            for worker in sorted(snapshot.workers, key=lambda worker: worker.name)
-        ],
-        "no worker was heard of",
-    )
+    shown += _workers(snapshot)
     if snapshot.totals is not None:
         shown += _section(
             ("TENANT", "REQ/S", "NOT DONE", "OUT TOK/S", "IN TOK/S", "TTFT P95"),
@@ -156,6 +148,18 @@ def _queue(queue: QueueStatus) -> tuple[str, ...]:
     )
 
 
+def _workers(snapshot: Snapshot) -> list[RenderableType]:
+    """Adapters only where a worker takes some."""
+    names = ["WORKER", "MODEL", "BATCH", "", "WAITING", "KV", "", "BUSY", "", "STEP"]
+    busy = {row.worker: row.busy_share for row in snapshot.samples}
+    workers = sorted(snapshot.workers, key=lambda worker: worker.name)
+    rows = [_worker(worker, busy.get(worker.worker_id)) for worker in workers]
+    if any(worker.max_adapters for worker in workers):
+        names.append("ADAPTERS")
+        rows = [(*row, _adapters(worker)) for row, worker in zip(rows, workers, strict=True)]
+    return _section(names, rows, "no worker was heard of")
+
+
 def _worker(worker: WorkerStatus, busy: float | None) -> tuple[str, ...]:
     num_used = worker.num_blocks - worker.num_free_blocks
     in_use = num_used / worker.num_blocks if worker.num_blocks else 0.0
@@ -174,6 +178,10 @@ def _worker(worker: WorkerStatus, busy: float | None) -> tuple[str, ...]:
     )
 
 
+def _adapters(worker: WorkerStatus) -> str:
+    return f"{len(worker.adapters)}/{worker.max_adapters}" if worker.max_adapters else _NOTHING
+
+
 def _tenant(row: TenantRow, window_s: int) -> tuple[str, ...]:
     return (
         row.tenant,
@@ -186,7 +194,7 @@ def _tenant(row: TenantRow, window_s: int) -> tuple[str, ...]:
 
 
 def _section(
-    names: tuple[str, ...], rows: Sequence[tuple[str, ...]], if_empty: str
+    names: Sequence[str], rows: Sequence[tuple[str, ...]], if_empty: str
 ) -> list[RenderableType]:
     """A table: the first columns to the left, figures to the right, bars beside theirs."""
     if not rows:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
@@ -28,8 +29,14 @@ from millrace.cli.main import main
 from millrace.cli.top.view import Snapshot, TenantRow, Totals, WorkerRow, as_text, view
 from millrace.runtime.text_table import plain_text
 from millrace.schemas.config import NatsConfig
-from millrace.schemas.control import QueueStatus, TelemetryAnswer, TelemetryQuery, WorkerStatus
+from millrace.schemas.control import (
+    QueueStatus,
+    TelemetryAnswer,
+    TelemetryQuery,
+    WorkerStatus,
+)
 from millrace.schemas.jobs import Tier
+from millrace.schemas.models.adapters import LoadedAdapter
 from tests.support.servers import NatsServer, free_port
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -96,6 +103,14 @@ def test_a_snapshot_as_text() -> None:
         "TENANT  REQ/S  NOT DONE  OUT TOK/S  IN TOK/S  TTFT P95",
         "acme     1.00         2        5.0       100         -",
     ]
+
+
+def test_adapters_are_counted_where_a_worker_takes_them() -> None:
+    loaded = (LoadedAdapter(name="sql", version="v1"), LoadedAdapter(name="tone", version="v1"))
+    takes = structs.replace(WORKER, name="worker-2", adapters=loaded, max_adapters=20)
+    shown = as_text(view(structs.replace(SNAPSHOT, workers=(takes, WORKER)))).splitlines()
+    heading = next(number for number, line in enumerate(shown) if line.startswith("WORKER"))
+    assert [line.split()[-1] for line in shown[heading : heading + 3]] == ["ADAPTERS", "-", "2/20"]
 
 
 def test_what_is_missing_is_said() -> None:

@@ -38,6 +38,7 @@ def request_record(number: int, *, done_ns: int = NOW_NS, seed: int = 0) -> Requ
         tier=draw.choice(list(Tier)),
         model_requested="demo",
         model_served=draw.choice(("demo", "demo", "demo-large")),
+        adapter="sql" if number % 4 == 0 else "",
         worker_id=f"worker-{draw.randint(1, 2)}",
         prompt_tokens=prompt_tokens,
         cached_tokens=draw.choice((0, prompt_tokens // 2)),

@@ -185,6 +185,11 @@ async def test_usage_by_whom_sorted_with_exact_sums_and_as_a_file(
     assert sum(Decimal(row["cost"]) for row in rows) == _paid(records)
     await page.get_by_role("button", name="Model", exact=True).click()
     await expect(table.locator("tbody tr")).to_have_count(2)
+    await page.get_by_role("button", name="Adapter", exact=True).click()
+    adapters = {(one.model_served, one.adapter) for one in records}
+    assert len(adapters) > 2
+    await expect(table.locator("th").nth(1)).to_have_text("Adapter")
+    await expect(table.locator("tbody tr")).to_have_count(len(adapters))
     await shoot(page, "ops-usage", full=True)
     # A tenant leads to all that is its own.
     await page.get_by_role("button", name="Tenant", exact=True).first.click()

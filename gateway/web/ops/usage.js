@@ -1,4 +1,4 @@
-// Who used what, and what they pay for it: by tenant, user, key or model.
+// Who used what, and what they pay for it: by tenant, user, key, model or adapter.
 
 import { saveButton } from "./chart.js";
 import { addMoney, compact, money, percent, span, whole } from "./format.js";
@@ -11,8 +11,9 @@ const COLUMNS = {
   user: ["tenant", "user"],
   key: ["tenant", "key_id"],
   model: ["model"],
+  adapter: ["model", "adapter"],
 };
-const TITLES = { tenant: "Tenant", user: "User", key: "Key", key_id: "Key", model: "Model" };
+const TITLES = { tenant: "Tenant", user: "User", key: "Key", key_id: "Key", model: "Model", adapter: "Adapter" };
 const SUMMED = ["requests", "done", "prompt_tokens", "cached_tokens", "completion_tokens", "device_us"];
 const FIGURES = [
   number("Requests", (row) => whole(row.requests), { sort: (row) => Number(row.requests), title: (row) => `${whole(row.done)} done` }),

@@ -24,7 +24,7 @@ export const COMPARISONS = [
   { id: "week", label: "a week before", shift: 604_800 },
 ];
 // Whose usage is listed; the first one if nobody chose.
-export const DIMENSIONS = ["tenant", "user", "key", "model"];
+export const DIMENSIONS = ["tenant", "user", "key", "model", "adapter"];
 
 /** The view that an address asks for; what is no range is the last 15 minutes. */
 export function readView(hash) {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import httpx
 from playwright.async_api import Page, expect
 
 from millrace.bus.memory import MemoryBus
 from tests.gateway.page.windows import MARKS, ask, complete, ready, said
+from tests.support.adapters import write_adapter
 from tests.support.echo_worker import EchoWorker
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import ADAPTABLE, RunningGateway
 
 pytestmark = MARKS
 
@@ -91,6 +93,20 @@ async def test_it_says_that_no_worker_is_there(front: RunningGateway, page: Page
         await expect(page.locator("#notice")).to_be_hidden()
     finally:
         await worker.close()
+
+
+async def test_an_adapter_answers_by_its_name(
+    front: RunningGateway, page: Page, tmp_path: Path
+) -> None:
+    body = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql", ADAPTABLE))}
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    await page.reload()
+    await ready(page)
+    await page.locator("#model").select_option("sql")
+    await ask(page, "in rows")
+    assert front.worker.jobs[-1].adapter == "sql"
+    await expect(page.locator("#notice")).to_be_hidden()
 
 
 async def test_search_theme_and_files(page: Page, tmp_path: Path) -> None:
