@@ -38,6 +38,8 @@ COUNTERS = (
     "num_offloaded_blocks",
     "num_reloaded_blocks",
     "num_swaps",
+    "num_adapter_loads",
+    "num_adapter_evictions",
 )
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,9 @@ _GAUGES = {
     "prefill_tokens_per_s",
     "decode_step_ms",
     "max_tokens_per_request",
+    "max_adapters",
+    "adapters",
+    "adapter_load_ms",
 }
 
 
@@ -209,7 +212,6 @@ async def test_an_engine_that_ends_now_and_then_is_always_replaced() -> None:
 
 
 async def test_counters_run_on_over_all_engines() -> None:
-
     assert set(COUNTERS) | _GAUGES == set(EngineStats.__struct_fields__)
     clock = ManualClock()
     engines = [ScriptedEngine()]

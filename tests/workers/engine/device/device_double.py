@@ -7,13 +7,14 @@ wrong table, a stale block or a lost placeholder gives other tokens, or is noted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
@@ -99,6 +100,9 @@ class DeviceRunner:
     each read whether it fails whatever it is of. One of ``not_finite_every`` contexts that end in
     the completion has no finite logits; 0 is none."""
 
+    takes_adapters = False
+    likeliest = None
+
     def __init__(
         self,
         *,
@@ -138,6 +142,9 @@ class DeviceRunner:
         self._failed = False
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
+
+    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> NoReturn:
+        raise AssertionError("it takes none")
 
     def launch(self, plan: list[ScheduledSequence]) -> InFlightStep:
         self._check(len(self._unread) <= 1, "two unread steps go before a launch")
