@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 200 * 1024**3
 _COMPLETE = ".complete"
+_OBJECTS = "objects"
 _READ_BYTES = 1 << 20
 _ID_CHARACTERS = 32
 # How often a file whose transfer is cut is taken up again.
@@ -96,10 +97,11 @@ class ArtifactCache:
         return self._root / "snapshots" / _digest(address.rstrip("/"))
 
     @contextlib.contextmanager
-    def _locked(self, address: str) -> Iterator[None]:
+    def _locked(self, what: str) -> Iterator[None]:
+        """Alone with an address, or with the objects; an address is taken first."""
         locks = self._root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with (locks / _digest(address.rstrip("/"))).open("w") as lock:
+        with (locks / _digest(what.rstrip("/"))).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -119,15 +121,13 @@ class ArtifactCache:
             fresh = Path(made) / "files"
             known = self._known(target.parent)
             for file in files:
-                contents = known.get(file)
-                if contents is None or not contents.exists():
-                    contents = self._object_of(folder, file, str(target.parent), bar)
-                else:
-                    bar.update(file.size_bytes)
-                known[file] = contents
                 link = fresh / file.path
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.hardlink_to(contents)
+                if (contents := known.get(file)) and self._is_linked(link, contents):
+                    bar.update(file.size_bytes)
+                else:
+                    part, digest = self._received(folder, file, str(target.parent), bar)
+                    known[file] = self._link_object(link, part, digest)
             listed = [(file, known[file].name) for file in files]
             (fresh / _COMPLETE).write_bytes(msgspec.json.encode(listed))
             if target.exists():  # without its mark: something broke in the middle of a removal
@@ -140,13 +140,34 @@ class ArtifactCache:
         for mark in snapshots.glob(f"*/{_COMPLETE}"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 listed = msgspec.json.decode(mark.read_bytes(), type=list[tuple[StoredFile, str]])
-                known |= {file: self._root / "objects" / name for file, name in listed}
+                known |= {file: self._root / _OBJECTS / name for file, name in listed}
         return known
 
-    def _object_of(self, folder: StoredFolder, file: StoredFile, owner: str, bar: Any) -> Path:
-        """The contents of a file, taken up where an earlier attempt was cut."""
-        objects, partial = self._root / "objects", self._root / "partial"
-        objects.mkdir(exist_ok=True)
+    def _is_linked(self, link: Path, contents: Path) -> bool:
+        """Whether ``link`` has become one to contents that were here."""
+        with self._locked(_OBJECTS), contextlib.suppress(FileNotFoundError):
+            link.hardlink_to(contents)
+            return True
+        return False
+
+    def _link_object(self, link: Path, part: Path, digest: str) -> Path:
+        """Keep what has come, and make ``link`` one to it."""
+        contents = self._root / _OBJECTS / digest
+        # In one step for others, who remove contents that no snapshot has.
+        with self._locked(_OBJECTS):
+            contents.parent.mkdir(exist_ok=True)
+            if contents.exists():
+                part.unlink()
+            else:
+                part.rename(contents)
+            link.hardlink_to(contents)
+        return contents
+
+    def _received(
+        self, folder: StoredFolder, file: StoredFile, owner: str, bar: Any
+    ) -> tuple[Path, str]:
+        """The contents of a file and their digest, taken up where an earlier attempt was cut."""
+        partial = self._root / "partial"
         partial.mkdir(exist_ok=True)
         part = partial / _digest(f"{owner}\0{file.path}\0{file.tag}\0{file.size_bytes}")
         digest = hashlib.sha256()
@@ -173,26 +194,21 @@ class ArtifactCache:
             raise StoreUnreachableError(
                 f"{file.path} came with {done} bytes instead of {file.size_bytes}. Try again."
             )
-        contents = objects / digest.hexdigest()
-        if contents.exists():
-            part.unlink()
-        else:
-            part.rename(contents)
-        return contents
+        return part, digest.hexdigest()
 
     def _make_room(self, kept: Path) -> None:
         """Remove what was used least recently until the rest fits, and contents that no snapshot
         has."""
-        objects = self._root / "objects"
 
         def num_bytes() -> int:
             size = 0
-            for file in objects.iterdir():
-                status = file.stat()
-                if status.st_nlink == 1:
-                    file.unlink()
-                else:
-                    size += status.st_size
+            with self._locked(_OBJECTS):
+                for file in (self._root / _OBJECTS).iterdir():
+                    status = file.stat()
+                    if status.st_nlink == 1:
+                        file.unlink()
+                    else:
+                        size += status.st_size
             return size
 
         marks = (self._root / "snapshots").glob(f"*/*/{_COMPLETE}")

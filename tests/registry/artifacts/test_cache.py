@@ -203,6 +203,59 @@ def test_what_was_used_least_recently_makes_room(bucket: Bucket, tmp_path: Path)
         assert opened.read(1) == b"a"
 
 
+def test_room_is_made_while_another_address_comes(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come for one is not linked so far when the other removes what nobody has."""
+    bucket.put("a/weights.bin", b"a" * 1_000)
+    bucket.put("a/zz.bin", b"z" * 1_000)
+    bucket.put("b/weights.bin", b"b" * 1_000)
+    root = tmp_path / "artifacts"
+    read = StoredFolder.read
+    others: list[Path] = []
+
+    def interrupted(folder: StoredFolder, file: StoredFile, start: int) -> Iterator[bytes]:
+        yield from read(folder, file, start)
+        if not others:
+            others.append(root)
+            other = ArtifactCache(root, 1).fetch(f"{bucket.address}/b", ALL, "Model b")
+            assert (other / "weights.bin").read_bytes() == b"b" * 1_000
+
+    monkeypatch.setattr(StoredFolder, "read", interrupted)
+    folder = ArtifactCache(root).fetch(f"{bucket.address}/a", ALL, "Model a")
+    assert others
+    assert (folder / "weights.bin").read_bytes() == b"a" * 1_000
+    assert (folder / "zz.bin").read_bytes() == b"z" * 1_000
+
+
+def test_a_link_and_its_contents_are_one_step_for_others(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("a/weights.bin", b"a" * 1_000)
+    root = tmp_path / "artifacts"
+    cleaned, at_link = threading.Event(), threading.Event()
+
+    def clean() -> None:
+        at_link.wait(10)
+        with ArtifactCache(root)._locked("objects"):
+            cleaned.set()
+
+    link_to = Path.hardlink_to
+
+    def slow(link: Path, target: Path) -> None:
+        at_link.set()
+        assert not cleaned.wait(0.05)
+        link_to(link, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", slow)
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    folder = ArtifactCache(root).fetch(f"{bucket.address}/a", ALL, "Model a")
+    cleaner.join(10)
+    assert cleaned.is_set()
+    assert (folder / "weights.bin").read_bytes() == b"a" * 1_000
+
+
 def test_a_full_disk_is_told_and_leaves_nothing_that_counts(
     bucket: Bucket, tmp_path: Path, cache: ArtifactCache
 ) -> None:
