@@ -121,7 +121,7 @@ def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_n
         tenants=offer.tenants,
         description=offer.description,
         rank=outline.rank,
-        size_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+        size_bytes=sum((folder / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE)),
         created_ns=now_ns,
     )
 

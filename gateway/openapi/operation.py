@@ -30,6 +30,9 @@ class Media:
     schema: Schema
 
 
+TEXT = Media("text/plain", {"type": "string"})
+
+
 @dataclass(frozen=True)
 class Operation:
     """One method of one path.

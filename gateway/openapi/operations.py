@@ -18,11 +18,13 @@ from millrace.gateway.api.system import (
     Version,
 )
 from millrace.gateway.api.tools import ServerToolList
+from millrace.gateway.openapi.adapters import ADAPTERS
 from millrace.gateway.openapi.conversations import CHATS, CONVERSATIONS
 from millrace.gateway.openapi.fields import closed_object
 from millrace.gateway.openapi.operation import (
     JSON,
     ORDER,
+    TEXT,
     Media,
     Operation,
     Query,
@@ -61,11 +63,6 @@ from millrace.schemas.embeddings import (
     ScoreRequest,
 )
 from millrace.schemas.files import FileDeleted, FileList, FileObject
-from millrace.schemas.models.adapters import (
-    AdapterList,
-    LoadLoraAdapterRequest,
-    UnloadLoraAdapterRequest,
-)
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     Completion,
@@ -90,7 +87,6 @@ _OBJECT = Media(JSON, {"type": "object"})
 _FLAG = {"type": "boolean", "default": False}
 _CURSOR = {"type": "integer", "minimum": 0}
 _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
-_TEXT = Media("text/plain", {"type": "string"})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
@@ -354,32 +350,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     "tools": (
         get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
     ),
-    "adapters": (
-        get(
-            "/v1/adapters",
-            "listAdapters",
-            "All LoRA adapters, for administrators",
-            AdapterList,
-        ),
-        post(
-            "/v1/load_lora_adapter",
-            "loadLoraAdapter",
-            "Offer a LoRA adapter, for administrators",
-            _TEXT,
-            body=LoadLoraAdapterRequest,
-            example={"lora_name": "sql", "lora_path": "/srv/adapters/sql"},
-            own_errors=(404, 409, 500),
-        ),
-        post(
-            "/v1/unload_lora_adapter",
-            "unloadLoraAdapter",
-            "Offer a LoRA adapter no more, for administrators; what runs with it goes on",
-            _TEXT,
-            body=UnloadLoraAdapterRequest,
-            example={"lora_name": "sql"},
-            own_errors=(404,),
-        ),
-    ),
+    "adapters": ADAPTERS,
     "limits": (
         get(
             "/v1/limits",
@@ -397,7 +368,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/metrics",
             "getMetrics",
             "Figures for Prometheus",
-            _TEXT,
+            TEXT,
             description="Where other machines can ask, for who sends metrics.token or the key of "
             "an administrator, unless metrics.public is set.",
             is_open=True,

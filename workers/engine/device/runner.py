@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.errors import AdapterError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
@@ -171,7 +172,9 @@ class DeviceRunner:
             self._compute(shape)
 
     def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
-        raise NotImplementedError(f"{adapter.name} of rank {max_rank}: none of them is taken here")
+        raise AdapterError(
+            f"{adapter.name} of rank {max_rank}: this device's engine takes no adapters."
+        )
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
