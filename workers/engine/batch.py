@@ -15,6 +15,7 @@ from millrace.workers.engine.sequence import Sequence
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 _adapter_weights = attrgetter("adapter_weights")
+_proposed = attrgetter("proposed")
 
 
 class QueryRange(NamedTuple):
@@ -49,8 +50,9 @@ class FlatBatch(NamedTuple):
     """One step's input.
 
     ``token_ids`` and ``positions``: int64 [num_tokens]. The first ``num_single`` of the ranges
-    have one token each, by rising context length. ``sampled_rows`` (int64, on the device) are the
-    rows whose logits are wanted, those of ``sampled``, in that order. Sequences that are
+    have one token each, by rising context length; a sequence with proposed tokens has several of
+    them. ``sampled_rows`` (int64, on the device) are the rows whose logits are wanted: one of each
+    of ``sampled``, then those of their proposed tokens, both in that order. Sequences that are
     ``pooled`` are not sampled. ``scored`` are those whose prompt's log-probabilities are wanted.
     ``adapters`` is None if no row has one.
     """
@@ -68,7 +70,7 @@ class FlatBatch(NamedTuple):
 
 class BatchLayout(NamedTuple):
     """The rows of a step on the host; what is not said here is as in ``FlatBatch``. ``sequences``
-    are those of the ``ranges``."""
+    are those of the ``ranges``. ``proposed_rows`` are the last of ``FlatBatch.sampled_rows``."""
 
     token_ids: list[int]
     positions: list[int]
@@ -79,30 +81,84 @@ class BatchLayout(NamedTuple):
     sampled_rows: list[int]
     pooled: list[PooledRows]
     scored: list[ScoredRows]
+    proposed_rows: list[int]
 
 
-def lay_out(plan: Rows[ScheduledSequence]) -> BatchLayout:
-    """Lay out a plan. Rows of single tokens come first, so that attention takes them together."""
+class _Span(NamedTuple):
+    """``num_tokens`` known tokens of a sequence from ``begin`` on, computed one a row, and behind
+    them those that are proposed for it."""
+
+    sequence: Sequence
+    begin: int
+    num_tokens: int
+
+
+def lay_out(plan: Rows[ScheduledSequence], *, exact: bool = False) -> BatchLayout:
+    """Lay out a plan. Rows of single tokens come first, so that attention takes them together.
+
+    Several tokens of a sequence are a chunk, which attends in another way than single tokens, with
+    other bits. ``exact``: a completion's tokens are always single ones, a prompt's never, so that
+    the bits of a token do not depend on how its sequence came there: token by token, or in one step
+    after a preemption, a failover or a proposal.
+    """
     single = [item.sequence for item in plan if item.num_tokens == 1]
-    single.sort(key=_num_computed_tokens)
-    layout = BatchLayout([], [], single, [], len(single), [], [], [], [])
-    _add_single_rows(single, layout)
-    for sequence, num_tokens in plan:
-        if num_tokens > 1:
-            layout.sequences.append(sequence)
-            _add_chunk(sequence, num_tokens, layout)
+    chunks = [item for item in plan if item.num_tokens > 1]
+    spans: list[_Span] = []
+    if exact and (chunks or any(map(_is_in_prompt, single))):
+        single, chunks, spans = _by_part(plan)
+    if spans or any(map(_proposed, single)):
+        spans += [_Span(sequence, sequence.num_computed_tokens, 1) for sequence in single]
+        num_single = sum([span.num_tokens + len(span.sequence.proposed) for span in spans])
+        layout = BatchLayout([], [], [], [], num_single, [], [], [], [], [])
+        _add_spans(spans, layout)
+    else:
+        single.sort(key=_num_computed_tokens)
+        layout = BatchLayout([], [], single, [], len(single), [], [], [], [], [])
+        _add_single_rows(single, layout)
+    for sequence, num_tokens in chunks:
+        layout.sequences.append(sequence)
+        _add_chunk(sequence, num_tokens, layout)
     return layout
 
 
-def build_batch(plan: Rows[ScheduledSequence], device: torch.device) -> FlatBatch:
-    """A plan's flat batch."""
-    layout = lay_out(plan)
+def _is_in_prompt(sequence: Sequence) -> bool:
+    return sequence.num_computed_tokens < sequence.num_prompt_tokens
+
+
+def _by_part(
+    plan: Rows[ScheduledSequence],
+) -> tuple[list[Sequence], list[ScheduledSequence], list[_Span]]:
+    """A plan's single tokens of completions, its chunks of prompts, and its other tokens of
+    completions."""
+    single: list[Sequence] = []
+    chunks: list[ScheduledSequence] = []
+    spans: list[_Span] = []
+    for sequence, num_tokens in plan:
+        begin = sequence.num_computed_tokens
+        num_of_prompt = min(num_tokens, max(0, sequence.num_prompt_tokens - begin))
+        if num_of_prompt:
+            chunks.append(ScheduledSequence(sequence, num_of_prompt))
+        elif num_tokens == 1:
+            single.append(sequence)
+            continue
+        if num_tokens > num_of_prompt:
+            spans.append(_Span(sequence, begin + num_of_prompt, num_tokens - num_of_prompt))
+    return single, chunks, spans
+
+
+def build_batch(
+    plan: Rows[ScheduledSequence], device: torch.device, *, exact: bool = False
+) -> FlatBatch:
+    """A plan's flat batch; ``exact``: see ``lay_out``."""
+    layout = lay_out(plan, exact=exact)
     return FlatBatch(
         token_ids=torch.tensor(layout.token_ids, device=device),
         positions=torch.tensor(layout.positions, device=device),
         ranges=layout.ranges,
         num_single=layout.num_single,
-        sampled_rows=torch.tensor(layout.sampled_rows, dtype=torch.int64, device=device),
+        sampled_rows=torch.tensor(
+            layout.sampled_rows + layout.proposed_rows, dtype=torch.int64, device=device
+        ),
         sampled=layout.sampled,
         pooled=layout.pooled,
         scored=layout.scored,
@@ -141,6 +197,34 @@ def _add_single_rows(sequences: list[Sequence], layout: BatchLayout) -> None:
             layout.sampled_rows.append(row)
         else:
             _add_wanted_rows(sequence, 1, layout)
+
+
+def _add_spans(spans: list[_Span], layout: BatchLayout) -> None:
+    """The same for several tokens of a sequence, each of which is a row like any other."""
+    places = [
+        (span.begin + ahead, index, ahead)
+        for index, span in enumerate(spans)
+        for ahead in range(span.num_tokens + len(span.sequence.proposed))
+    ]
+    places.sort()
+    proposed: dict[Sequence, list[int]] = {}
+    for row, (position, index, ahead) in enumerate(places):
+        sequence, _, num_tokens = spans[index]
+        layout.sequences.append(sequence)
+        layout.positions.append(position)
+        layout.ranges.append(QueryRange(row, 1, position, sequence.block_table))
+        if ahead >= num_tokens:
+            layout.token_ids.append(sequence.proposed[ahead - num_tokens])
+            proposed.setdefault(sequence, []).append(row)
+            continue
+        layout.token_ids.append(sequence.token_ids[position])
+        if position < sequence.num_prompt_tokens:  # where a prompt's tokens are single ones, too
+            _add_wanted_rows(sequence, 1, layout)
+        elif position + 1 == len(sequence.token_ids):
+            layout.sampled.append(sequence)
+            layout.sampled_rows.append(row)
+    for sequence in layout.sampled:
+        layout.proposed_rows.extend(proposed.get(sequence, ()))
 
 
 def _add_chunk(sequence: Sequence, num_tokens: int, layout: BatchLayout) -> None:

@@ -30,6 +30,8 @@ from millrace.workers.engine.live_requests import LiveRequests
 from millrace.workers.engine.output_processor import OutputProcessor
 from millrace.workers.engine.outputs import (
     as_millrace_error,
+    device_time,
+    device_us,
     finished_output,
     refusal,
     started_output,
@@ -48,7 +50,9 @@ from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
-from millrace.workers.engine.settings import num_adapter_slots, with_device_defaults
+from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
+from millrace.workers.engine.speculation.speculator import Speculator
+from millrace.workers.engine.speculation.verification import Verification
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -61,7 +65,6 @@ _log = logging.getLogger(__name__)
 
 # How long commands wait, at most, while a step waits for sequences to become ready.
 _UNREADY_WAIT_S = 0.005
-_US_PER_S = 1e6
 
 
 def draw_seed() -> int:
@@ -120,6 +123,9 @@ class Engine:
             monotonic=monotonic,
             adapters=self._adapters,
         )
+        self._speculator: Speculator | None = None
+        if speculates(config, is_row_exact=runner.is_row_exact):
+            self._speculator = Speculator(self._tables, costs, config.max_batch_tokens)
         self._seed_source = seed_source
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)
@@ -139,6 +145,7 @@ class Engine:
             planner=self._planner,
             grammars=self._grammars,
             output_processor=output_processor,
+            verification=Verification(self._planner, output_processor, self._grammars),
             costs=costs,
             device_work=device_work_of(runner),
             overlap=config.overlap and runner.overlaps,
@@ -260,10 +267,10 @@ class Engine:
                 if self._executor.is_in_flight(sequence):
                     self._owing.append(sequence)
                 else:
-                    times.append(_device_time(sequence, over=True))
+                    times.append(device_time(sequence, over=True))
         if live:
             times += [
-                _device_time(sequence) for sequence in self._live.charged() if _device_us(sequence)
+                device_time(sequence) for sequence in self._live.charged() if device_us(sequence)
             ]
         return times
 
@@ -286,6 +293,8 @@ class Engine:
                 begin_s = self._monotonic()
                 for sequence in fresh:
                     sequence.queued_s = begin_s - sequence.added_s
+            if self._speculator is not None:
+                self._speculator.propose(plan)
             self._executor.execute(plan, outputs)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
@@ -312,7 +321,7 @@ class Engine:
             if owes:
                 self._owing.append(sequence)
             outputs[index] = msgspec.structs.replace(
-                outputs[index], device_us=_device_us(sequence), owes=owes
+                outputs[index], device_us=device_us(sequence), owes=owes
             )
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
@@ -343,6 +352,8 @@ class Engine:
             num_steps=self._num_steps,
             prefill_tokens=self._executor.prefill_tokens,
             decode_tokens=self._executor.decode_tokens,
+            proposed_tokens=self._executor.proposed_tokens,
+            accepted_tokens=self._executor.accepted_tokens,
             num_preemptions=self._planner.num_preemptions,
             busy_s=self._executor.meter.busy_s,
             charged_s=self._executor.meter.charged_s,
@@ -380,14 +391,3 @@ class Engine:
         """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""
         self._live.check_integrity()
         self._executor.check_integrity(self._live)
-
-
-def _device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:
-    choice = sequence.choice if sequence.beams is None else 0
-    return DeviceTime(sequence.request_id, choice, _device_us(sequence), over)
-
-
-def _device_us(sequence: Sequence) -> float:
-    """Of a beam what its whole search took."""
-    taken = sequence if sequence.beams is None else sequence.beams
-    return float(taken.device_s) * _US_PER_S

@@ -19,6 +19,7 @@ from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.scheduling.step_speed import StepSpeed
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from millrace.workers.engine.speculation.verification import Verification, Verified
 from millrace.workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
@@ -56,6 +57,7 @@ class Executor:
         planner: Planner,
         grammars: Grammars,
         output_processor: OutputProcessor,
+        verification: Verification,
         costs: CostModel,
         device_work: DeviceWork,
         overlap: bool,
@@ -65,6 +67,7 @@ class Executor:
         self._planner = planner
         self._grammars = grammars
         self._output_processor = output_processor
+        self._verification = verification
         self._costs = costs
         self._device_work = device_work
         self.meter = DeviceMeter()
@@ -75,6 +78,8 @@ class Executor:
         self._processed_s = 0.0
         self.prefill_tokens = 0
         self.decode_tokens = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
 
     @property
     def has_pending_step(self) -> bool:
@@ -185,15 +190,18 @@ class Executor:
         output_processor.add_pooled(step.pooled, outputs)
         output_processor.add_scores(step.scored, outputs)
         output_processor.accept_device_tokens(step.by_device, pending.places, chosen, outputs)
-        if step.by_host:
-            output_processor.sample(step.by_host, step.logits, outputs)
+        verified = self._verification.apply(step, outputs) if step.by_host else Verified()
         now_s = self._monotonic()
         step_s = now_s - max(pending.begin_s, self._processed_s)
         self._costs.observe(pending.work, step_s)
-        self.speed.observe(pending.work, step_s)
+        num_decoding = pending.work.decodes - verified.num_proposed
+        num_decoded = num_decoding + verified.num_accepted
+        self.speed.observe(pending.work, step_s, num_decoded / max(num_decoding, 1))
         self._processed_s = now_s
         self.prefill_tokens += pending.work.prefill_tokens
-        self.decode_tokens += pending.work.decodes
+        self.decode_tokens += num_decoded
+        self.proposed_tokens += verified.num_proposed
+        self.accepted_tokens += verified.num_accepted
         return True
 
     def _undo(self, pending: _PendingStep) -> None:
@@ -207,6 +215,7 @@ class Executor:
         self, plan: list[ScheduledSequence], error: Exception, outputs: list[EngineOutput]
     ) -> None:
         """Find the sequences that a plan fails on; no step is in flight."""
+        self._verification.drop(plan)
         if len(plan) > 1:
             middle = len(plan) // 2
             self._run(plan[:middle], outputs)

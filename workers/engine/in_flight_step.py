@@ -34,9 +34,9 @@ class InFlightStep(NamedTuple):
 
     The next tokens of ``by_device`` are chosen there. They are UNREAD_TOKEN in their sequences
     until ``read``, which waits for them, is called, at most once. Those of ``by_host`` are the
-    host's to choose, from ``logits`` [len(by_host), vocab_size] in the same order, valid until the
-    next launch. ``pooled`` is what the step adds to embeddings, ``scored`` what it adds to the
-    log-probabilities of prompts.
+    host's to choose, from ``logits`` [num_rows, vocab_size], valid until the next launch: a row of
+    each in the same order, then one for each token that was proposed for them. ``pooled`` is what
+    the step adds to embeddings, ``scored`` what it adds to the log-probabilities of prompts.
 
     At most one unread step goes before a launch, and the unread tokens of the plan are those that
     it chose. When a launch or a read fails, everything in flight is read or dropped before the

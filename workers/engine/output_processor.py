@@ -174,9 +174,14 @@ class OutputProcessor:
                 self._emit_token(sequence, place, token, logprob, outputs)
 
     def sample(
-        self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
+        self,
+        computed: list[Sequence],
+        logits: torch.Tensor,
+        outputs: list[EngineOutput],
+        ahead: int = 0,
     ) -> None:
-        """Sample the next token of each sequence, and the first one of each choice that forks."""
+        """Sample the next token of each sequence, and the first one of each choice that forks. The
+        ``logits`` are those behind the first ``ahead`` tokens that were proposed for them."""
         if any(map(_beams, computed)):
             self._add_beams(computed, logits, outputs)
         index = [
@@ -194,11 +199,12 @@ class OutputProcessor:
             with torch.inference_mode():
                 logits = logits.index_select(0, torch.tensor(index, device=logits.device))
         try:
-            masks = self._grammars.masks(sequences) if any(map(_matcher, sequences)) else None
+            guided = any(map(_matcher, sequences))
+            masks = self._grammars.masks(sequences, ahead) if guided else None
         except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
             for sequence in filter(_matcher, sequences):
                 self.fail_sequence(sequence, error, outputs)
-            self.sample(sequences, logits, outputs)
+            self.sample(sequences, logits, outputs, ahead)
             return
         sampled = self._sampler.sample(sequences, logits, masks)
         for sequence, outcome, logprob in zip(
@@ -207,7 +213,7 @@ class OutputProcessor:
             if isinstance(outcome, MillraceError):
                 self._live.fail(sequence, outcome, outputs)
             else:
-                self._append(sequence, outcome, logprob, outputs)
+                self._append(sequence, outcome, logprob, outputs, ahead)
 
     def _add_beams(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
@@ -241,6 +247,7 @@ class OutputProcessor:
         token: int,
         logprob: TokenLogprob | None,
         outputs: list[EngineOutput],
+        ahead: int,
     ) -> None:
         complete = False
         if sequence.matcher is not None:
@@ -251,7 +258,7 @@ class OutputProcessor:
                 return
         place = len(sequence.token_ids)
         sequence.token_ids.append(token)
-        self._emit_token(sequence, place, token, logprob, outputs, complete=complete)
+        self._emit_token(sequence, place, token, logprob, outputs, complete=complete, ahead=ahead)
 
     def _emit_token(
         self,
@@ -262,9 +269,11 @@ class OutputProcessor:
         outputs: list[EngineOutput],
         *,
         complete: bool = False,
+        ahead: int = 0,
     ) -> None:
         """Output ``token``, the sequence's token number ``place``; all tokens before it are
-        computed. End the sequence if this is its last token."""
+        computed, ``ahead`` of them since they were proposed. End the sequence if this is its last
+        token."""
         if place % self._block_size == 0 and sequence.state is SequenceState.RUNNING:
             self._tables.cache_full_blocks(sequence, place)
         finish_reason = None
@@ -272,7 +281,19 @@ class OutputProcessor:
             finish_reason = FinishReason.STOP
         elif place + 1 >= sequence.max_total_tokens:
             finish_reason = FinishReason.LENGTH
-        outputs.append(token_output(sequence, token, logprob, finish_reason))
+        proposed = sequence.proposed
+        if proposed:
+            output = token_output(
+                sequence,
+                token,
+                logprob,
+                finish_reason,
+                num_proposed=0 if ahead else len(proposed),
+                num_accepted=ahead < len(proposed) and token == proposed[ahead],
+            )
+        else:
+            output = token_output(sequence, token, logprob, finish_reason)
+        outputs.append(output)
         sequence.started = True
         if finish_reason is not None:
             self._live.finish(sequence, outputs)

@@ -10,7 +10,9 @@ from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.workers.engine.beams.group import BeamGroup
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest
+
+_US_PER_S = 1e6
 
 
 def token_output(
@@ -18,6 +20,9 @@ def token_output(
     token: int,
     logprob: TokenLogprob | None,
     finish_reason: FinishReason | None,
+    *,
+    num_proposed: int = 0,
+    num_accepted: int = 0,
 ) -> EngineOutput:
     """A sampled token; the first one also says that the sequence has started."""
     logprobs = () if logprob is None else (logprob,)
@@ -28,6 +33,8 @@ def token_output(
             choice=sequence.choice,
             token_ids=(token,),
             logprobs=logprobs,
+            num_proposed_tokens=num_proposed,
+            num_accepted_tokens=num_accepted,
         )
     first = not sequence.started
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
@@ -42,6 +49,8 @@ def token_output(
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
+        num_proposed_tokens=num_proposed,
+        num_accepted_tokens=num_accepted,
     )
 
 
@@ -133,6 +142,18 @@ def finished_output(request: EngineRequest, finish_reason: FinishReason) -> Engi
 def refusal(request: EngineRequest, error: MillraceError) -> EngineOutput:
     """The request is not taken."""
     return EngineOutput(request_id=request.request_id, error=(error.code, error.message))
+
+
+def device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:
+    """What the sequence has taken of the device so far."""
+    choice = sequence.choice if sequence.beams is None else 0
+    return DeviceTime(sequence.request_id, choice, device_us(sequence), over)
+
+
+def device_us(sequence: Sequence) -> float:
+    """Of a beam what its whole search took."""
+    taken = sequence if sequence.beams is None else sequence.beams
+    return float(taken.device_s) * _US_PER_S
 
 
 def as_millrace_error(error: Exception) -> MillraceError:

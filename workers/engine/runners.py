@@ -30,11 +30,13 @@ class Runner(Protocol):
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
     step may be launched before. ``host_device``: where the logits are that the host chooses from.
     ``takes_adapters``: whether rows of sequences with adapters are computed with these.
+    ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     ``likeliest``: what finds the largest of them there faster than torch, if anything does.
     """
 
     overlaps: bool
     takes_adapters: bool
+    is_row_exact: bool
 
     @property
     def host_device(self) -> torch.device: ...

@@ -62,6 +62,8 @@ class Sequence:
 
     ``beams`` is the beam search that it is a beam of, None for a sequence that is drawn.
     ``adapter_weights`` are those of its adapter while it is in the batch.
+    ``proposed`` are tokens that the step at hand computes behind the last known one, in case they
+    turn out to be the next; ``suggestions`` is what makes them.
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
@@ -92,6 +94,7 @@ class Sequence:
         "pinned_keys",
         "pooling_state",
         "prompt_logprobs",
+        "proposed",
         "queued_s",
         "rank",
         "ready",
@@ -100,6 +103,7 @@ class Sequence:
         "started",
         "state",
         "stop_token_ids",
+        "suggestions",
         "tail_shared",
         "takes_prefix_hits",
         "token_ids",
@@ -127,6 +131,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.forks: list[Sequence] = []
+        self.proposed: list[int] = []
+        self.suggestions: Any = None
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_cached_blocks = 0

@@ -41,6 +41,17 @@ def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
     return config.max_adapters
 
 
+def speculates(config: EngineConfig, *, is_row_exact: bool) -> bool:
+    """Whether tokens are proposed. Raises ConfigError where they would change what is drawn."""
+    if config.speculation == "ngram" and not is_row_exact:
+        raise ConfigError(
+            "engine.speculation: several tokens of a sequence are computed in one step, bit for "
+            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and without experts "
+            "only; leave it out or set it to off."
+        )
+    return config.speculation != "off" and is_row_exact
+
+
 def choose_device(name: str) -> torch.device:
     """The device by name; for "auto" a GPU if there is one. Raises ConfigError."""
     if name == "auto":

@@ -22,7 +22,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     of the KV cache are shared between requests of the same ``cache_salt``. With ``pooling`` it asks
     for the prompt's embedding, or the numbers of its labels, instead of tokens. Whoever added a
     ``watched`` one may end it at any of its tokens. One with an ``adapter`` waits until that is
-    loaded, while others go on; ``cache_salt`` says which one, too.
+    loaded, while others go on; ``cache_salt`` says which one, too. ``prediction_token_ids`` are
+    what its completions may be, for the most part: they change no token, and may save time.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pooling: Pooling | None = None
     watched: bool = False
     adapter: AdapterRef | None = None
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,7 +58,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     is that of choice 0. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
     1 is the caller's; [num_labels] before any activation, for ``CLASSIFY``) comes in the last
     output of a request with ``pooling``, which makes no tokens. ``resampled``: from here on other
-    tokens are drawn than the seed would have given.
+    tokens are drawn than the seed would have given. ``num_proposed_tokens`` were computed beside
+    these, in case they should be the next, of which ``num_accepted_tokens`` were.
     """
 
     request_id: str
@@ -75,6 +78,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     owes: bool = False
     resampled: bool = False
     cumulative_logprob: float = 0.0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -114,9 +119,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     nothing was measured yet).
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
-    preemption counts as prefill. ``busy_s`` is the time during which a step that runs the model was
-    under way, from its launch until what it made was handed over; ``charged_s`` of it has been
-    shared among the requests.
+    preemption counts as prefill. Of ``proposed_tokens`` that were computed besides, in case they
+    should be the next, ``accepted_tokens`` were, and count as decoded. ``busy_s`` is the time
+    during which a step that runs the model was under way, from its launch until what it made was
+    handed over; ``charged_s`` of it has been shared among the requests.
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
@@ -137,6 +143,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     num_preemptions: int = 0
     busy_s: float = 0.0
     charged_s: float = 0.0

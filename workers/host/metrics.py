@@ -126,6 +126,16 @@ _COUNTERS = (
         lambda stats: stats.decode_tokens,
     ),
     _Figure(
+        "millrace_engine_proposed_tokens",
+        "Tokens that were computed in case they should be the next",
+        lambda stats: stats.proposed_tokens,
+    ),
+    _Figure(
+        "millrace_engine_accepted_tokens",
+        "Tokens that were computed so and came",
+        lambda stats: stats.accepted_tokens,
+    ),
+    _Figure(
         "millrace_num_preemptions",
         "Times that a request was put back for want of KV blocks",
         lambda stats: stats.num_preemptions,

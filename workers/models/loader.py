@@ -69,16 +69,16 @@ _MIXTRAL_NAMES = _MLPNames("w1", "w3", "w2")
 
 
 def choose_dtype(
-    config: ModelConfig, dtype: str, device: torch.device, *, quantizes: bool = False
+    config: ModelConfig, dtype: str, device: torch.device, *, packs: bool = False
 ) -> torch.dtype:
     """The dtype to compute in: ``dtype`` by name, or for "auto" the checkpoint's own.
 
-    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but quantized
-    weights, the checkpoint's own or, if it ``quantizes``, made at load, are multiplied in bfloat16,
-    as the kernels do. Raises ConfigError for an unknown name.
+    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but weights
+    that are quantized, or that it ``packs`` for the kernels, are multiplied in bfloat16, as they
+    do. Raises ConfigError for an unknown name.
     """
     if dtype == "auto":
-        if device.type == "cpu" and (quantizes or config.quantization is not None):
+        if device.type == "cpu" and (packs or config.quantization is not None):
             return torch.bfloat16
         if device.type == "cpu" and num_parameters(config) <= _WIDEN_MAX_PARAMETERS:
             return torch.float32

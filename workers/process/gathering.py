@@ -77,4 +77,6 @@ def _joined(before: EngineOutput, after: EngineOutput) -> EngineOutput:
         token_ids=before.token_ids + after.token_ids,
         logprobs=before.logprobs + after.logprobs,
         resampled=before.resampled or after.resampled,
+        num_proposed_tokens=before.num_proposed_tokens + after.num_proposed_tokens,
+        num_accepted_tokens=before.num_accepted_tokens + after.num_accepted_tokens,
     )

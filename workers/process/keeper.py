@@ -29,6 +29,8 @@ COUNTERS = (
     "num_steps",
     "prefill_tokens",
     "decode_tokens",
+    "proposed_tokens",
+    "accepted_tokens",
     "num_preemptions",
     "busy_s",
     "charged_s",

@@ -101,6 +101,7 @@ class DeviceRunner:
 
     overlaps = True
     takes_adapters = False
+    is_row_exact = False
     likeliest = None
 
     def __init__(

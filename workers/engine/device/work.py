@@ -17,6 +17,7 @@ FLOP_PER_BYTE = {"cuda": 206.0, "cpu": 10.0}
 # As wide checkpoints have them.
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _adapter_weights = attrgetter("adapter_weights")
+_proposed = attrgetter("proposed")
 
 
 class Chunk(NamedTuple):
@@ -89,7 +90,10 @@ class DeviceWork:
         ]
 
     def of_decodes(self, sequences: list[Sequence]) -> list[float]:
-        """That of sequences that compute one token each, and its logits, in a step of their own."""
+        """That of sequences that compute one token each, and its logits, in a step of their own;
+        with what is proposed for them."""
+        if any(map(_proposed, sequences)):
+            return self.of([(one, 1) for one in sequences])
         if not self._is_plain:
             return self.of_chunks([Chunk(1, one.num_computed_tokens, 1) for one in sequences])
         first = sum(self._rates(len(sequences), len(sequences))) + self._context_flop
@@ -101,14 +105,15 @@ class DeviceWork:
 
     def of(self, plan: Iterable[tuple[Sequence, int]]) -> list[float]:
         """That of the items of a plan that has not been computed yet."""
-        items = list(plan)
-        work = self.of_chunks(
-            [
-                Chunk(num_tokens, sequence.num_computed_tokens, _num_rows(sequence, num_tokens))
-                for sequence, num_tokens in items
-            ]
-        )
-        self._add_adapters(work, items)
+        chunks: list[Chunk] = []
+        rows: list[tuple[Sequence, int]] = []
+        for sequence, num_tokens in plan:
+            ahead = len(sequence.proposed)
+            num_rows = _num_rows(sequence, num_tokens) + ahead
+            chunks.append(Chunk(num_tokens + ahead, sequence.num_computed_tokens, num_rows))
+            rows.append((sequence, num_tokens + ahead))
+        work = self.of_chunks(chunks)
+        self._add_adapters(work, rows)
         return work
 
     def _add_adapters(self, work: list[float], items: list[tuple[Sequence, int]]) -> None:

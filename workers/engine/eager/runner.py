@@ -20,7 +20,7 @@ from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch, build_batch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
-from millrace.workers.engine.eager.fused_decoder import compiled_decoder
+from millrace.workers.engine.eager.fused_decoder import FusedDecoder, compiled_decoder
 from millrace.workers.engine.eager.products import choose_product
 from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
@@ -64,9 +64,12 @@ class ModelRunner:
         decoder: AnyDecoder,
         cache: KVCache,
         likeliest: Likeliest | None = None,
+        *,
+        is_row_exact: bool = False,
     ) -> None:
         self.config = config
         self.likeliest = likeliest
+        self.is_row_exact = is_row_exact
         self.cache = cache
         self._decoder = decoder
         self._device = cache.data.device
@@ -77,8 +80,9 @@ class ModelRunner:
         config = read_model_config(path)
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
-        quantizes = engine.quantization is not None
-        dtype = choose_dtype(config, engine.dtype, device, quantizes=quantizes)
+        # Where rows have to be exact, or weights are rounded, no other products are tried.
+        packs = engine.quantization is not None or engine.speculation == "ngram"
+        dtype = choose_dtype(config, engine.dtype, device, packs=packs)
         if engine.kv_cache_dtype == "fp8" or engine.deterministic:
             raise ConfigError(
                 "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
@@ -88,7 +92,8 @@ class ModelRunner:
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
         kernels = _cpu_kernels(engine.kernels, config, dtype, device)
         at_load = quantize_at_load(engine.quantization)
-        product, quantized = _products(kernels, config, quantizes=quantizes)
+        only_own = packs or engine.kernels == "native"
+        product, quantized = _products(kernels, config, only_own=only_own)
         weights = load_weights(
             path,
             config,
@@ -125,7 +130,14 @@ class ModelRunner:
             str(stored).removeprefix("torch."),
         )
         decoder = _decoder(config, weights, attention, kernels)
-        return cls(config, decoder, cache, None if kernels is None else kernels.likeliest)
+        return cls(
+            config,
+            decoder,
+            cache,
+            None if kernels is None else kernels.likeliest,
+            is_row_exact=isinstance(decoder, FusedDecoder)
+            and isinstance(weights.head, PackedProjection),
+        )
 
     @property
     def weight_size(self) -> WeightSize:
@@ -150,7 +162,7 @@ class ModelRunner:
         Launching a plan again gives the same: it only writes the cache where it wrote before.
         """
         with torch.inference_mode():
-            batch = build_batch(plan, self._device)
+            batch = build_batch(plan, self._device, exact=self.is_row_exact)
             hidden = self._decoder.forward(batch, batch.adapters)
             pooled: list[PooledChunk] = []
             if batch.pooled:
@@ -177,15 +189,15 @@ def _decoder(
 
 
 def _products(
-    kernels: CpuKernels | None, config: ModelConfig, *, quantizes: bool
+    kernels: CpuKernels | None, config: ModelConfig, *, only_own: bool
 ) -> tuple[MakeLinear, MakeQuantized | None]:
     """What makes the linear maps of wide and of quantized weights; by the compiled kernels where
-    these have products, and what stays wide of quantized weights too, as a step whose layers are
-    all theirs is one call."""
+    these have products, if ``only_own`` are wanted or they are faster, and what stays wide of
+    quantized weights too, as a step whose layers are all theirs is one call."""
     if kernels is None or not kernels.has_products:
         return Projection, None
     quantized = partial(packed_quantized, kernels)
-    if quantizes or config.quantization is not None:
+    if only_own or config.quantization is not None:
         return partial(PackedProjection.of_wide, kernels), quantized
     return choose_product(kernels, config), quantized
 

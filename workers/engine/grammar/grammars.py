@@ -81,12 +81,17 @@ class Grammars:
             self._masks = MaskFiller(library.num_words, library.eos_token_ids)
         self._masks.begin(constrained)
 
-    def masks(self, sequences: Rows[Sequence]) -> torch.Tensor | None:
-        """int32 [len(sequences), ceil(vocab_size / 32)]: the tokens that each may go on with, or
-        None if any of them may go on with anything."""
+    def masks(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor | None:
+        """int32 [len(sequences), ceil(vocab_size / 32)]: the tokens that each may go on with behind
+        ``ahead`` of its proposed ones, or None if any of them may go on with anything."""
         if not self._begun or self._masks is None:
             return None
-        return self._masks.take(sequences)
+        return self._masks.take(sequences, ahead)
+
+    def num_ahead(self, sequence: Sequence) -> int:
+        """Behind how many of the proposed tokens of a sequence with a grammar there are ``masks``;
+        to be asked after those of its next token."""
+        return 0 if self._masks is None else self._masks.num_ahead(sequence)
 
     def accept(self, sequence: Sequence, token: int) -> bool:
         """Go on by a sampled token; whether the grammar, if there is one, has come to its end.

@@ -96,6 +96,15 @@ class Matcher:
         """Whether the token may come next."""
         return self._inner.validate_tokens([token_id]) == 1
 
+    def num_fitting(self, token_ids: Rows[int]) -> int:
+        """How many of the tokens may come next, one behind the other."""
+        return self._inner.validate_tokens(list(token_ids))
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens of the text that has to come next, as far as there is no choice; as the
+        tokenizer cuts it, which the model need not."""
+        return self._inner.compute_ff_tokens()
+
     def accept(self, token_ids: Rows[int]) -> None:
         """Go on by tokens. Raises GrammarError, also for what went wrong before."""
         self._inner.consume_tokens(list(token_ids))

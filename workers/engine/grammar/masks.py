@@ -10,6 +10,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from millrace.schemas.errors import GrammarError
 from millrace.workers.engine.grammar.library import Matcher
 from millrace.workers.engine.grammar.reasoning import ReasoningMatcher
 from millrace.workers.engine.sequence import Sequence
@@ -28,7 +29,8 @@ class MaskFiller:
     ``begin``, then ``take`` once the model has run; in between the sequences' matchers belong to
     the threads. A mask is int32 [num_words]: bit i % 32 of word i // 32 allows token i. Tokens
     that a sequence ignores or may not end with yet are not allowed as long as there are others;
-    when there are none the matcher says that it ``must_end``.
+    when there are none the matcher says that it ``must_end``. A sequence has a mask for its next
+    token, and one behind each of its proposed tokens as far as its grammar allows these.
     """
 
     def __init__(self, num_words: int, eos_token_ids: Rows[int]) -> None:
@@ -38,40 +40,57 @@ class MaskFiller:
         self._threads = TaskThreads("grammar-masks", self._num_threads)
         self._buffer = torch.empty((0, num_words), dtype=torch.int32)
         self._rows: dict[Sequence, int] = {}
+        self._num_ahead: dict[Sequence, int] = {}
+        self._must_end: dict[int, bool] = {}
         self._pending = _Countdown(0)
 
     def begin(self, sequences: Rows[Sequence]) -> None:
         """Start on the masks of sequences, all of which have a matcher."""
         self._pending.wait()
-        self._rows = {sequence: row for row, sequence in enumerate(sequences)}
-        if len(self._buffer) <= len(sequences):
+        self._rows, self._num_ahead, self._must_end = {}, {}, {}
+        num_rows = 0
+        for sequence in sequences:
+            self._rows[sequence] = num_rows
+            num_rows += 1 + len(sequence.proposed)
+        if len(self._buffer) <= num_rows:
             # The last row stays as it is: that of sequences without a grammar.
-            shape = len(sequences) + 1, self._num_words
+            shape = num_rows + 1, self._num_words
             self._buffer = torch.full(shape, _ALL, dtype=torch.int32)
         share = max(_ROWS_AT_LEAST, -(-len(sequences) // self._num_threads))
         starts = range(0, len(sequences), share)
         self._pending = pending = _Countdown(len(starts))
         for start in starts:
             part = sequences[start : start + share]
-            self._threads.submit(functools.partial(self._fill, part, start, pending))
+            self._threads.submit(functools.partial(self._fill, part, pending))
 
-    def take(self, sequences: Rows[Sequence]) -> torch.Tensor:
-        """The masks [len(sequences), num_words] once they are there, valid until the next begin;
-        rows of sequences without a matcher allow everything. Those with one must have been
-        begun."""
-        free = len(self._buffer) - 1
-        rows = torch.tensor([self._rows.get(sequence, free) for sequence in sequences])
+    def take(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor:
+        """The masks [len(sequences), num_words] behind ``ahead`` proposed tokens of each once they
+        are there, valid until the next begin; rows of sequences without a matcher allow everything.
+        Those with one must have been begun, and have that many masks."""
+        free = len(self._buffer) - 1 - ahead
+        rows = [self._rows.get(sequence, free) + ahead for sequence in sequences]
         self._pending.wait()
-        return self._buffer.index_select(0, rows)
+        for sequence, row in zip(sequences, rows, strict=True):
+            if row in self._must_end:
+                sequence.matcher.must_end = self._must_end[row]
+        return self._buffer.index_select(0, torch.tensor(rows))
 
-    def _fill(self, sequences: Rows[Sequence], first_row: int, pending: _Countdown) -> None:
-        masks = self._buffer[first_row : first_row + len(sequences)]
+    def num_ahead(self, sequence: Sequence) -> int:
+        """Behind how many of its proposed tokens a sequence has masks; known after ``take``."""
+        return self._num_ahead.get(sequence, 0)
+
+    def _fill(self, sequences: Rows[Sequence], pending: _Countdown) -> None:
+        first, last = self._rows[sequences[0]], sequences[-1]
+        masks = self._buffer[first : self._rows[last] + 1 + len(last.proposed)]
         try:
-            address, row_bytes = masks.data_ptr(), 4 * self._num_words
-            for row, sequence in enumerate(sequences):
+            address, row_bytes = self._buffer.data_ptr(), 4 * self._num_words
+            for sequence in sequences:
                 matcher: Matcher | ReasoningMatcher = sequence.matcher
+                row = self._rows[sequence]
                 matcher.fill_mask(address + row * row_bytes, self._num_words)
-            self._withhold(sequences, masks)
+                if sequence.proposed:
+                    self._fill_ahead(sequence, row)
+            self._withhold(sequences)
         except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)
             # Nothing is allowed then, which ends these sequences when they are sampled.
             _log.exception("the masks of grammars could not be filled")
@@ -79,27 +98,48 @@ class MaskFiller:
         finally:
             pending.count_down()
 
-    def _withhold(self, sequences: Rows[Sequence], masks: torch.Tensor) -> None:
+    def _fill_ahead(self, sequence: Sequence, row: int) -> None:
+        """Fill the masks behind the proposed tokens of a sequence, from ``row`` on."""
+        matcher: Matcher | ReasoningMatcher = sequence.matcher.copy()
+        address, row_bytes = self._buffer.data_ptr(), 4 * self._num_words
+        for ahead, token_id in enumerate(sequence.proposed):
+            word = int(self._buffer[row + ahead, token_id // 32])
+            if not word >> token_id % 32 & 1:
+                return
+            try:
+                matcher.accept((token_id,))
+            except GrammarError:
+                return  # it will be said when the sequence comes there itself
+            if matcher.complete:
+                return
+            matcher.fill_mask(address + (row + ahead + 1) * row_bytes, self._num_words)
+            if matcher.error is not None:
+                return
+            self._num_ahead[sequence] = ahead + 1
+
+    def _withhold(self, sequences: Rows[Sequence]) -> None:
         """Take back the tokens that would end sequences which are not to end yet."""
         rows: list[int] = []
         kept: list[torch.Tensor] = []
-        for row, sequence in enumerate(sequences):
+        for sequence in sequences:
             sampling = sequence.request.sampling
-            withheld = self._eos_token_ids if sampling.ignore_eos else _NONE
-            if sequence.num_output_tokens < sampling.min_tokens:
-                withheld |= sequence.stop_token_ids
-            if withheld:
-                rows.append(row)
-                kept.append(_without(withheld, self._num_words))
+            ignored = self._eos_token_ids if sampling.ignore_eos else _NONE
+            for ahead in range(1 + self._num_ahead.get(sequence, 0)):
+                withheld = ignored
+                if sequence.num_output_tokens + ahead < sampling.min_tokens:
+                    withheld |= sequence.stop_token_ids
+                if withheld:
+                    rows.append(self._rows[sequence] + ahead)
+                    kept.append(_without(withheld, self._num_words))
         if not rows:
             return
+        masks = self._buffer
         index = torch.tensor(rows)
         own = masks.index_select(0, index)
         others = own & torch.stack(kept)
         must_end = ~others.any(-1, keepdim=True)
         masks.index_copy_(0, index, torch.where(must_end, own, others))
-        for row, ends in zip(rows, must_end[:, 0].tolist(), strict=True):
-            sequences[row].matcher.must_end = ends
+        self._must_end.update(zip(rows, must_end[:, 0].tolist(), strict=True))
 
 
 class _Countdown:

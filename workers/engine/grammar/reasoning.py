@@ -128,6 +128,20 @@ class ReasoningMatcher:
                 for token_id in tokens.gap_ids:
                     _allow(mask, token_id)
 
+    def num_fitting(self, token_ids: Rows[int]) -> int:
+        """How many of the tokens may come next, as far as an answer's grammar says so."""
+        if self._at is _At.ANSWER and self._inner is not None:
+            return self._inner.num_fitting(token_ids)
+        return len(token_ids)
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that have to come next, as far as there is no choice."""
+        if self._at is _At.CLOSING:
+            return self._tokens.closing_ids[self._num_closing :]
+        if self._at is _At.ANSWER and self._inner is not None:
+            return self._inner.forced_tokens()
+        return []
+
     def accept(self, token_ids: Rows[int]) -> None:
         """Go on by tokens. Raises GrammarError, also for what went wrong before."""
         for number, token_id in enumerate(token_ids):

@@ -199,6 +199,41 @@ class BlockTables:
         table += blocks
         return True
 
+    def allocate_ahead(self, sequence: Sequence, num_tokens: int) -> int:
+        """Allocate slots for up to ``num_tokens`` tokens behind the next one of a sequence that
+        decodes, in free blocks that are promised to nobody else; for how many there are slots."""
+        table = sequence.block_table
+        end = sequence.num_computed_tokens + 1
+        missing = -(-(end + num_tokens) // self._size) - len(table)
+        if missing > 0:
+            promised = self.num_reserved_blocks
+            if sequence.guaranteed:
+                promised -= sequence.num_reserved_blocks
+            missing = min(missing, max(0, self.pool.num_free_blocks - promised))
+            blocks = self.pool.allocate(missing)
+            assert blocks is not None
+            if sequence.guaranteed:
+                self._use_reservation(sequence, missing)
+            table += blocks
+        return min(num_tokens, len(table) * self._size - end)
+
+    def free_ahead(self, sequence: Sequence, num_tokens: int = 0) -> None:
+        """Give back the blocks of a sequence that decodes but for those of its computed tokens and
+        of ``num_tokens`` more."""
+        table = sequence.block_table
+        end = -(-(sequence.num_computed_tokens + num_tokens) // self._size)
+        unused = table[end:]
+        if not unused:
+            return
+        del table[end:]
+        if not sequence.contents_finite:
+            self._memory.scrub(unused)
+        self.pool.free(reversed(unused))
+        if sequence.guaranteed:
+            sequence.num_reserved_blocks += len(unused)
+            self.num_reserved_blocks += len(unused)
+            self.num_guaranteed_blocks += len(unused)
+
     def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Put the full blocks of the first ``num_tokens`` tokens, which are known and finite, into
         the prefix cache."""

@@ -52,10 +52,21 @@ def tabulate(
         return LogprobTable(normalisers, [[]] * len(rows), [[]] * len(rows))
     # The likeliest tokens are in the groups with the largest tops.
     num_kept = min(count, logits.num_groups)
-    groups = logits.tops.index_select(0, rows).topk(num_kept, dim=-1).indices
+    groups = _places_of_largest(logits.tops.index_select(0, rows), num_kept)
+    groups = groups.sort(dim=-1).values
     members = logits.select(rows.repeat_interleave(num_kept), groups.view(-1))
-    top = members.view(len(rows), -1).topk(count, dim=-1)
-    group = groups.gather(1, top.indices // GROUP_TOKENS)
-    ids = group * GROUP_TOKENS + top.indices % GROUP_TOKENS
-    values = top.values.double() - normalisers[:, None]
+    members = members.view(len(rows), -1)
+    places = _places_of_largest(members, count)
+    group = groups.gather(1, places // GROUP_TOKENS)
+    ids = group * GROUP_TOKENS + places % GROUP_TOKENS
+    values = members.gather(1, places).double() - normalisers[:, None]
     return LogprobTable(normalisers, ids.tolist(), values.tolist())
+
+
+def _places_of_largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` largest of each row of float32 are, the first of equals first: ``topk``
+    takes any of them, by what else is in the batch."""
+    bits = values.contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = values.shape[1] - 1 - torch.arange(values.shape[1], device=values.device)
+    return ordered.mul_(values.shape[1]).add_(last).topk(count, dim=-1).indices

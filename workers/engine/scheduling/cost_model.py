@@ -22,8 +22,9 @@ _SCALES = (1.0, 256.0, 16.0, 16_384.0, 65_536.0)
 
 
 class StepWork(NamedTuple):
-    """What a step computes: tokens of chunks, sequences that decode, tokens that these attend to,
-    and pairs of a chunk's token and one that it attends to."""
+    """What a step computes: tokens of chunks, rows of sequences that decode (one each, and one for
+    each token that is proposed), tokens that these attend to, and pairs of a chunk's token and one
+    that it attends to."""
 
     prefill_tokens: int = 0
     decodes: int = 0
@@ -38,8 +39,9 @@ class StepWork(NamedTuple):
             context = sequence.num_computed_tokens
             num_known = len(sequence.token_ids)
             if context + 1 == num_known > sequence.num_prompt_tokens:
-                decodes += 1
-                context_tokens += num_known
+                num_rows = 1 + len(sequence.proposed)
+                decodes += num_rows
+                context_tokens += num_rows * num_known
             else:
                 prefill_tokens += num_tokens
                 prefill_pairs += chunk_pairs(num_tokens, context)

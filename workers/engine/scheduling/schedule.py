@@ -8,7 +8,8 @@ from millrace.workers.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """Compute the next ``num_tokens`` tokens of ``sequence``; its blocks are there."""
+    """Compute the next ``num_tokens`` tokens of ``sequence``, and behind them those that are
+    ``proposed`` for it; its blocks are there."""
 
     sequence: Sequence
     num_tokens: int

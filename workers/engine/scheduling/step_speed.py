@@ -11,7 +11,8 @@ _NUM_IGNORED = 2
 
 
 class StepSpeed:
-    """Prefilled tokens per second, and the time of a step that decodes. O(1) a step.
+    """Prefilled tokens per second, and the time that a token of a sequence takes that decodes: a
+    step's, or a part of one that makes several. O(1) a step.
 
     A step that does both is divided: its prefill is what it took beyond the decoding alone, as
     ``costs`` predicts that, or by tokens as long as nothing can be predicted.
@@ -25,8 +26,8 @@ class StepSpeed:
         self._num_decodes = 0.0
         self._decode_s = 0.0
 
-    def observe(self, work: StepWork, step_s: float) -> None:
-        """A step of ``work`` took ``step_s``."""
+    def observe(self, work: StepWork, step_s: float, num_tokens: float = 1.0) -> None:
+        """A step of ``work`` took ``step_s`` and made ``num_tokens`` of each that decodes."""
         self._num_seen += 1
         if self._num_seen <= _NUM_IGNORED or step_s <= 0:
             return
@@ -35,7 +36,7 @@ class StepSpeed:
             self._prefill_tokens = self._prefill_tokens * _DECAY + work.prefill_tokens
             self._prefill_s = self._prefill_s * _DECAY + step_s - decode_s
         if work.decodes:
-            self._num_decodes = self._num_decodes * _DECAY + 1
+            self._num_decodes = self._num_decodes * _DECAY + num_tokens
             self._decode_s = self._decode_s * _DECAY + decode_s
 
     def _decode_part_s(self, work: StepWork, step_s: float) -> float:

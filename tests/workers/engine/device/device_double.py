@@ -101,6 +101,7 @@ class DeviceRunner:
     the completion has no finite logits; 0 is none."""
 
     takes_adapters = False
+    is_row_exact = False
     likeliest = None
 
     def __init__(

@@ -1,0 +1,112 @@
+"""Proposes tokens for those who decode in a step, as many as pay."""
+
+from __future__ import annotations
+
+import logging
+
+from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.speculation.acceptance import Acceptance
+from millrace.workers.engine.speculation.suggestions import Suggestions
+
+# What a row adds to a step of one, as a share of it, before steps have told.
+_ASSUMED_SHARE = 0.06
+# A proposed token has to be worth so many times what it costs: what is predicted is not exact.
+_MARGIN = 1.1
+# Where nothing paid for a while, one of so many sequences is looked at in a step.
+_LOOKED_AT = 4
+
+_log = logging.getLogger(__name__)
+
+
+class Speculator:
+    """Proposes tokens for sequences that decode: they are computed in the same step, one row each,
+    and are kept as far as the tokens drawn are the same.
+
+    A row adds some time to the step, and a token with the chance that all proposed tokens up to it
+    come. It is worth its time if it makes tokens faster than the step does without it, which is
+    ``tokens / seconds`` of the part of the step that decodes, as ``costs`` predicts it: far from it
+    where many rows share the reading of the weights, so that at high load nothing is proposed. The
+    rows come out of what a step's budget leaves, and their blocks of those that nobody needs.
+    """
+
+    def __init__(self, tables: BlockTables, costs: CostModel, max_batch_tokens: int) -> None:
+        self._tables = tables
+        self._costs = costs
+        self._max_batch_tokens = max_batch_tokens
+        self._acceptance = Acceptance()
+
+    def propose(self, plan: list[ScheduledSequence]) -> None:
+        """Set what is ``proposed`` for the sequences of a plan; the slots are allocated."""
+        decoding = [sequence for sequence, num_tokens in plan if num_tokens == 1]
+        if not decoding:
+            return
+        budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
+        step_s, row_s = self._times(decoding)
+        num_tokens = float(len(decoding))
+        most_rests = len(decoding) // _LOOKED_AT
+        for sequence in decoding:
+            if row_s * _MARGIN * num_tokens >= step_s or budget <= 0:
+                return  # not even for a token that is sure to come
+            chances = self._chances(sequence)
+            num_taken = 0
+            for chance in (chances or [])[: min(budget, _room(sequence))]:
+                if chance * step_s < row_s * _MARGIN * num_tokens:
+                    break
+                num_tokens += chance
+                step_s += row_s
+                num_taken += 1
+            if num_taken:
+                num_taken = self._tables.allocate_ahead(sequence, num_taken)
+                sequence.proposed = sequence.suggestions.token_ids[:num_taken]
+                budget -= num_taken
+            elif chances is not None:
+                sequence.suggestions.rest(most_rests)
+
+    def _times(self, decoding: list[Sequence]) -> tuple[float, float]:
+        """What the part of a step takes that decodes, and what another row adds to it."""
+        num_rows = len(decoding)
+        if not self._costs.is_warm:
+            return 1.0 + _ASSUMED_SHARE * (num_rows - 1), _ASSUMED_SHARE
+        context = sum([sequence.num_computed_tokens for sequence in decoding])
+        step_s = self._costs.step_s(StepWork(0, num_rows, context))
+        more = StepWork(0, num_rows + 1, context + context // num_rows)
+        return step_s, self._costs.step_s(more) - step_s
+
+    def _chances(self, sequence: Sequence) -> list[float] | None:
+        """That each of the tokens suggested for a sequence comes, with all before it; None if it is
+        not looked at."""
+        suggestions: Suggestions | None = sequence.suggestions
+        if suggestions is None:
+            if not _may_speculate(sequence):
+                return None
+            suggestions = sequence.suggestions = Suggestions(sequence, self._acceptance)
+        if suggestions.rests():
+            return None
+        try:
+            suggestions.renew(sequence)
+        except Exception:  # noqa: BLE001 (whatever it is, the sequence goes on without)
+            _log.exception("no tokens could be suggested for a sequence")
+            suggestions.give_up()
+        return suggestions.chances()
+
+
+def _may_speculate(sequence: Sequence) -> bool:
+    """Whether it draws its tokens one by one, and has drawn one already: the first brings more
+    with it than a token."""
+    request = sequence.request
+    return (
+        sequence.started
+        and sequence.beams is None
+        and not sequence.forks
+        and request.pooling is None
+        and sequence.prompt_logprobs is None
+        and sequence.num_output_tokens > len(request.output_token_ids)
+    )
+
+
+def _room(sequence: Sequence) -> int:
+    """How many tokens may come besides the next."""
+    return sequence.max_total_tokens - sequence.num_tokens - 1
