@@ -15,8 +15,8 @@ from millrace.workers.engine.speculation.suggestions import Suggestions
 _ASSUMED_SHARE = 0.06
 # A proposed token has to be worth so many times what it costs: what is predicted is not exact.
 _MARGIN = 1.1
-# Where nothing paid for a while, one of so many sequences is looked at in a step.
-_LOOKED_AT = 4
+# To look at a sequence takes so long, and where nothing pays, this share of a step at most.
+_LOOK_S, _LOOK_SHARE = 10e-6, 0.005
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Speculator:
         budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
         step_s, row_s = self._times(decoding)
         num_tokens = float(len(decoding))
-        most_rests = len(decoding) // _LOOKED_AT
+        most_rests = int(len(decoding) * _LOOK_S / (_LOOK_SHARE * step_s))
         for sequence in decoding:
             if row_s * _MARGIN * num_tokens >= step_s or budget <= 0:
                 return  # not even for a token that is sure to come

@@ -1,0 +1,1 @@
+"""``python -m benchmarks.speculation``: what proposed tokens save, and that they change none."""

@@ -1,0 +1,147 @@
+"""Tokens per second with proposed tokens and without, on a 100M Llama in bfloat16, and whether any
+token differs.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--save]
+
+Runs with and without take turns, so that both meet the same machine; a ratio is that of the
+fastest decoding of each, and beside it that of the CPU time, which what else runs here does not
+touch. The texts are made by a model with random weights whose head knows what follows what: so what
+a prompt or a prediction says comes, but for what was changed there.
+
+Then ``--requests`` of all kinds (greedy, drawn, penalties, grammars, several completions,
+log-probabilities) are answered by an engine with proposals and by one without, and every second one
+of the former goes on at some token on another engine, as after a kill.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from benchmarks.checkpoints import write_llama
+from benchmarks.speculation.copier import write_copier
+from benchmarks.speculation.equality import Equality, compare
+from benchmarks.speculation.loads import LOADS, Load
+from benchmarks.support.command import command_parser, write_json
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.engine import Engine
+
+_RESULTS = Path(__file__).parents[1] / "results" / "speculation.json"
+_NUM_WARM_UP = 2
+
+
+class Rate(NamedTuple):
+    """Tokens of answers behind the first, in seconds and in seconds of CPU time."""
+
+    num_tokens: int
+    wall_s: float
+    cpu_s: float
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: tokens/s, ratios with proposals to without, and what came of the proposals."""
+
+    name: str
+    goal: float
+    tokens_per_s_without: float
+    tokens_per_s_with: float
+    ratio: float
+    cpu_ratio: float
+    proposed: int
+    accepted: int
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it."""
+
+    num_threads: int
+    loads: list[Measured]
+    equality: Equality
+
+
+def main() -> None:
+    """Print a line per load, then how many requests differ."""
+    parser = command_parser("speculation", __doc__)
+    parser.add_argument("--runs", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=2_000)
+    parser.add_argument("--save", action="store_true", help=f"write {_RESULTS}")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {
+            True: write_copier(Path(folder) / "copier"),
+            False: write_llama(Path(folder) / "plain"),
+        }
+        print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
+        loads = [_measure(load, paths[load.copies], arguments.runs) for load in LOADS]
+        equality = compare(paths[True], arguments.requests)
+    print(
+        f"{equality.num_requests} requests, {equality.num_moved} of them moved: "
+        f"{equality.num_different} differ; {equality.accepted} of {equality.proposed} proposed "
+        "tokens came"
+    )
+    results = Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality)
+    write_json(_RESULTS if arguments.save else None, results)
+
+
+def _measure(load: Load, path: Path, num_runs: int) -> Measured:
+    engines = [_engine(path, "off"), _engine(path, "ngram")]
+    rates: list[list[Rate]] = [[], []]
+    for run in range(_NUM_WARM_UP + num_runs):
+        for engine, own in zip(engines, rates, strict=True):
+            rate = _run(engine, load, run)
+            if run >= _NUM_WARM_UP:
+                own.append(rate)
+    without, with_ = (max(rate.num_tokens / rate.wall_s for rate in own) for own in rates)
+    cpu, cpu_with = (
+        sum(rate.cpu_s for rate in own) / sum(rate.num_tokens for rate in own) for own in rates
+    )
+    stats = engines[1].stats()
+    measured = Measured(
+        name=load.name,
+        goal=load.goal,
+        tokens_per_s_without=without,
+        tokens_per_s_with=with_,
+        ratio=with_ / without,
+        cpu_ratio=cpu / cpu_with,
+        proposed=stats.proposed_tokens,
+        accepted=stats.accepted_tokens,
+    )
+    print(
+        f"{load.name:45} {without:7.1f} {with_:7.1f} {measured.ratio:6.2f}x "
+        f"{measured.cpu_ratio:6.2f}x (goal {load.goal:.2f}x), {stats.accepted_tokens} of "
+        f"{stats.proposed_tokens} proposed tokens came",
+        flush=True,
+    )
+    return measured
+
+
+def _engine(path: Path, speculation: str) -> Engine:
+    config = msgspec.convert({"device": "cpu", "speculation": speculation}, EngineConfig)
+    # Both by the same kernels, and none of their choice by a measurement.
+    return Engine.load(path, msgspec.structs.replace(config, dtype="bfloat16", kernels="native"))
+
+
+def _run(engine: Engine, load: Load, run: int) -> Rate:
+    """Answer a run's requests, and time what comes behind their first tokens."""
+    requests = load.requests(run)
+    for request in requests:
+        engine.add(request)
+    waiting = {request.request_id for request in requests}
+    num_tokens, begin = 0, (time.perf_counter(), time.process_time())
+    while engine.has_work:
+        outputs = engine.step()
+        if waiting:
+            waiting.difference_update(o.request_id for o in outputs if o.token_ids)
+            begin = (time.perf_counter(), time.process_time())
+        else:
+            num_tokens += sum(len(output.token_ids) for output in outputs)
+    return Rate(num_tokens, time.perf_counter() - begin[0], time.process_time() - begin[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What is asked of the engine with proposed tokens and without."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M
+from benchmarks.speculation.copier import text_from
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from millrace.workers.engine.types import EngineRequest
+
+# In an edited text so many of a hundred tokens are others.
+_EDITED, _WRONG = 4, 10
+_MAX_TOKENS = 256
+
+
+class Load(NamedTuple):
+    """``requests`` of a run, which are all sent at once, on the copying model or on the plain one;
+    ``goal``: how many times as many tokens a second proposals are to make."""
+
+    name: str
+    copies: bool
+    goal: float
+    requests: Callable[[int], list[EngineRequest]]
+
+
+def _request(name: str, prompt: list[int], max_tokens: int, **more: Any) -> EngineRequest:
+    prediction = more.pop("prediction", ())
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens} | more
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**sampling),
+        prediction_token_ids=tuple(prediction),
+    )
+
+
+def _random_tokens(generator: random.Random, count: int) -> list[int]:
+    return [generator.randrange(FIRST_TEXT_TOKEN, LLAMA_100M.vocab_size) for _ in range(count)]
+
+
+def _with_others(generator: random.Random, text: list[int], percent: int) -> list[int]:
+    return [
+        token if generator.randrange(100) >= percent else _random_tokens(generator, 1)[0]
+        for token in text
+    ]
+
+
+def _edited_text(run: int) -> list[EngineRequest]:
+    """The prompt has the text that is to come, but for some tokens."""
+    generator = random.Random(run)
+    (first,) = _random_tokens(generator, 1)
+    text = _with_others(generator, text_from(first, _MAX_TOKENS), _EDITED)
+    prompt = [*_random_tokens(generator, 40), *text, *_random_tokens(generator, 20), first]
+    return [_request(f"edit{run}", prompt, _MAX_TOKENS)]
+
+
+def _predicted(run: int) -> list[EngineRequest]:
+    """The prompt has nothing of the text; a prediction has, and most of it is right."""
+    generator = random.Random(1_000 + run)
+    prompt = _random_tokens(generator, 128)
+    text = _with_others(generator, text_from(prompt[-1], _MAX_TOKENS), _WRONG)
+    return [_request(f"predict{run}", prompt, _MAX_TOKENS, prediction=text)]
+
+
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "measurement_identifier": {"type": "integer", "minimum": 0, "maximum": 999},
+        "measurement_location": {"enum": ["laboratory", "greenhouse", "workshop"]},
+        "temperature_celsius": {"type": "integer", "minimum": 0, "maximum": 99},
+        "instrument_calibrated": {"type": "boolean"},
+    },
+    "required": [
+        *("measurement_identifier", "measurement_location"),
+        *("temperature_celsius", "instrument_calibrated"),
+    ],
+    "additionalProperties": False,
+}
+_RECORDS = {"type": "array", "items": _RECORD, "minItems": 1, "maxItems": 1}
+
+
+def _schema(run: int) -> list[EngineRequest]:
+    """One record of four long names, of which none is in the prompt."""
+    generator = random.Random(2_000 + run)
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(_RECORDS))
+    prompt = _random_tokens(generator, 64)
+    return [_request(f"schema{run}", prompt, 200, ignore_eos=False, grammar=grammar)]
+
+
+def _unguessable(run: int) -> list[EngineRequest]:
+    """Random tokens, drawn by a model that does not know better."""
+    generator = random.Random(3_000 + run)
+    return [
+        _request(
+            f"random{run}/{i}",
+            _random_tokens(generator, 64),
+            96,
+            temperature=1.0,
+            seed=run * 99 + i,
+        )
+        for i in range(32)
+    ]
+
+
+LOADS = (
+    Load("a text with edits, 1 stream", True, 2.0, _edited_text),
+    Load("a prediction that is 90 % right, 1 stream", True, 2.5, _predicted),
+    Load("JSON Schema, 1 stream", True, 1.3, _schema),
+    Load("text that cannot be guessed, 32 streams", False, 0.98, _unguessable),
+)
