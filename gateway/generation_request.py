@@ -26,8 +26,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     on with the last message if ``continue_final_message``, ``cache_salt`` keeps its prompt apart in
     prefix caches, of which the last ``truncate_prompt_tokens`` count if that is given (-1: as many
     as there is room for). Of its tenant's requests those of a lower ``priority`` are served
-    earlier. ``metadata`` is for its row in analytics. ``grammar_field`` is where the caller wrote
-    the grammar of ``sampling``.
+    earlier. ``prediction`` is what the answer will be, for the most part. ``metadata`` is for its
+    row in analytics. ``grammar_field`` is where the caller wrote the grammar of ``sampling``.
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt.
@@ -53,6 +53,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     truncate_prompt_tokens: int | None = None
     priority: int = 0
+    prediction: str = ""
     metadata: dict[str, str] = {}
     session_keep: int | None = None
     echo: bool = False

@@ -23,6 +23,7 @@ from millrace.registry.checkpoints.checkpoint import (
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.checkpoints.generation_defaults import read_sampling_defaults
 from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
+from millrace.registry.predictions import predicted_tokens
 from millrace.registry.reasoning import closing_of, format_after, format_within
 from millrace.registry.source import resolve
 from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
@@ -153,7 +154,8 @@ class ServedModel:
                 "n", "n must be 1: one request makes one completion, unless by use_beam_search."
             )
         max_tokens = self._max_tokens(len(token_ids), sampling)
-        job = msgspec.structs.replace(job, sampling=sampling)
+        predicted = predicted_tokens(job.prediction, self.tokenizer, self.vocab_size, max_tokens)
+        job = msgspec.structs.replace(job, sampling=sampling, prediction=predicted)
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
 
     def _with_reasoning(
@@ -197,8 +199,9 @@ class ServedModel:
         return "score" if self.classifier.scores_pairs else "classify"
 
     def _prepare_pooled(self, job: Job, pooling: Pooling, seed_source: random.Random) -> Job:
-        if job.messages is not None:
-            raise ParameterError("messages", "An embedding is made of a prompt, not of messages.")
+        for name in ("messages", "prediction"):
+            if getattr(job, name):
+                raise ParameterError(name, f"An embedding is made of a prompt, not of {name}.")
         _check_nothing_is_sampled(job.sampling)
         if (pooling is Pooling.CLASSIFY) is (self.classifier is None):
             raise ParameterError(

@@ -106,12 +106,16 @@ class BeamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
     """Tokens as the worker counted them; no other part counts. ``reasoning_tokens`` are those of
-    the completion that its thoughts took, with what marks them."""
+    the completion that its thoughts took, with what marks them. Of ``proposed_tokens``, computed in
+    case they should be the next, ``accepted_tokens`` were; both are of the attempt that ended it.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):

@@ -90,8 +90,10 @@ class Job(
     noted on the request: both are for its row in analytics, and nothing else reads them. Blocks of
     prompts in the prefix cache are shared among requests with the same ``cache_salt`` only. Of the
     jobs of a tenant those with a lower ``priority`` are sent earlier, as far as none waits too long
-    for it. ``adapter`` is a LoRA adapter of ``model`` to apply, by its name; ``adapter_version`` is
-    what it was when the request was accepted, and stays to its end.
+    for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
+    it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
+    its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
+    end.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -126,6 +128,7 @@ class Job(
     keep_transcript: bool = False
     cache_salt: str = ""
     priority: int = 0
+    prediction: str | tuple[int, ...] = ""
     key_id: str = ""
     metadata: dict[str, str] = {}
     adapter: str = ""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.schemas.chat.messages import Message
+from millrace.schemas.chat.messages import Message, TextPart
 from millrace.schemas.engines import PROMISES, EngineKind
 from millrace.schemas.pooling import ModelTask
 from millrace.schemas.sampling import SamplingDefaults
@@ -159,6 +159,13 @@ class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict: bool | None = None
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the answer will be, for the most part: it changes nothing in it, and may save time."""
+
+    content: str | tuple[TextPart, ...]
+    type: Literal["content"] = "content"
+
+
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a generation from messages takes, over HTTP or WebSocket.
 
@@ -189,7 +196,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
+    prediction: Prediction | None = None
     web_search_options: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -242,12 +249,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of thoughts, and tokens that were proposed before they were drawn: from a prediction,
+    from the text so far, or by a grammar."""
+
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one generation, as the worker counted them; ``completion_tokens_details`` only if
-    there are thoughts."""
+    there are thoughts or tokens were proposed."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -15,9 +15,9 @@ import msgspec
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.jobs import Source, Tier
 
-# 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy. A
-# field that is missing has its default.
-RECORD_VERSION = 3
+# 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy; 3:
+# until proposed tokens. A field that is missing has its default.
+RECORD_VERSION = 4
 
 STALL_MS = 1_000.0
 
@@ -68,7 +68,9 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     none), ``metadata`` what its client noted on the request. ``cost_method`` says how ``device_us``
     is known. ``resampled``: it was continued, after a crash, by an engine that draws other tokens
     then than it would have, so its seed alone does not give this completion again. ``trace_id`` is
-    that of its distributed trace, empty where none is recorded.
+    that of its distributed trace, empty where none is recorded. Of ``proposed_tokens``, which were
+    computed in case they should be the next, ``accepted_tokens`` were; both are of the attempt that
+    ended it.
     """
 
     request_id: str
@@ -111,6 +113,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     key_id: str = ""
     metadata: dict[str, str] = {}
     energy_j: float | None = None
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     version: int = RECORD_VERSION
 
 

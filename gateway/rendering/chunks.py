@@ -32,8 +32,12 @@ def usage_info(usage: Usage) -> UsageInfo:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens)
-        if usage.reasoning_tokens
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=usage.reasoning_tokens,
+            accepted_prediction_tokens=usage.accepted_tokens,
+            rejected_prediction_tokens=usage.proposed_tokens - usage.accepted_tokens,
+        )
+        if usage.reasoning_tokens or usage.proposed_tokens
         else UNSET,
     )
 

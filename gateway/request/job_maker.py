@@ -175,6 +175,7 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         chat_template_kwargs=request.chat_template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        prediction=request.prediction,
     )
 
 

@@ -26,6 +26,7 @@ from millrace.schemas.openai import (
     ChatFields,
     CompletionRequest,
     GenerationFields,
+    Prediction,
 )
 from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.websocket import Generate
@@ -50,7 +51,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
     "audio": (None,),
-    "prediction": (None,),
     "web_search_options": (None,),
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
@@ -159,7 +159,15 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         include_reasoning=request.include_reasoning is not False,
+        prediction=_predicted(request.prediction),
     )
+
+
+def _predicted(prediction: Prediction | None) -> str:
+    if prediction is None:
+        return ""
+    content = prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _check_prompt_end(request: ChatFields) -> None:

@@ -156,6 +156,8 @@ class ResponseReader:
             of_prompts,
             completion_tokens=of_all.completion_tokens,
             reasoning_tokens=of_all.reasoning_tokens,
+            proposed_tokens=of_all.proposed_tokens,
+            accepted_tokens=of_all.accepted_tokens,
         )
 
     @property

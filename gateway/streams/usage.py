@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from millrace.bus.frame_reader import StreamReader
 from millrace.schemas.frames import Usage
 
+_COUNTS = [name for name in Usage.__struct_fields__ if name.endswith("_tokens")]
+
 
 def usage_so_far(reader: StreamReader) -> Usage | None:
     """What was computed for a stream as far as it is known; None: nothing was."""
@@ -23,15 +25,8 @@ def usage_so_far(reader: StreamReader) -> Usage | None:
 
 def total_usage(usages: Iterable[Usage | None]) -> Usage:
     """The sum of each count; None counts nothing."""
-    num_prompt = num_cached = num_completion = num_reasoning = 0
+    total = dict.fromkeys(_COUNTS, 0)
     for usage in filter(None, usages):
-        num_prompt += usage.prompt_tokens
-        num_cached += usage.cached_tokens
-        num_completion += usage.completion_tokens
-        num_reasoning += usage.reasoning_tokens
-    return Usage(
-        prompt_tokens=num_prompt,
-        cached_tokens=num_cached,
-        completion_tokens=num_completion,
-        reasoning_tokens=num_reasoning,
-    )
+        for name in _COUNTS:
+            total[name] += getattr(usage, name)
+    return Usage(**total)

@@ -146,7 +146,7 @@ def num_characters(job: Job) -> int:
         return messages  # it is long, and counting on would be, too
     messages += sum(len(message.content) for message in job.messages or ())
     tools = sum(len(tool.description) + len(repr(tool.parameters)) for tool in job.tools)
-    texts = len(job.prompt or "") + len(job.text_pair or "")
+    texts = len(job.prompt or "") + len(job.text_pair or "") + len(job.prediction)
     return texts + len(job.prompt_token_ids or ()) + messages + tools
 
 

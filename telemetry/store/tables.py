@@ -225,6 +225,8 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("trace_id", "String", lambda r: r.trace_id),
         Column("cost_method", _STRING, lambda r: r.cost_method.value),
         Column("resampled", "Bool", lambda r: r.resampled),
+        Column("proposed_tokens", "UInt32", lambda r: r.proposed_tokens),
+        Column("accepted_tokens", "UInt32", lambda r: r.accepted_tokens),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
         Column("record_version", "UInt16", lambda r: r.version),
     ),

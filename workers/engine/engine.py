@@ -52,7 +52,6 @@ from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
 from millrace.workers.engine.speculation.speculator import Speculator
-from millrace.workers.engine.speculation.verification import Verification
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -145,7 +144,6 @@ class Engine:
             planner=self._planner,
             grammars=self._grammars,
             output_processor=output_processor,
-            verification=Verification(self._planner, output_processor, self._grammars),
             costs=costs,
             device_work=device_work_of(runner),
             overlap=config.overlap and runner.overlaps,

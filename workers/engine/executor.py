@@ -57,7 +57,6 @@ class Executor:
         planner: Planner,
         grammars: Grammars,
         output_processor: OutputProcessor,
-        verification: Verification,
         costs: CostModel,
         device_work: DeviceWork,
         overlap: bool,
@@ -67,7 +66,7 @@ class Executor:
         self._planner = planner
         self._grammars = grammars
         self._output_processor = output_processor
-        self._verification = verification
+        self._verification = Verification(planner, output_processor, grammars)
         self._costs = costs
         self._device_work = device_work
         self.meter = DeviceMeter()

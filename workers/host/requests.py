@@ -20,6 +20,7 @@ from millrace.workers.host.endings.device_times import DeviceTimes
 from millrace.workers.host.endings.finalizer import Finalizer
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.beam_answers import BeamAnswers
+from millrace.workers.host.generations.engine_requests import engine_request
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
@@ -298,7 +299,7 @@ class Requests:
         job = generation.job
         tenant = job.tenant if self._context.config.prefix_scope == "tenant" else ""
         salt = salt_of(tenant, job.cache_salt, job.adapter_version)
-        self._engine.add(generation.engine_request(self._model.eos_token_ids, salt))
+        self._engine.add(engine_request(generation, self._model.eos_token_ids, salt))
 
     # --- ends ---
 

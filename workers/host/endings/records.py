@@ -61,6 +61,8 @@ def request_record(
         lives=lives,
         cost_method=cost_method,
         resampled=generation.resampled,
+        proposed_tokens=usage.proposed_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 

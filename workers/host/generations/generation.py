@@ -23,8 +23,7 @@ from millrace.schemas.frames import (
 )
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
-from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
@@ -85,8 +84,10 @@ class Generation:
         "lease",
         "lives",
         "logprobs",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_preemptions",
+        "num_proposed_tokens",
         "num_resumed",
         "outcome",
         "phase",
@@ -128,6 +129,7 @@ class Generation:
         self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = 0
         self.num_preemptions = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.resampled = False
         self.device_use = DeviceUse(energy)
         self._is_charged = False
@@ -197,27 +199,6 @@ class Generation:
         last = self.token_ids[-1]
         return last if last in self.job.sampling.stop_token_ids else None
 
-    def engine_request(self, eos_token_ids: Sequence[int], cache_salt: str) -> EngineRequest:
-        sampling, token_ids = SamplingParams.of(self.job.sampling), tuple(self.token_ids)
-        if self.known_outcome is not None:
-            # Scoring a prompt makes one token behind it, which is dropped.
-            token_ids = ()
-            sampling = SamplingParams(
-                max_tokens=1, seed=sampling.seed, prompt_logprobs=sampling.prompt_logprobs
-            )
-        return EngineRequest(
-            request_id=self.engine_id,
-            prompt_token_ids=self.prompt_token_ids,
-            sampling=sampling,
-            eos_token_ids=tuple(eos_token_ids),
-            output_token_ids=token_ids,
-            priority=self.priority,
-            cache_salt=cache_salt,
-            pooling=self.job.pooling,
-            watched=bool(self.job.sampling.stop),
-            adapter=self.adapter,
-        )
-
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
         """The outcome that the tokens of an earlier attempt had already reached, if any."""
         sampling = self.job.sampling
@@ -247,6 +228,9 @@ class Generation:
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         self.resampled |= output.resampled
         self.num_preemptions += output.num_preemptions
+        if output.num_proposed_tokens or output.num_accepted_tokens:
+            self.num_proposed_tokens += output.num_proposed_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
         if output.device_us:
             self.device_use.note(output.device_us)
         if output.prompt_logprobs:
@@ -353,6 +337,8 @@ class Generation:
             cached_tokens=self.num_cached_tokens,
             completion_tokens=self.num_completion_tokens,
             reasoning_tokens=num_thoughts,
+            proposed_tokens=self.num_proposed_tokens,
+            accepted_tokens=self.num_accepted_tokens,
         )
 
     def pop_served(self) -> Served | None:

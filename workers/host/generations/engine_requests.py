@@ -1,0 +1,37 @@
+"""What a worker asks its engine for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineRequest
+from millrace.workers.host.generations.generation import Generation
+
+
+def engine_request(
+    generation: Generation, eos_token_ids: Sequence[int], cache_salt: str
+) -> EngineRequest:
+    """The rest of a generation, behind the tokens that it has."""
+    job = generation.job
+    sampling, token_ids = SamplingParams.of(job.sampling), tuple(generation.token_ids)
+    if generation.known_outcome is not None:
+        # Scoring a prompt makes one token behind it, which is dropped.
+        token_ids = ()
+        sampling = SamplingParams(
+            max_tokens=1, seed=sampling.seed, prompt_logprobs=sampling.prompt_logprobs
+        )
+    return EngineRequest(
+        request_id=generation.engine_id,
+        prompt_token_ids=generation.prompt_token_ids,
+        sampling=sampling,
+        eos_token_ids=tuple(eos_token_ids),
+        output_token_ids=token_ids,
+        priority=generation.priority,
+        cache_salt=cache_salt,
+        pooling=job.pooling,
+        watched=bool(job.sampling.stop),
+        adapter=generation.adapter,
+        # One that is text still has been prepared by nobody who knows the tokenizer.
+        prediction_token_ids=() if isinstance(job.prediction, str) else job.prediction,
+    )
