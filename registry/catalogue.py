@@ -18,7 +18,7 @@ from millrace.registry.pricing import UNPRICED, PriceBook
 from millrace.registry.routing.router import Route, Router
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import EngineConfig, TierPolicies
-from millrace.schemas.engines import EngineKind, check_quantization
+from millrace.schemas.engines import EngineKind, check_quantization, check_speculation
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
 from millrace.schemas.jobs import PUBLIC_MODEL_AUTO, Tier
 from millrace.schemas.pooling import EmbeddingPooling
@@ -61,6 +61,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generation_config: GenerationConfig = GenerationConfig.AUTO
     prices: PriceBook = UNPRICED
     quantization: str | None = None
+    speculation: str | bool | None = None
     engine: CatalogueEngine | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +81,8 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
     ``none``: they are content. ``generation_config``: whether requests that do not say how they are
     sampled go by the checkpoint's generation_config.json. ``quantization``: what Millrace's own
-    engine rounds the weights to when it loads them, where it is not told otherwise.
+    engine rounds the weights to when it loads them, where it is not told otherwise; likewise
+    ``speculation``, whether it proposes tokens.
     """
 
     name: str
@@ -94,8 +96,8 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """The worker's settings, with what the catalogue says of this model's engine. A worker that
-        was told of another kind than Millrace's own, or of a quantization, keeps to that. Raises
-        ConfigError for a quantization that the engine does not have."""
+        was told of another kind than Millrace's own, of a quantization or a speculation, keeps to
+        that. Raises ConfigError for one that the engine does not have."""
         if config.kind is EngineKind.REAL:
             given: dict[str, Any] = {"kind": self.engine_kind}
             if self.engine is not None:
@@ -107,7 +109,10 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
             config = msgspec.structs.replace(config, **given)
         if config.quantization is None:
             config = msgspec.structs.replace(config, quantization=self.quantization)
+        if config.speculation is None:
+            config = msgspec.structs.replace(config, speculation=self.speculation)
         check_quantization(config.quantization, config.kind)
+        check_speculation(config.speculation, config.kind)
         return config
 
     @property
@@ -254,6 +259,7 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
         raise ConfigError(f"{where}: {error}.") from error
     try:
         check_quantization(whole.quantization, whole.engine_kind)
+        check_speculation(whole.speculation, whole.engine_kind)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
     return whole

@@ -12,6 +12,8 @@ from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
 # What wide weights can be rounded to when they are loaded.
 QUANTIZATIONS = ("int8", "int4", "fp8")
+# What proposes tokens: what was met before, what a grammar forces and a request predicts; nothing.
+SPECULATIONS = ("ngram", "off")
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
@@ -169,6 +171,24 @@ def check_quantization(quantization: str | None, kind: EngineKind) -> None:
         raise ConfigError(
             f"quantization: {quantization} is for Millrace's own engine, and {kind} runs this "
             "model: leave it out, and quantize by that engine's own means, such as "
+            "--engine-arguments."
+        )
+
+
+def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
+    """Raise ConfigError for a speculation that there is not, or that an engine of this kind does
+    not have. False is how YAML reads a bare off."""
+    if speculation is None or speculation is False:
+        return
+    if speculation not in SPECULATIONS:
+        raise ConfigError(
+            f"speculation is {speculation!r:.80}; choose {', '.join(SPECULATIONS)}, or leave it "
+            "out to have tokens proposed where that changes none."
+        )
+    if speculation != "off" and kind is not EngineKind.REAL:
+        raise ConfigError(
+            f"speculation: {speculation} is for Millrace's own engine, and {kind} runs this model: "
+            "leave it out, and have that engine speculate by its own means, such as "
             "--engine-arguments."
         )
 

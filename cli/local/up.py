@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,13 +22,14 @@ from millrace.cli.adapter_options import (
     split_model,
 )
 from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
 from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import num_first, parse_bounds
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.engines import QUANTIZATIONS, EngineKind, check_quantization
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_data_argument(where)
     _add_models(parser.add_argument_group("models"))
-    _add_engine(parser.add_argument_group("engines of others"))
+    add_other_engine(parser.add_argument_group("engines of others"))
     _add_size(parser.add_argument_group("size"))
     settings = parser.add_argument_group("settings")
     settings.add_argument("--config", help="a YAML or TOML file of settings for all parts")
@@ -93,27 +94,8 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="what runs the models: Millrace's own engine (real), nothing that computes "
         "(simulated), or a server of another engine, which is started here (default: real)",
     )
-    group.add_argument(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
-        "the catalogue says, else as the checkpoint is)",
-    )
+    add_own_engine(group)
     add_adapter_option(group, "requests name it as their model; MODEL:NAME=PATH of several models")
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--engine-url", metavar="URL", help="a server of that engine that runs already"
-    )
-    group.add_argument(
-        "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
-    )
-    group.add_argument(
-        "--engine-arguments",
-        metavar="TEXT",
-        help='more of its command line, such as "--tensor-parallel-size 4"',
-    )
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
@@ -222,12 +204,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
     check_exposure(config.metrics)
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
-    engine = msgspec.structs.replace(config.worker.engine, **_engine_arguments(arguments))
-    if arguments.quantization is not None:
-        engine = msgspec.structs.replace(engine, quantization=arguments.quantization)
-    check_quantization(engine.quantization, engine.kind)
-    if engine.kind is EngineKind.OPENAI and not engine.url:
-        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+    engine = told_engine(config.worker.engine, arguments)
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,
@@ -245,26 +222,6 @@ def _is_port_fixed(arguments: argparse.Namespace, config: Config) -> bool:
         or names_setting("gateway.port", os.environ)
         or config.gateway.port != GatewayConfig().port
     )
-
-
-def _engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {
-        "kind": arguments.engine and EngineKind(arguments.engine),
-        "url": arguments.engine_url,
-        "command": arguments.engine_command and _absolute(arguments.engine_command),
-        "arguments": arguments.engine_arguments and tuple(shlex.split(arguments.engine_arguments)),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
-        names = ", ".join(f"--engine-{name}" for name in given if name != "kind")
-        if names:
-            raise ConfigError(f"{names} goes with --engine and the name of another engine.")
-    return given
-
-
-def _absolute(command: str) -> str:
-    """A program that is named by its path, or a class by its file, is looked for from here."""
-    return str(Path(command).expanduser().resolve()) if "/" in command else command
 
 
 def _scheduler(config: SchedulerConfig, bounds: str | None) -> SchedulerConfig:

@@ -108,8 +108,9 @@ def open_output(path: Path) -> TextIO:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """Declare how much runs at a time, and on what; ``what`` runs: requests, texts."""
+def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._ArgumentGroup:
+    """Declare how much runs at a time, and on what; ``what`` runs: requests, texts. Returns the
+    group of these options."""
     group = parser.add_argument_group("the engine")
     group.add_argument(
         "--max-batch",
@@ -164,6 +165,7 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> None:
     group.add_argument(
         "--no-overlap", action="store_true", help="read each step before the next is launched"
     )
+    return group
 
 
 def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
@@ -198,6 +200,14 @@ def quantized_as(config: EngineConfig, served: ServedModel) -> EngineConfig:
     """``config``, with the quantization that the catalogue gives the model where no option does."""
     quantization = config.quantization or served.entry.quantization
     return msgspec.structs.replace(config, quantization=quantization)
+
+
+def speculating_as(
+    config: EngineConfig, speculation: str | None, served: ServedModel
+) -> EngineConfig:
+    """``config``, with the speculation of the option, else that of the catalogue."""
+    chosen = served.entry.speculation if speculation is None else speculation
+    return msgspec.structs.replace(config, speculation=chosen)
 
 
 def print_start_of_engine() -> None:

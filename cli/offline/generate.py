@@ -21,8 +21,10 @@ from millrace.cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
     quantized_as,
+    speculating_as,
 )
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import SPECULATIONS
 
 if TYPE_CHECKING:
     from millrace.cli.offline.generated import OfflineRequest
@@ -52,7 +54,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_adapter_option(
         parser, "lines name it as adapter, and those that name none have it if it is the only one"
     )
-    add_engine_options(parser, "requests")
+    engine = add_engine_options(parser, "requests")
+    engine.add_argument(
+        "--speculation",
+        choices=SPECULATIONS,
+        help="whether tokens are proposed and checked several a step, which changes none of them "
+        "(default: as the catalogue says, else where a row is computed the same in all company)",
+    )
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--kv-cache-bytes",
@@ -97,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     from millrace.cli.offline.batch_file import read_requests
 
     served = load_served(arguments)
-    config = quantized_as(config, served)
+    config = speculating_as(quantized_as(config, served), arguments.speculation, served)
     adapters = _adapters(arguments, served, config)
     try:
         requests = read_requests(

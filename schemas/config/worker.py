@@ -110,11 +110,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     overlap: bool = True
     """Launch a step before the results of the one before it are read."""
 
-    speculation: Literal["ngram", "off"] | None = None
+    speculation: str | bool | None = None
     """Whether tokens are proposed and checked several a step, which changes none of them: ``ngram``
     proposes what followed the same tokens before, what a grammar forces, and what a request
-    predicts; none: ``ngram`` where the engine's products are those of its compiled kernels, of
-    which every row is the same in all company, else ``off``. See docs/speculation.md."""
+    predicts; ``off`` (or false) nothing; none: ``ngram`` where a row is computed the same in all
+    company, as the compiled kernels do in bfloat16, else ``off``. What a model's ``speculation`` in
+    the catalogue says holds where this is none. See docs/speculation.md."""
 
     max_adapters: int | None = None
     """LoRA adapters that are in memory at a time, the least recently used making room for others;

@@ -218,14 +218,30 @@ def test_a_model_may_be_quantized_when_it_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("says", "means"),
+    [("speculation: ngram", "ngram"), ("speculation: off", False), ("speculation: 'off'", "off")],
+)
+def test_a_model_says_whether_tokens_are_proposed(
+    tmp_path: Path, says: str, means: str | bool
+) -> None:
+    text = f"models:\n  small:\n    source: ./a\n    {says}\n"
+    entry = written(tmp_path, text).get("small")
+    assert entry.engine_config(EngineConfig()).speculation == means
+    assert entry.engine_config(EngineConfig(speculation="off")).speculation == "off"
+
+
+@pytest.mark.parametrize(
     ("says", "told"),
     [
+        ("speculation: eagle", "model small: speculation is 'eagle'; choose ngram, off"),
+        ("speculation: on", "speculation is True"),
+        ("speculation: ngram\n    engine: {kind: vllm}", "vllm runs this model"),
         ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),
         ("quantization: int8\n    engine: {kind: sglang}", "sglang runs this model"),
         ("quantization: 8", "Expected `str | null`"),
     ],
 )
-def test_a_quantization_that_cannot_be_is_refused(tmp_path: Path, says: str, told: str) -> None:
+def test_what_an_engine_cannot_do_is_refused(tmp_path: Path, says: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         written(tmp_path, f"models:\n  small:\n    source: ./a\n    {says}\n")
 

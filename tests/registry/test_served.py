@@ -472,3 +472,28 @@ def test_a_tier_that_may_not_use_the_model(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="tiers pro, batch, not for free") as caught:
         served.prepare(job(prompt="mill"), random.Random(1))
     assert caught.value.param == "service_tier"
+
+
+def test_a_prediction_is_tokenised_once_as_far_as_the_completion_may_go(
+    served: ServedModel,
+) -> None:
+    text = "the channel that leads a stream"
+    whole = tuple(served.tokenizer.encode(text, add_special_tokens=False))
+    assert len(whole) > 4
+    for max_tokens in (4, 100):
+        asked = job(SamplingParams(max_tokens=max_tokens), prompt="mill", prediction=text)
+        ready = served.prepare(asked, random.Random(1))
+        assert ready.prediction == whole[:max_tokens]
+        assert served.prepare(ready, random.Random(2)) == ready
+    assert served.prepare(job(prompt="mill"), random.Random(1)).prediction == ()
+
+
+def test_a_prediction_that_cannot_be_is_refused(served: ServedModel) -> None:
+    for asked in (
+        job(prompt="mill", prediction=(3, served.vocab_size)),
+        job(prompt="mill", prediction=(-1,)),
+        job(prompt="mill", prediction="wheel", pooling=Pooling.MEAN),
+    ):
+        with pytest.raises(ParameterError) as raised:
+            served.prepare(asked, random.Random(1))
+        assert raised.value.param == "prediction"

@@ -49,7 +49,7 @@ def speculates(config: EngineConfig, *, is_row_exact: bool) -> bool:
             "bit as one by one, by the compiled kernels of a CPU in bfloat16 and without experts "
             "only; leave it out or set it to off."
         )
-    return config.speculation != "off" and is_row_exact
+    return config.speculation not in ("off", False) and is_row_exact
 
 
 def choose_device(name: str) -> torch.device:

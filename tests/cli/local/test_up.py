@@ -184,17 +184,26 @@ def test_weights_are_quantized_as_the_command_line_says(tmp_path: Path) -> None:
     assert _plan(build_parser().parse_args(["up"]), tmp_path).config.worker.engine == EngineConfig()
 
 
+def test_tokens_are_proposed_as_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for choice in ("ngram", "off"):
+        plan = _plan(build_parser().parse_args(["up", "--speculation", choice]), tmp_path)
+        assert plan.config.worker.engine.speculation == choice
+
+
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp", "simulated"])
 @pytest.mark.parametrize("by", ["option", "catalogue"])
-def test_another_engine_is_not_told_to_quantize(
-    engine: str, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["quantization int8", "speculation ngram"])
+def test_another_engine_is_not_told_what_only_our_own_does(
+    engine: str, by: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name, value = what.split()
     write_checkpoint(tmp_path / "mine")
     catalogue = tmp_path / "models.yaml"
     catalogue.write_text("models:\n  mine:\n    source: ./mine\n")
-    options = ["--quantization", "int8"]
+    options = [f"--{name}", value]
     if by == "catalogue":
-        catalogue.write_text(catalogue.read_text() + "    quantization: int8\n")
+        catalogue.write_text(catalogue.read_text() + f"    {name}: {value}\n")
         options = []
     options += ["--catalogue", str(catalogue), "--model", "mine", "--engine", engine]
     assert main(["up", "--data", str(tmp_path / "data"), *options]) == 2

@@ -224,3 +224,22 @@ async def test_lower_tiers_make_way_at_the_door(demo: ServedModel) -> None:
         }
         by_tier = {request.priority for request in b.engine.added.values()}
         assert by_tier == {-1, 0, 1}
+
+
+async def test_proposed_tokens_are_added_up(demo: ServedModel) -> None:
+    async with _heard(demo) as (b, _):
+        await b.dispatch()
+        for proposed, accepted, ends in ((4, 2, None), (0, 0, None), (3, 3, FinishReason.LENGTH)):
+            b.engine.step(
+                EngineOutput(
+                    request_id="r1:1",
+                    token_ids=(22,),
+                    started=True,
+                    num_proposed_tokens=proposed,
+                    num_accepted_tokens=accepted,
+                    finish_reason=ends,
+                )
+            )
+        await b.ended()
+        (record,) = await b.records()
+        assert (record.proposed_tokens, record.accepted_tokens) == (7, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import check_quantization
+from millrace.schemas.engines import check_quantization, check_speculation
 from millrace.schemas.errors import AdapterError, ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
@@ -140,6 +140,7 @@ def check_config(config: EngineConfig) -> None:
                 f"engine.{name} is {getattr(config, name)!r}; choose {', '.join(choices)}."
             )
     check_quantization(config.quantization, config.kind)
+    check_speculation(config.speculation, config.kind)
     for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
         amount = getattr(config, name)
         if not 0 <= amount < math.inf:

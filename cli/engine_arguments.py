@@ -1,0 +1,89 @@
+"""What ``millrace up`` is told of the engines of its workers."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import (
+    QUANTIZATIONS,
+    SPECULATIONS,
+    EngineKind,
+    check_quantization,
+    check_speculation,
+)
+from millrace.schemas.errors import ConfigError
+
+
+def add_own_engine(group: argparse._ArgumentGroup) -> None:
+    """Declare how Millrace's own engine runs the models."""
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
+        "the catalogue says, else as the checkpoint is)",
+    )
+    group.add_argument(
+        "--speculation",
+        choices=SPECULATIONS,
+        help="whether Millrace's own engine proposes tokens and checks several a step, which "
+        "changes none of them (default: as the catalogue says, else where a row is computed the "
+        "same in all company)",
+    )
+
+
+def add_other_engine(group: argparse._ArgumentGroup) -> None:
+    """Declare where a server of another engine is."""
+    group.add_argument(
+        "--engine-url", metavar="URL", help="a server of that engine that runs already"
+    )
+    group.add_argument(
+        "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
+    )
+    group.add_argument(
+        "--engine-arguments",
+        metavar="TEXT",
+        help='more of its command line, such as "--tensor-parallel-size 4"',
+    )
+
+
+def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
+    """The settings, with what the command line says. Raises ConfigError for what an engine has
+    not."""
+    given = {
+        "quantization": arguments.quantization,
+        "speculation": arguments.speculation,
+        **_of_other_engine(arguments),
+    }
+    told = {name: value for name, value in given.items() if value is not None}
+    engine = msgspec.structs.replace(engine, **told)
+    check_quantization(engine.quantization, engine.kind)
+    check_speculation(engine.speculation, engine.kind)
+    if engine.kind is EngineKind.OPENAI and not engine.url:
+        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+    return engine
+
+
+def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {
+        "kind": arguments.engine and EngineKind(arguments.engine),
+        "url": arguments.engine_url,
+        "command": arguments.engine_command and _absolute(arguments.engine_command),
+        "arguments": arguments.engine_arguments and tuple(shlex.split(arguments.engine_arguments)),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
+        names = ", ".join(f"--engine-{name}" for name in given if name != "kind")
+        if names:
+            raise ConfigError(f"{names} goes with --engine and the name of another engine.")
+    return given
+
+
+def _absolute(command: str) -> str:
+    """A program that is named by its path, or a class by its file, is looked for from here."""
+    return str(Path(command).expanduser().resolve()) if "/" in command else command
