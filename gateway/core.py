@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.storage import NATS, REDIS
 from millrace.bus.store.watch import StoreMetrics, StoreWatch
 from millrace.bus.transport import Subscription
@@ -113,7 +114,8 @@ class Gateway:
         self.config = settings
         self.models = models
         self.adapters = AdapterDirectory(redis, clock)
-        models.follow(self.adapters)
+        self.rollouts = RolloutDirectory(redis, clock)
+        models.follow(self.adapters, self.rollouts)
         self.clock = clock
         self.redis = redis
         self.generations = backends.generations
@@ -240,6 +242,8 @@ class Gateway:
         self.keys.start()
         await self.adapters.look()
         self.adapters.start()
+        await self.rollouts.look()
+        self.rollouts.start()
         self.refusals.start()
         await self.stores.look()
         self.stores.start()
@@ -274,6 +278,7 @@ class Gateway:
         subscriptions; the bus stays open."""
         await self.keys.close()
         await self.adapters.close()
+        await self.rollouts.close()
         await self.alerts.close()
         await self.stores.close()
         for response in self.responses.all():

@@ -15,6 +15,7 @@ import msgspec
 import uvloop
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.bus.tenancy.keeper import LimitKeeper
@@ -59,6 +60,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
     bus, index = await enter(config, scheduler_id, Part.SCHEDULER)
     redis = RedisLink(config.redis)
     adapters = AdapterDirectory(redis, clock)
+    rollouts = RolloutDirectory(redis, clock)
     limits = LimitKeeper(redis, config.gateway.tiers, clock, remembers=True)
     try:
         scheduler = Scheduler(
@@ -70,6 +72,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             None if tracing is None else JobTraces(tracing, clock),
             limits,
             adapters,
+            rollouts,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.models = lambda: scheduler.dispatchers
@@ -84,6 +87,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         watch.start()
         await adapters.look()
         adapters.start()
+        await rollouts.look()
         try:
             await scheduler.run(stopping)
         finally:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
@@ -18,6 +19,7 @@ from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
 from millrace.scheduler.fleet.fleet import Departed, Departure
+from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
 from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
@@ -43,7 +45,8 @@ class Scheduler:
 
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
-    ``adapters`` are those that jobs may name; without a directory there are none.
+    ``adapters`` are those that jobs may name; without a directory there are none. ``rollouts`` move
+    traffic among versions, and are driven here; without a directory there are none.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -60,6 +63,7 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
         adapters: AdapterDirectory | None = None,
+        rollouts: RolloutDirectory | None = None,
     ) -> None:
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
@@ -73,7 +77,8 @@ class Scheduler:
             admission,
         )
         adapters = adapters or AdapterDirectory(None, clock)
-        self.models = ServedModels(self.context, model_cache, catalogue, adapters)
+        rollouts = rollouts or RolloutDirectory(None, clock)
+        self.models = ServedModels(self.context, model_cache, catalogue, adapters, rollouts)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers
         self.queue_estimates = self.models.queue_estimates
@@ -96,6 +101,9 @@ class Scheduler:
         self._lease_recovery = LeaseRecovery(
             self.context, self._on_silent, self._on_leases_released
         )
+        self.rollouts = RolloutWatch(
+            rollouts, self.context.fleet, self.context.finalizer, self._num_waiting, clock
+        )
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -117,6 +125,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._lease_recovery.run(), "recover leases")
+            self.rollouts.start()
             self.ready.set()
             await wait_unless_done(stopping, loops)
             for dispatcher in self.models.all_dispatchers():
@@ -126,6 +135,7 @@ class Scheduler:
             await self._release_undispatched()
         finally:
             await self.models.close()
+            await self.rollouts.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
             self.model_cache.close()
@@ -255,6 +265,7 @@ class Scheduler:
         if dispatcher is not None:
             for served in ended.served:
                 dispatcher.charge_served(served, ended.worker_id)
+                self.rollouts.note(dispatcher.model, served.answer)
         for served in ended.served:
             if (scheduled := self.context.job_table.get(served.request_id)) is not None:
                 scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
@@ -307,6 +318,10 @@ class Scheduler:
     def _dispatch_ready(self) -> None:
         for dispatcher in self.dispatchers.values():
             dispatcher.dispatch_ready()
+
+    def _num_waiting(self, model: str) -> int:
+        queue_estimate = self.queue_estimates.get(model)
+        return 0 if queue_estimate is None else queue_estimate.num_queued
 
     # --- the bus ---
 

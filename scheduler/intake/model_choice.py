@@ -8,6 +8,7 @@ import msgspec
 
 from millrace.registry.routing.router import ModelState, Router, check_routable, routed
 from millrace.registry.routing.score import question_of
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.schemas.jobs import Job, Tier
 
@@ -21,10 +22,13 @@ class ModelChooser:
         router: Router,
         state_of: Callable[[str, Tier, str], ModelState],
         index: RunningRequests,
+        versions: VersionChooser,
     ) -> None:
+        """``versions`` chooses one where a model of a route has several."""
         self._router = router
         self._state_of = state_of
         self._index = index
+        self._versions = versions
 
     @property
     def names(self) -> Collection[str]:
@@ -35,12 +39,16 @@ class ModelChooser:
         """Those that jobs of a name may go to."""
         return self._router.routes[name].models
 
+    def leaves_open(self, job: Job) -> bool:
+        """Whether the job names no model."""
+        return job.model in self._router.routes
+
     def choose(self, job: Job) -> Job:
         """The job with a model; one that has a model already is left as it is.
 
         Raises ParameterError, naming the field, for a job that has a meaning with one model only.
         """
-        if job.model not in self._router.routes:
+        if not self.leaves_open(job):
             return job
         check_routable(
             job.model,
@@ -55,7 +63,8 @@ class ModelChooser:
         def state_of(model: str, tier: Tier) -> ModelState:
             return self._state_of(model, tier, job.tenant)
 
-        return routed(job, self._router.choose(job.model, question, state_of))
+        chosen = self._router.choose(job.model, question, state_of)
+        return self._versions.with_version(routed(job, chosen))
 
     async def settle(self, job: Job) -> Job:
         """A routed job with the model that was first chosen for it, by whichever scheduler. Its

@@ -118,7 +118,12 @@ class QueueWatch:
     async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:
         context, bound = self._context, self._context.config.max_queued_jobs
         waiting = self._pullers[model].backlog.waiting()
-        num_queued = max(0, total - context.fleet.num_held(model))
+        if self._pullers[model].is_shared:
+            # Some of its jobs are at the workers of other versions.
+            num_here = sum(dispatcher.num_here(is_batch=is_batch) for is_batch in (False, True))
+            num_queued = sum(waiting.values()) + num_here
+        else:
+            num_queued = max(0, total - context.fleet.num_held(model))
         for name, puller in self._pullers.items():
             if name not in self._dispatchers and puller.dispatcher is dispatcher:
                 # What leaves the model open waits for this one, as far as anybody knows.

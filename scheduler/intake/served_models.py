@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.rollouts import RolloutDirectory
+from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -19,7 +22,8 @@ from millrace.scheduler.intake.model_choice import ModelChooser
 from millrace.scheduler.intake.orphan_reaper import OrphanReaper
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.scheduler.intake.routing_puller import Chooser, RoutingPuller
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
 
@@ -38,9 +42,10 @@ class ServedModels:
     """Of the catalogue the models that the configuration names, or all of them if it names none.
 
     ``dispatchers``, ``queue_estimates`` and ``pullers`` have those that are served now; pullers are
-    also by the names that leave the model open. The jobs of a model that has gone are ended as soon
-    as they are seen; ``dispatcher_of`` knows where they are until then. Owns the tasks that pull
-    and estimate. Raises ModelNotFoundError if a model of the configuration is not there.
+    also by the names that leave the model, or its version, open. The jobs of a model that has gone
+    are ended as soon as they are seen; ``dispatcher_of`` knows where they are until then. Owns the
+    tasks that pull and estimate. Raises ModelNotFoundError if a model of the configuration is not
+    there.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class ServedModels:
         model_cache: ModelCache,
         catalogue: ModelCatalogue,
         adapters: AdapterDirectory,
+        rollouts: RolloutDirectory,
     ) -> None:
         unknown = set(context.config.models) - set(catalogue.names)
         if unknown:
@@ -58,6 +64,8 @@ class ServedModels:
             )
         self._context = context
         self._model_cache = model_cache
+        self._rollouts = rollouts
+        self._versions = Versions()
         self._preparation = Preparation(context, model_cache, adapters)
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
@@ -70,7 +78,7 @@ class ServedModels:
         self._failure: asyncio.Future[None] | None = None
         for model in context.config.models or sorted(catalogue.names):
             self._add(model)
-        self._route(catalogue.router)
+        self._pull_all(catalogue.router)
 
     def dispatcher_of(self, model: str) -> Dispatcher:
         """That of a model whose jobs are here."""
@@ -81,7 +89,10 @@ class ServedModels:
         return list(self._known.values())
 
     def model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
-        """How a model stands for a tenant; one that is not served here as if it were idle."""
+        """How a model stands for a tenant, of several versions the stable one; what is not served
+        here as if it were idle."""
+        if model in self._versions.models():
+            model = self._versions.stable(model, self._rollouts.rollouts)
         queue_estimate = self.queue_estimates.get(model)
         return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
 
@@ -111,14 +122,16 @@ class ServedModels:
             await self._remove(model)
         for model in sorted(set(wanted) & set(catalogue.names) - self.dispatchers.keys()):
             self._add(model)
-        self._route(catalogue.router)
+        versions = Versions(self.dispatchers)
+        for name in [name for name in self.pullers if versions.of(name) != self._versions.of(name)]:
+            await self._stop(name)
+        self._pull_all(catalogue.router)
 
     def _add(self, model: str) -> None:
         self._gone.pop(model, None)
         self._context.withdrawn_models.discard(model)
         dispatcher = self.dispatchers[model] = Dispatcher(self._context, model)
         self.queue_estimates[model] = QueueEstimate(self._context, dispatcher)
-        self._add_puller(Puller(self._context, model, self._known, [model], self._preparation))
 
     async def _remove(self, model: str) -> None:
         await self._stop(model)
@@ -127,19 +140,34 @@ class ServedModels:
         self._context.withdrawn_models.add(model)
         dispatcher.finish_unwanted()
 
-    def _route(self, router: Router | None) -> None:
+    def _pull_all(self, router: Router | None) -> None:
+        """Have a puller by every name that jobs may have, where there is none."""
+        versions = self._versions = Versions(self.dispatchers)
+        chooser = VersionChooser(versions, self._rollouts, self._context.running_requests)
+        for name in dict.fromkeys((*self.dispatchers, *versions.models())):
+            if name in self.pullers:
+                continue
+            if name in versions.models():
+                self._add_puller(self._routing_puller(name, chooser, versions.of(name)))
+            else:
+                self._add_puller(
+                    Puller(self._context, name, self._known, [name], self._preparation)
+                )
+        self._route(router, chooser)
+
+    def _route(self, router: Router | None, versions: VersionChooser) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
         if router is None:
             return
-        chooser = ModelChooser(router, self.model_state, self._context.running_requests)
+        chooser = ModelChooser(router, self.model_state, self._context.running_requests, versions)
         for name in chooser.names:
-            models = [one for one in chooser.models_of(name) if one in self.dispatchers]
+            every = (self._versions.of(one) or (one,) for one in chooser.models_of(name))
+            models = [one for one in chain.from_iterable(every) if one in self.dispatchers]
             if models:
-                self._add_puller(
-                    RoutingPuller(
-                        self._context, name, self._known, self._preparation, chooser, models
-                    )
-                )
+                self._add_puller(self._routing_puller(name, chooser, models))
+
+    def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> Puller:
+        return RoutingPuller(self._context, name, self._known, self._preparation, chooser, models)
 
     def _add_puller(self, puller: Puller) -> None:
         self.pullers[puller.model] = puller
@@ -172,4 +200,4 @@ class ServedModels:
 
 def _all_names(catalogue: ModelCatalogue) -> frozenset[str]:
     routes = () if catalogue.router is None else catalogue.router.routes
-    return frozenset((*catalogue.names, *routes))
+    return frozenset((*catalogue.names, *Versions(catalogue.names).models(), *routes))

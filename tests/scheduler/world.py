@@ -29,6 +29,7 @@ from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 
 CONTEXT_TOKENS = 1_000
 TENANT_QUEUE = TenantQueue("m", Tier.FREE, "local")
@@ -62,7 +63,7 @@ class FakeModel:
 
 
 def load_fake(model: str) -> FakeModel:
-    if model not in ("m", "small", "large"):
+    if model not in ("m", "m@v2", "small", "large"):
         raise ModelNotFoundError(f"no {model}")
     return FakeModel()
 
@@ -134,6 +135,7 @@ class World:
     ) -> None:
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
+        self.rollouts = MemoryRolloutStore()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
         self.running_requests = FakeRunningRequests()
@@ -160,6 +162,7 @@ class World:
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
             adapters=self.adapters,
+            rollouts=MemoryRollouts(self.rollouts, self.clock),
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

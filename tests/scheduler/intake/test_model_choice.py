@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from millrace.bus.fleet.rollouts import RolloutDirectory
+from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Route, Router
 from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Job, Tier
 from millrace.schemas.pooling import Pooling
 from tests.scheduler.world import FakeRunningRequests
+from tests.support.manual_clock import ManualClock
 
 HARD = "Prove that the wheel turns, step by step."
 THERE = ModelState(num_workers=1)
@@ -33,7 +37,9 @@ def models() -> Models:
 @pytest.fixture
 def router(models: Models) -> ModelChooser:
     routes = Router({"auto": Route(small="s", large="l")})
-    return ModelChooser(routes, models.state_of, FakeRunningRequests())
+    index = FakeRunningRequests()
+    versions = VersionChooser(Versions(), RolloutDirectory(None, ManualClock()), index)
+    return ModelChooser(routes, models.state_of, index, versions)
 
 
 def test_a_job_gets_a_model_and_says_what_it_asked_for(router: ModelChooser) -> None:
