@@ -41,9 +41,11 @@ class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"
 
 
 class RemoveModelRequest(msgspec.Struct, frozen=True, tag="remove_model"):
-    """Serve a model no more. Answered by ``Said``, then ``Done``."""
+    """Serve a model no more; with ``when_idle`` its workers stop when they have nothing to do.
+    Answered by ``Said``, then ``Done``."""
 
     name: str
+    when_idle: bool = False
 
 
 Request = StatusRequest | AddModelRequest | RemoveModelRequest

@@ -30,10 +30,13 @@ from millrace.cli.local.scrape_targets import ScrapeTargets
 from millrace.cli.local.supervisor import Supervisor
 from millrace.cli.local.worker_pool import WorkerPool
 from millrace.schemas.config import Config
+from millrace.schemas.control import QueueStatus
 
 # A catalogue is read again once a second.
 _HEARD_WITHIN_S = 15.0
 _LOOK_EVERY_S = 0.1
+# Gateways learn within a second that a version has no share any more.
+_IDLE_FOR_S = 2.0
 
 
 @dataclass
@@ -85,7 +88,7 @@ class LiveSystem:
         if isinstance(request, AddModelRequest):
             done = await self.changes.add(request, tell)
         else:
-            done = await self.changes.remove(request.name, tell)
+            done = await self.changes.remove(request.name, tell, when_idle=request.when_idle)
         self._say(done.text)
         return done
 
@@ -104,6 +107,33 @@ class LiveSystem:
             self._config, catalogue=str(self._data / "run" / KNOWN_FILE)
         )
         await serve_one(self.system_state.bus, model, probe_pooling(known, model))
+
+    async def wait_until_idle(self, model: str) -> None:
+        """Until schedulers and workers have said for a while that no request of a model waits or
+        runs; those that were accepted a moment before it was offered no more are counted by then.
+        No longer than a request may take."""
+        assert self.system_state.bus is not None
+        idle = asyncio.Event()
+        idle_since_s: float | None = None
+
+        def note(status: QueueStatus) -> None:
+            nonlocal idle_since_s
+            if status.model != model:
+                return
+            now_s = time.monotonic()
+            is_idle = not status.num_queued and not self._workers.num_held(model)
+            idle_since_s = (idle_since_s or now_s) if is_idle else None
+            if idle_since_s is not None and now_s - idle_since_s >= _IDLE_FOR_S:
+                idle.set()
+
+        heard = await self.system_state.bus.control.subscribe_queue_status(note)
+        try:
+            async with asyncio.timeout(self._config.gateway.request_timeout_s):
+                await idle.wait()
+        except TimeoutError:
+            self._say(f"{model} has requests though none may take so long; going on")
+        finally:
+            await heard.close()
 
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         """Until all processes of ``part`` that are up know whether there is the model; those that

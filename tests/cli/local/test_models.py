@@ -120,6 +120,9 @@ class Host:
     async def serve_one(self, model: str) -> None:
         self.did.append(f"ask {model}")
 
+    async def wait_until_idle(self, model: str) -> None:
+        self.did.append(f"wait for {model}")
+
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         self.did.append(f"{part} {'knows' if is_there else 'forgets'} {model}")
         if self.is_late:
