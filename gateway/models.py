@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, cast
 import msgspec
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.classifier import ClassifierHead
@@ -218,10 +219,10 @@ class Models:
             self._loaded.pop(name, None)
             self._locks[name] = asyncio.Lock()
 
-    def follow(self, adapters: AdapterDirectory, rollouts: RolloutDirectory) -> None:
+    def follow(self, directories: Directories) -> None:
         """Offer these adapters from now on, and choose versions by these rollouts."""
-        self._adapters = adapters
-        self._rollouts = rollouts
+        self._adapters = directories.adapters
+        self._rollouts = directories.rollouts
 
     def version(self, name: str, key: str) -> str | None:
         """The version that answers a request for a name that stands for several, as ``Versions``

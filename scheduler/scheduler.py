@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.bus.fleet.rollouts import RolloutDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
@@ -45,8 +44,8 @@ class Scheduler:
 
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
-    ``adapters`` are those that jobs may name; without a directory there are none. ``rollouts`` move
-    traffic among versions, and are driven here; without a directory there are none.
+    ``directories`` are what jobs may name and what moves traffic among versions, which is driven
+    here; without them there is none of that.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -62,8 +61,7 @@ class Scheduler:
         running_requests: RunningRequests,
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
-        adapters: AdapterDirectory | None = None,
-        rollouts: RolloutDirectory | None = None,
+        directories: Directories | None = None,
     ) -> None:
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
@@ -76,9 +74,8 @@ class Scheduler:
             traces,
             admission,
         )
-        adapters = adapters or AdapterDirectory(None, clock)
-        rollouts = rollouts or RolloutDirectory(None, clock)
-        self.models = ServedModels(self.context, model_cache, catalogue, adapters, rollouts)
+        directories = directories or Directories.of(None, clock)
+        self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers
         self.queue_estimates = self.models.queue_estimates
@@ -102,7 +99,11 @@ class Scheduler:
             self.context, self._on_silent, self._on_leases_released
         )
         self.rollouts = RolloutWatch(
-            rollouts, self.context.fleet, self.context.finalizer, self._num_waiting, clock
+            directories.rollouts,
+            self.context.fleet,
+            self.context.finalizer,
+            self._num_waiting,
+            clock,
         )
         self._warmed: set[str] = set()
 

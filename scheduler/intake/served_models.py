@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.bus.fleet.rollouts import RolloutDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
@@ -53,8 +52,7 @@ class ServedModels:
         context: SchedulerContext,
         model_cache: ModelCache,
         catalogue: ModelCatalogue,
-        adapters: AdapterDirectory,
-        rollouts: RolloutDirectory,
+        directories: Directories,
     ) -> None:
         unknown = set(context.config.models) - set(catalogue.names)
         if unknown:
@@ -64,9 +62,9 @@ class ServedModels:
             )
         self._context = context
         self._model_cache = model_cache
-        self._rollouts = rollouts
+        self._rollouts = directories.rollouts
         self._versions = Versions()
-        self._preparation = Preparation(context, model_cache, adapters)
+        self._preparation = Preparation(context, model_cache, directories.adapters)
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}

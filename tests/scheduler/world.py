@@ -10,6 +10,7 @@ from decimal import Decimal
 import msgspec
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest
@@ -27,9 +28,9 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
-from tests.support.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 
 CONTEXT_TOKENS = 1_000
 TENANT_QUEUE = TenantQueue("m", Tier.FREE, "local")
@@ -161,8 +162,7 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
-            adapters=self.adapters,
-            rollouts=MemoryRollouts(self.rollouts, self.clock),
+            directories=Directories(self.adapters, MemoryRollouts(self.rollouts, self.clock)),
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

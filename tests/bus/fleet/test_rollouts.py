@@ -20,8 +20,8 @@ from millrace.schemas.models.rollouts import (
     RolloutState,
     VersionFigures,
 )
+from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.support.manual_clock import ManualClock
-from tests.support.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.support.servers import RedisServer
 
 CHAT = Rollout(model="chat", stable="chat", candidate="chat@v2", abort_if="error_rate>0.01")

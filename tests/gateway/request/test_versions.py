@@ -22,7 +22,7 @@ from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.jobs import Job
 from millrace.schemas.models.rollouts import Rollout, RolloutState
 from millrace.schemas.openai import ModelCard
-from tests.support.doors import DOORS, MESSAGES, WITHOUT_JOBS
+from tests.gateway.doors import DOORS, MESSAGES, WITHOUT_JOBS
 from tests.support.echo_worker import EchoWorker
 from tests.support.running_gateway import ByteModel, RunningGateway, running_gateway
 from tests.support.servers import RedisServer

@@ -20,8 +20,8 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.tenants import TenantRecord
+from tests.gateway.doors import DOORS, MESSAGES, WITHOUT_JOBS
 from tests.support.adapters import write_adapter
-from tests.support.doors import DOORS, MESSAGES, WITHOUT_JOBS
 from tests.support.running_gateway import ADAPTABLE, MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
