@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import time
 from typing import TYPE_CHECKING
 
+from millrace.cli.load_arguments import seconds
 from millrace.cli.operate.asking import change, from_anywhere
 from millrace.cli.store_access import (
     add_store_arguments,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 ABORTED = 1
 _LOOK_EVERY_S = 0.5
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|)")
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,10 +58,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     promote.add_argument(
         "--interval",
-        type=_duration,
-        default=300.0,
+        default="5m",
         metavar="TIME",
-        help="how long each share stays, as in 90s, 5m or 1h (default: 5m)",
+        help="how long each share stays, as in 90s, 5m or 1h (default: %(default)s)",
     )
     promote.add_argument(
         "--min-requests",
@@ -114,7 +111,7 @@ def _promote(arguments: argparse.Namespace) -> int:
         version=arguments.version,
         canary_percent=arguments.canary,
         step_percent=arguments.step,
-        interval_s=arguments.interval,
+        interval_s=seconds("--interval", arguments.interval),
         min_requests=arguments.min_requests,
         abort_if=arguments.abort_if,
     )
@@ -273,11 +270,3 @@ def _rows(report: RolloutReport) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _duration(text: str) -> float:
-    """Seconds of ``90s``, ``5m`` or ``1h``."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 5m or 1h, got {text!r}")
-    return float(found[1]) * _UNITS_S[found[2]]
