@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "path",
         metavar="PATH",
         help="its folder in PEFT's layout, there on the machines of gateways and workers, or its "
-        "address in an object store (s3://bucket/path)",
+        "address in an object store (s3://bucket/path), or its hub id",
     )
     add.add_argument("--model", metavar="NAME", help="whose it is, where there are several models")
     add.add_argument(
