@@ -27,7 +27,7 @@ from millrace.registry.catalogue import Catalogue, CatalogueEngine, ModelEntry, 
 from millrace.registry.rollouts.versions import check_label, split
 from millrace.registry.served import ServedModel
 from millrace.registry.source import resolve
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind, check_quantization
 
 Say = Callable[[str], None]
 
@@ -197,6 +197,9 @@ class ModelChanges:
     def _entry(self, request: AddModelRequest) -> tuple[ModelEntry, bool]:
         """The model under its name; whether it is run by itself, whatever runs the others."""
         entry = msgspec.structs.replace(self._known.entry_for(request.model), name=request.name)
+        if request.quantization is not None:
+            check_quantization(request.quantization, request.engine or entry.engine_kind)
+            entry = msgspec.structs.replace(entry, quantization=request.quantization)
         if request.engine is None:
             return entry, False
         engine = CatalogueEngine(

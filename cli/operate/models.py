@@ -11,7 +11,7 @@ from millrace.cli.endpoints import add_data_argument
 from millrace.cli.operate import rollouts
 from millrace.cli.operate.asking import ask_system, change, from_anywhere
 from millrace.cli.running import supervising
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError
 
 _ANSWERS_WITHIN_S = 10.0
@@ -58,6 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add.add_argument("--engine-url", metavar="URL", default="", help="a server that runs already")
     add.add_argument("--engine-command", metavar="PROGRAM", default="", help="what starts one")
     add.add_argument("--engine-arguments", metavar="TEXT", default="", help="its command line")
+    add.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the weights when they are loaded (default: as the catalogue says)",
+    )
     _add_common(add, _add)
 
     remove = commands.add_parser(
@@ -122,6 +127,7 @@ def _add(arguments: argparse.Namespace) -> int:
             engine_url=arguments.engine_url,
             engine_command=from_anywhere(arguments.engine_command),
             engine_arguments=tuple(shlex.split(arguments.engine_arguments)),
+            quantization=arguments.quantization,
         ),
     )
 
