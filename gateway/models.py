@@ -243,6 +243,10 @@ class Models:
             return self._versions.stable(name, self._open_rollouts())
         return self.version(name, "")
 
+    def family(self, name: str) -> tuple[str, ...]:
+        """All versions of the model that a name is one of, or stands for; else the name alone."""
+        return self._versions.family(name)
+
     def _open_rollouts(self) -> Mapping[str, Rollout]:
         return {} if self._rollouts is None else self._rollouts.rollouts
 
@@ -335,7 +339,7 @@ class Models:
         """What a client calls so where no share of its requests goes to a rollout's candidate: of
         several versions the stable one. Raises what ``get`` raises."""
         version = self.stable_version(name)
-        if version is None or version == name:
+        if version is None:
             return await self.get(name, tenant)
         return _of_version(await self.get(version, tenant), version)
 

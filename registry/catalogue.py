@@ -198,6 +198,11 @@ class Catalogue:
         """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or
         what they are by default."""
         tiers = {name: entry.tiers for name, entry in self._entries.items()}
+        versions = Versions(self._entries)
+        for model in versions.models():
+            # Whichever answers.
+            every = [self._entries[one].tiers for one in versions.of(model)]
+            tiers[model] = tuple(tier for tier in Tier if all(tier in one for one in every))
         return Router(self.routes, tiers, policies)
 
     def only(self, entries: Mapping[str, ModelEntry]) -> Catalogue:
@@ -253,7 +258,8 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
     try:
-        check_label(whole.name)
+        if whole.name != whole.source:  # a hub id's revision may be called anything
+            check_label(whole.name)
         check_quantization(whole.quantization, whole.engine_kind)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
@@ -266,7 +272,8 @@ def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]
         route = msgspec.convert(raw, Route)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in entries:
+    taken = {*entries, *versions.models()}
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
         raise ConfigError(f"{where}: its name must be text without spaces, and no model's.")
     unknown = [model for model in route.models if model not in (*entries, *versions.models())]
     if unknown:

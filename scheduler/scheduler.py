@@ -84,14 +84,7 @@ class Scheduler:
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
-        self._queue_watch = QueueWatch(
-            self.context,
-            self.pullers,
-            self.dispatchers,
-            self.queue_estimates,
-            self._answers,
-            self.models.orphan_reaper,
-        )
+        self._queue_watch = QueueWatch(self.context, self.models, self._answers)
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )

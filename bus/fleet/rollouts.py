@@ -30,6 +30,15 @@ redis.call('INCR', KEYS[2])
 return 1
 """
 )
+# KEYS: the rollouts, the figures. ARGV: the model, JSON, the revision that they belong to.
+_PUT_FIGURES = Script(
+    """
+local rollout = redis.call('HGET', KEYS[1], ARGV[1])
+if not rollout or cjson.decode(rollout).revision ~= tonumber(ARGV[3]) then return 0 end
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+return 1
+"""
+)
 _KEYS = [redis_keys.ROLLOUTS_KEY, redis_keys.ROLLOUT_CHANGES_KEY, redis_keys.ROLLOUT_FIGURES_KEY]
 
 _decoder = msgspec.json.Decoder(Rollout)
@@ -43,10 +52,9 @@ class RolloutStore:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
-    async def start(self, rollout: Rollout) -> Rollout:
-        """Begin it, in place of one that has ended; as it is kept. Raises RolloutConflictError
-        while another one of the model goes on."""
-        former = await self.find(rollout.model)
+    async def start(self, rollout: Rollout, former: Rollout | None = None) -> Rollout:
+        """Begin it, in place of the ``former`` one that it was made after; as it is kept. Raises
+        RolloutConflictError while that goes on, or if there is another one by now."""
         if former is not None and former.is_open:
             raise RolloutConflictError(
                 f"A rollout of {rollout.model} to {former.candidate} goes on; turn it back first, "
@@ -54,7 +62,10 @@ class RolloutStore:
             )
         started = await self.change(former, rollout)
         if started is None:
-            raise RolloutConflictError(f"Another rollout of {rollout.model} has just begun.")
+            raise RolloutConflictError(
+                f"Another rollout of {rollout.model} has just begun, or ended. Look at it, and try "
+                "again."
+            )
         return started
 
     async def change(self, before: Rollout | None, after: Rollout) -> Rollout | None:
@@ -75,7 +86,7 @@ class RolloutStore:
                 raise RolloutNotFoundError(model)
             changed = change(known)
             if changed is None:
-                raise RolloutConflictError(f"There is nothing to turn back of {model!r:.200}.")
+                raise RolloutConflictError(f"There is nothing to turn back to of {model!r:.200}.")
             stored = await self.change(known, changed)
             if stored is not None:
                 return stored
@@ -95,10 +106,11 @@ class RolloutStore:
         found: bytes | None = await self._link.call("GET", redis_keys.ROLLOUT_CHANGES_KEY)
         return int(found or 0)
 
-    async def put_figures(self, model: str, figures: Sequence[VersionFigures]) -> None:
-        """What was seen of the versions of a rollout that goes on."""
+    async def put_figures(self, rollout: Rollout, figures: Sequence[VersionFigures]) -> None:
+        """What was seen of the versions of a rollout, unless it has changed meanwhile."""
+        keys = [redis_keys.ROLLOUTS_KEY, redis_keys.ROLLOUT_FIGURES_KEY]
         encoded = msgspec.json.encode(figures)
-        await self._link.call("HSET", redis_keys.ROLLOUT_FIGURES_KEY, model, encoded)
+        await self._link.evaluate(_PUT_FIGURES, keys, [rollout.model, encoded, rollout.revision])
 
     async def report(self, model: str) -> RolloutReport | None:
         """The latest rollout of a model and its figures."""

@@ -106,7 +106,7 @@ class ModelChanges:
             raise ControlError("--workers must be at least 1")
         name = checked_name(request.name)
         check_label(name)
-        if name in self._served or split(name)[0] in self._known.routes:
+        if name in self._served or {name, split(name)[0]} & self._known.routes.keys():
             raise ControlError(
                 f"the name {name} is taken; choose another, or first run: millrace models remove "
                 f"{name}"

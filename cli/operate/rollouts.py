@@ -123,7 +123,8 @@ def _promote(arguments: argparse.Namespace) -> int:
         store = RolloutStore(link)
         known = {one.model: one for one in await store.all()}
         names = served_catalogue(arguments).names()
-        rollout = await store.start(begin(asked, names, known, time.time_ns()))
+        begun = begin(asked, names, known, time.time_ns())
+        rollout = await store.start(begun, known.get(begun.model))
         return await _follow(store, rollout, arguments)
 
     report = with_store(arguments, promote)
@@ -183,8 +184,10 @@ def _rollback(arguments: argparse.Namespace) -> int:
     from millrace.registry.rollouts.decisions import returned
 
     async def turn_back(link: RedisLink) -> Rollout:
-        now_ns = time.time_ns()
-        return await RolloutStore(link).apply(arguments.name, lambda known: returned(known, now_ns))
+        names, now_ns = served_catalogue(arguments).names(), time.time_ns()
+        return await RolloutStore(link).apply(
+            arguments.name, lambda known: returned(known, names, now_ns)
+        )
 
     rollout = with_store(arguments, turn_back)
     if arguments.json:

@@ -61,7 +61,7 @@ class RolloutsApi:
         store = self._store()
         known = {one.model: one for one in await store.all()}
         begun = begin(asked, gateway.models.names(), known, gateway.clock.now_ns())
-        rollout = await store.start(begun)
+        rollout = await store.start(begun, known.get(begun.model))
         await gateway.rollouts.look()
         return json_response(RolloutReport(rollout=rollout))
 
@@ -71,7 +71,8 @@ class RolloutsApi:
         gateway = self._gateway
         require_admin(await gateway.identity.caller(request.scope))
         model, now_ns = request.path_params["model"], gateway.clock.now_ns()
-        rollout = await self._store().apply(model, lambda known: returned(known, now_ns))
+        names = gateway.models.names()
+        rollout = await self._store().apply(model, lambda known: returned(known, names, now_ns))
         await gateway.rollouts.look()
         return json_response(RolloutReport(rollout=rollout))
 

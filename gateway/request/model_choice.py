@@ -56,12 +56,13 @@ class ModelChoice:
         question = _question(request, tier)
         if request.session_id and request.session_keep != 0:
             former = await self._sessions.last_model(tenant, request.session_id)
+        former = self._as_in_route(request.model, former)
         state_of = partial(self._state_of, tenant)
         return _with(request, self._models.router.choose(request.model, question, state_of, former))
 
     def resolve_alone(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
         """The request with the model that suits it, however the models stand just now, and its
-        stable version: the same on every gateway, at any time."""
+        stable version: the same on every gateway, and at any time between rollouts."""
         if request.model in self._models.router.routes:
             question = _question(request, tier)
             chosen = self._models.router.choose(request.model, question, self._at_rest)
@@ -69,8 +70,15 @@ class ModelChoice:
         version = self._models.stable_version(request.model)
         return request if version is None else _of_version(request, version)
 
+    def _as_in_route(self, name: str, former: str) -> str:
+        """The model of a route that ``former`` is a version of."""
+        family = self._models.family(former)
+        return next((m for m in self._models.router.routes[name].models if m in family), former)
+
     def _state_of(self, tenant: str, model: str, tier: Tier) -> ModelState:
+        """Of several versions the stable one's."""
         state = self._at_rest(model, tier)
+        model = self._models.stable_version(model) or model
         workers = [one for one in self._fleet.live_workers(model) if not one.draining]
         queue = self._fleet.queue(model)
         if queue is None:

@@ -110,12 +110,13 @@ def aborted(rollout: Rollout, reason: str, now_ns: int) -> Rollout:
     return replace(rollout, state=RolloutState.ABORTED, percent=0.0, reason=reason, ended_ns=now_ns)
 
 
-def returned(rollout: Rollout, now_ns: int) -> Rollout | None:
+def returned(rollout: Rollout, names: Collection[str], now_ns: int) -> Rollout | None:
     """The rollout turned back by hand: one that goes on is aborted, one that is completed moved to
-    what was stable before it; None: there is nothing to turn back."""
+    what was stable before it, if that is among the catalogue's ``names`` still; None: there is
+    nothing to turn back to."""
     if rollout.is_open:
         return aborted(rollout, BY_HAND, now_ns)
-    if rollout.state is RolloutState.COMPLETED and rollout.former:
+    if rollout.state is RolloutState.COMPLETED and rollout.former in names:
         back = replace(rollout, stable=rollout.former, candidate=rollout.stable, former="")
         return aborted(back, BY_HAND, now_ns)
     return None

@@ -43,7 +43,9 @@ class Versions:
     def __init__(self, names: Collection[str] = ()) -> None:
         grouped: dict[str, list[str]] = {}
         for name in names:
-            grouped.setdefault(split(name)[0], []).append(name)
+            model, label = split(name)
+            # A hub id may have a revision that is called so; it is a model of its own.
+            grouped.setdefault(name if label in RESERVED else model, []).append(name)
         self._by_model = {
             model: tuple(sorted(own, key=lambda name: name != model))
             for model, own in grouped.items()
@@ -64,15 +66,29 @@ class Versions:
         model, label = split(name)
         return name in self._by_model or (label in RESERVED and model in self._by_model)
 
+    def names_of(self, model: str) -> tuple[str, ...]:
+        """All names that are to be resolved to a version of a model."""
+        return (model, *(f"{model}{SEPARATOR}{label}" for label in sorted(RESERVED)))
+
+    def family(self, name: str) -> tuple[str, ...]:
+        """The model that ``name`` is a version of, or stands for, and all versions of it; else
+        ``name`` alone."""
+        model = name if name in self._by_model else split(name)[0]
+        return tuple(dict.fromkeys((model, *self.of(model)))) if self.of(model) else (name,)
+
     def model_of(self, name: str) -> str:
         """The model whose versions a name of ``stands_for_several`` stands for."""
         return name if name in self._by_model else split(name)[0]
 
     def stable(self, model: str, rollouts: Mapping[str, Rollout]) -> str:
         """The version that answers unless a rollout takes a share: the first while there has been
-        no rollout, or where the one that should is not there any more."""
+        no rollout. Where the one that should is not there any more, the one before it, then the
+        first."""
         versions, rollout = self._by_model[model], rollouts.get(model)
-        return rollout.stable if rollout and rollout.stable in versions else versions[0]
+        if rollout is None:
+            return versions[0]
+        liked = (rollout.stable, rollout.former)
+        return next((one for one in liked if one in versions), versions[0])
 
     def resolve(self, name: str, key: str, rollouts: Mapping[str, Rollout]) -> str | None:
         """The version that answers a request for ``name``; None: there is none that it could stand

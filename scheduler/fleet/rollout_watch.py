@@ -6,6 +6,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from millrace.bus.fleet.rollouts import RolloutDirectory, RolloutStore
 from millrace.registry.rollouts.abort_rule import Outcome, Seen
 from millrace.registry.rollouts.decisions import Situation, decide
@@ -24,12 +26,16 @@ _LOOK_EVERY_S = 1.0
 # Of a version; enough for percentiles, and an hour of one request a second.
 _MAX_OUTCOMES = 4_096
 _ERRORS = frozenset({Status.FAILED, Status.EXPIRED, Status.SHED})
+# What ends without a worker and says something of its version; the rest is the caller's doing.
+_CODES = frozenset({"queue_full", "overloaded", "poison"})
 
 
 class RolloutWatch:
     """Every scheduler hears how requests end, decides by itself, and changes a rollout in the store
     if nobody else has meanwhile: so one that sees too little turns nothing back, and any that sees
-    a breach does. What ends in another scheduler without a worker is not seen here.
+    a breach does. What ends in another scheduler without a worker is not seen here, and of what
+    does here only what the version is to blame for. Times are this machine's: of a rollout since it
+    was first seen here as it is.
 
     ``num_ended`` counts by model and state what this scheduler ended. Owns its task: ``start``
     makes it, ``close`` ends it.
@@ -52,6 +58,8 @@ class RolloutWatch:
         self._outcomes: dict[str, deque[Outcome]] = {}
         self._num_finished: Counter[tuple[str, Status, str]] = Counter()
         self._stranded_since_s: dict[str, float] = {}
+        # When a rollout was first seen as it is, by this machine's clock.
+        self._seen_ns: dict[tuple[str, int], int] = {}
         self.num_ended: Counter[tuple[str, RolloutState]] = Counter()
         self._tasks = Tasks()
 
@@ -82,6 +90,8 @@ class RolloutWatch:
         watched = {name for one in rollouts for name in (one.stable, one.candidate)}
         for version in self._outcomes.keys() - watched:
             del self._outcomes[version]
+        current = {(one.model, one.revision) for one in rollouts}
+        self._seen_ns = {key: at_ns for key, at_ns in self._seen_ns.items() if key in current}
         assert store is not None
         try:
             for rollout in rollouts:
@@ -90,12 +100,14 @@ class RolloutWatch:
             return  # the link logs that, once
 
     async def _decide(self, store: RolloutStore, rollout: Rollout) -> None:
-        situation = self._situation(rollout)
-        changed = decide(rollout, situation, self._clock.now_ns())
+        now_ns = self._clock.now_ns()
+        seen_ns = self._seen_ns.setdefault((rollout.model, rollout.revision), now_ns)
+        situation = self._situation(rollout, seen_ns)
+        changed = decide(replace(rollout, stepped_ns=seen_ns), situation, now_ns)
         if changed is None:
             seen = {rollout.candidate: situation.candidate, rollout.stable: situation.stable}
             figures = [_figures(version, one) for version, one in seen.items()]
-            await store.put_figures(rollout.model, figures)
+            await store.put_figures(rollout, figures)
             return
         stored = await store.change(rollout, changed)
         await self._rollouts.look()
@@ -115,7 +127,7 @@ class RolloutWatch:
         if not stored.is_open:
             self.num_ended[stored.model, stored.state] += 1
 
-    def _situation(self, rollout: Rollout) -> Situation:
+    def _situation(self, rollout: Rollout, since_ns: int) -> Situation:
         has_worker = self._fleet.num_accepting(rollout.candidate) > 0
         now_s = self._clock.monotonic()
         if has_worker or not self._num_waiting(rollout.candidate):
@@ -124,9 +136,9 @@ class RolloutWatch:
         else:
             since_s = self._stranded_since_s.setdefault(rollout.candidate, now_s)
             stranded_s = now_s - since_s
-        candidate = Seen.of(self._since(rollout.candidate, rollout.stepped_ns))
-        stable = Seen.of(self._since(rollout.stable, rollout.stepped_ns))
-        if stable.num_requests < rollout.min_requests:
+        candidate = Seen.of(self._since(rollout.candidate, since_ns))
+        stable = Seen.of(self._since(rollout.stable, since_ns))
+        if stable.num_requests < max(rollout.min_requests, 1):
             # The candidate has nearly all of them: what came before is better than a few.
             stable = Seen.of(self._since(rollout.stable, 0))
         return Situation(has_worker, stranded_s, candidate, stable)
@@ -138,9 +150,9 @@ class RolloutWatch:
         """What ended here without a worker since the last look."""
         now_ns = self._clock.now_ns()
         for key, count in self._finalizer.num_ended.items():
-            version, status, _ = key
+            version, _, code = key
             num_new, self._num_finished[key] = count - self._num_finished[key], count
-            if status in _ERRORS and self._is_watched(version):
+            if code in _CODES and self._is_watched(version):
                 for _ in range(min(num_new, _MAX_OUTCOMES)):
                     self._add(version, Outcome(now_ns, is_error=True))
 

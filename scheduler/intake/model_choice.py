@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from millrace.bus.job_queue import LeasedJob
 from millrace.registry.routing.router import ModelState, Router, check_routable, routed
 from millrace.registry.routing.score import question_of
 from millrace.scheduler.intake.version_choice import VersionChooser
@@ -39,16 +40,17 @@ class ModelChooser:
         """Those that jobs of a name may go to."""
         return self._router.routes[name].models
 
-    def leaves_open(self, job: Job) -> bool:
+    def leaves_open(self, leased: LeasedJob) -> bool:
         """Whether the job names no model."""
-        return job.model in self._router.routes
+        return leased.job.model in self._router.routes
 
-    def choose(self, job: Job) -> Job:
+    def choose(self, leased: LeasedJob) -> Job:
         """The job with a model; one that has a model already is left as it is.
 
         Raises ParameterError, naming the field, for a job that has a meaning with one model only.
         """
-        if not self.leaves_open(job):
+        job = leased.job
+        if not self.leaves_open(leased):
             return job
         check_routable(
             job.model,

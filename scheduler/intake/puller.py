@@ -77,11 +77,6 @@ class Puller:
         is."""
         return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether its jobs may go to several."""
-        return len(self._dispatchers) > 1
-
     def detach(self) -> None:
         """Nothing wakes it any more."""
         for dispatcher in self._dispatchers:

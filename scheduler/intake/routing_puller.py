@@ -25,10 +25,10 @@ _MAX_ROUTING = 64
 class Chooser(Protocol):
     """Chooses a model for a job that leaves it open."""
 
-    def leaves_open(self, job: Job) -> bool:
+    def leaves_open(self, leased: LeasedJob) -> bool:
         """Whether there is something to choose."""
 
-    def choose(self, job: Job) -> Job:
+    def choose(self, leased: LeasedJob) -> Job:
         """The job with a model. Raises MillraceError for one that can have none."""
 
     async def settle(self, job: Job) -> Job:
@@ -62,7 +62,7 @@ class RoutingPuller(Puller):
 
     def accept(self, leased: LeasedJob) -> None:
         is_here = self._context.job_table.get(leased.job.request_id) is not None
-        if is_here or not self._chooser.leaves_open(leased.job):
+        if is_here or not self._chooser.leaves_open(leased):
             super().accept(leased)
         else:
             self._num_routing += 1
@@ -76,7 +76,7 @@ class RoutingPuller(Puller):
     async def _route(self, leased: LeasedJob) -> None:
         scheduled = self._scheduled_job(leased)
         try:
-            scheduled.job = await self._chooser.settle(self._chooser.choose(leased.job))
+            scheduled.job = await self._chooser.settle(self._chooser.choose(leased))
             if scheduled.job.model not in self._models:
                 raise ModelNotFoundError(
                     f"The model {scheduled.job.model!r} was chosen, which is not served here."

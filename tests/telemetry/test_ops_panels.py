@@ -295,8 +295,9 @@ async def test_rollouts_are_seen_with_what_each_version_does(
         VersionFigures(version="chat", num_requests=360, error_rate=0.005),
     ]
     started = await store.start(chat)
-    await store.change(started, replace(started, state=RolloutState.RUNNING, percent=10.0))
-    await store.put_figures("chat", figures)
+    runs = await store.change(started, replace(started, state=RolloutState.RUNNING, percent=10.0))
+    assert runs is not None
+    await store.put_figures(runs, figures)
     over = replace(chat, model="old", stable="old", candidate="old@v2", reason="it was slow")
     await store.start(replace(over, state=RolloutState.ABORTED))
     monkeypatch.setattr("millrace.gateway.api.ops.RolloutStore", lambda _link: store)

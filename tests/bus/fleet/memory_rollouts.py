@@ -41,8 +41,9 @@ class MemoryRolloutStore(RolloutStore):
     async def number_of_changes(self) -> int:
         return self._num_changes
 
-    async def put_figures(self, model: str, figures: Sequence[VersionFigures]) -> None:
-        self._figures[model] = tuple(figures)
+    async def put_figures(self, rollout: Rollout, figures: Sequence[VersionFigures]) -> None:
+        if self._rollouts[rollout.model].revision == rollout.revision:
+            self._figures[rollout.model] = tuple(figures)
 
     async def report(self, model: str) -> RolloutReport | None:
         rollout = self._rollouts.get(model)

@@ -54,9 +54,11 @@ async def test_one_rollout_of_a_model_goes_on_at_a_time(store: RolloutStore) -> 
     await store.start(OTHER)
     assert [one.model for one in await store.all()] == ["chat", "other"]
     with pytest.raises(RolloutConflictError, match="A rollout of chat to chat@v2 goes on"):
+        await store.start(CHAT, started)
+    with pytest.raises(RolloutConflictError, match="Another rollout of chat has just begun"):
         await store.start(CHAT)
-    await store.change(started, _ended(started))
-    assert (await store.start(CHAT)).revision == 3
+    ended = await store.change(started, _ended(started))
+    assert (await store.start(CHAT, ended)).revision == 3
 
 
 async def test_of_several_changes_at_once_one_is_made(store: RolloutStore) -> None:
@@ -73,16 +75,17 @@ async def test_a_change_is_made_of_what_is_there(store: RolloutStore) -> None:
         await store.apply("chat", _ended)
     await store.start(CHAT)
     assert (await store.apply("chat", _ended)).state is RolloutState.ABORTED
-    with pytest.raises(RolloutConflictError, match="nothing to turn back of 'chat'"):
+    with pytest.raises(RolloutConflictError, match="nothing to turn back to of 'chat'"):
         await store.apply("chat", lambda _: None)
 
 
 async def test_figures_belong_to_the_share_that_they_were_seen_at(store: RolloutStore) -> None:
     started = await store.start(CHAT)
-    await store.put_figures("chat", FIGURES)
+    await store.put_figures(started, FIGURES)
     assert await store.report("chat") == RolloutReport(rollout=started, figures=FIGURES)
     changed = await store.change(started, replace(started, percent=20.0))
     assert changed is not None
+    await store.put_figures(started, FIGURES)  # of what it was before
     assert await store.reports() == [RolloutReport(rollout=changed)]
     assert await store.report("other") is None
 

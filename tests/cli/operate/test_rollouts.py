@@ -60,7 +60,7 @@ def test_a_life_of_a_rollout(models: Models) -> None:
     assert "answers requests for tiny" in models.run("retire", "tiny@v2")[2]
     code, out, _ = models.run("rollback", "tiny")
     assert (code, out) == (0, "aborted (by hand): tiny answers for tiny\n")
-    assert "nothing to turn back" in models.run("rollback", "tiny")[2]
+    assert "nothing to turn back to" in models.run("rollback", "tiny")[2]
 
 
 @pytest.mark.parametrize(

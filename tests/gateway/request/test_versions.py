@@ -188,6 +188,23 @@ async def test_a_route_leads_to_a_version(fronts: Fronts, http: httpx.AsyncClien
     assert job.route_reason.startswith("reason")
 
 
+async def test_a_route_sees_the_version_that_answers_and_goes_on_with_it(
+    fronts: Fronts, http: httpx.AsyncClient
+) -> None:
+    models, fleet = fronts.running.gateway.models, fronts.running.gateway.fleet
+    models.router = Router({"auto": Route(small="other", large=OLD)})
+    models._cards["other"] = ModelCard(id="other", created=2, max_model_len=None)
+    await fronts.put(state=RolloutState.COMPLETED, stable=NEW, percent=0.0)
+    # The first version's workers are gone, as after it was retired; the small model has none.
+    (old,) = fleet.live_workers(OLD)
+    fleet.on_worker(replace(old, retired=True))
+    hard = [{"role": "user", "content": "Prove that 7 + 5 = 12, step by step."}]
+    assert await _ask(http, "auto", messages=hard, session_id="s") == NEW
+    # A turn of few words is no reason to leave it.
+    assert await _ask(http, "auto", messages=MESSAGES, session_id="s") == NEW
+    assert fronts.jobs[-1].route_reason.startswith("session")
+
+
 async def test_models_tell_their_versions(fronts: Fronts, http: httpx.AsyncClient) -> None:
     await fronts.put(percent=25.0)
     cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}

@@ -96,16 +96,17 @@ def test_all_at_once() -> None:
 
 
 def test_by_hand_it_turns_back_even_after_its_end_but_once() -> None:
-    turned = returned(_running(50.0), 1 * S)
+    turned = returned(_running(50.0), NAMES, 1 * S)
     assert turned is not None
     assert (turned.state, turned.reason) == (RolloutState.ABORTED, "by hand")
-    assert returned(turned, 2 * S) is None
+    assert returned(turned, NAMES, 2 * S) is None
     done = decide(_running(90.0), _situation(_seen(5)), 60 * S)
     assert done is not None
-    back = returned(done, 70 * S)
+    assert returned(done, ("chat@v2", "chat@v3"), 70 * S) is None  # where to has gone
+    back = returned(done, NAMES, 70 * S)
     assert back is not None
     assert (back.stable, back.candidate) == ("chat", "chat@v2")
-    assert returned(back, 80 * S) is None
+    assert returned(back, NAMES, 80 * S) is None
 
 
 def test_after_one_rollout_the_next_begins_where_it_ended() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from millrace.registry.routing.router import Route, Router
 from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.schemas.config import AutoscaleConfig
 from millrace.schemas.control import AnswerTimes
 from millrace.schemas.frames import Failed
 from millrace.schemas.models.rollouts import Rollout, RolloutState
@@ -55,10 +57,12 @@ async def _state(world: World) -> Rollout:
     return rollout
 
 
-async def _serve(world: World, first: int, count: int, **fields: object) -> None:
-    """Publish jobs, and have whoever gets them answer."""
+async def _serve(
+    world: World, first: int, count: int, *, reserved: bool = False, **fields: object
+) -> None:
+    """Publish jobs, as gateways do if ``reserved``, and have whoever gets them answer."""
     for number in range(first, first + count):
-        await world.client.jobs.publish(job(f"r{number}", **fields))
+        await world.client.jobs.publish(job(f"r{number}", **fields), reserved=reserved)
     await world.until(lambda: sum(len(worker.history) for worker in world.workers) >= first + count)
     for worker in world.workers:
         await worker.finish_all()
@@ -90,10 +94,18 @@ async def test_pinned_jobs_stay_where_they_are(world: World) -> None:
     await _start(world, msgspec.structs.replace(CANARY, canary_percent=99.0))
     await world.pass_s(3.0)
     # A gateway has chosen; so has who names a version.
-    await _serve(world, 0, 8, model_requested="m")
+    await _serve(world, 0, 8, reserved=True)
     assert (len(old.history), len(new.history)) == (8, 0)
     await _serve(world, 8, 8, model="m@v2")
     assert (len(old.history), len(new.history)) == (8, 8)
+    await _serve(world, 16, 4, model="m@stable")
+    await _serve(world, 20, 4, model="m@initial")
+    assert (len(old.history), len(new.history)) == (16, 8)
+    await _serve(world, 24, 4, model="m@canary")
+    assert (len(old.history), len(new.history)) == (16, 12)
+    # Who says what was asked for has not chosen a version.
+    await _serve(world, 28, 12, model_requested="m")
+    assert len(new.history) >= 20
 
 
 async def test_a_session_stays_with_its_version(world: World) -> None:
@@ -190,17 +202,19 @@ async def test_what_was_seen_is_told(world: World) -> None:
 async def test_a_version_whose_workers_are_gone_is_left_while_others_wait_for_it(
     world: World,
 ) -> None:
-    _, new = await _workers(world)
+    old, new = await _workers(world)
     await _start(world)
     await world.pass_s(3.0)
     await new.kill()
-    await world.client.jobs.publish(job("waits", model="m@v2"))
+    for number in range(12):  # under the model's name: some of them wait for the version
+        await world.client.jobs.publish(job(f"r{number}"))
     await world.pass_s(25.0)
     turned = await _state(world)
     assert (turned.state, turned.reason) == (RolloutState.ABORTED, "m@v2 has no worker")
-    # It waits for its version, which may come back.
-    again = await world.add_worker(name="v", model="m@v2")
-    await world.until(lambda: "waits" in again.running)
+    # They wait for their version, which may come back.
+    again = await world.add_worker(name="v", model="m@v2", num_slots=12)
+    await world.until(lambda: len(again.running) + len(old.running) == 12)
+    assert again.running
 
 
 async def test_of_two_schedulers_each_sees_and_one_decides(world: World) -> None:
@@ -221,18 +235,19 @@ async def test_versions_come_and_go_with_the_catalogue(world: World) -> None:
     old, new = await _workers(world)
     router = Router({"auto": Route(small="small", large="m")})
     await scheduler.follow(ModelCatalogue(("m@v2",), load_fake, None), {"m"})
-    assert set(scheduler.pullers) == {"m", "m@v2"}
+    labels = {"m@stable", "m@canary", "m@initial"}
+    assert set(scheduler.pullers) == {"m", "m@v2", *labels}
     await _serve(world, 0, 4)
     assert (len(old.history), len(new.history)) == (0, 4)
-    # A job that was sent to the version that has gone, by name, gets another.
-    await _serve(world, 4, 2, model_requested="m")
+    # A job that a gateway sent to the version that has gone gets another, if it has not run.
+    await _serve(world, 4, 2, reserved=True)
     assert len(new.history) == 6
     await world.client.jobs.publish(job("gone", model="m@initial"))
     await world.until(lambda: isinstance(world.terminal("gone"), Failed))
     await scheduler.follow(
         ModelCatalogue(("m", "m@v2", "small"), load_fake, router), {"m", "small"}
     )
-    assert set(scheduler.pullers) == {"m", "m@v2", "small", "auto"}
+    assert set(scheduler.pullers) == {"m", "m@v2", "small", "auto", *labels}
     hard = "Prove that the wheel turns, step by step."
     await world.client.jobs.publish(job("r6", model="auto", prompt=hard, prompt_token_ids=None))
     await world.until(lambda: "r6" in old.running)
@@ -241,3 +256,55 @@ async def test_versions_come_and_go_with_the_catalogue(world: World) -> None:
     assert set(scheduler.pullers) == {"m"}
     await _serve(world, 7, 2)
     assert len(old.history) == 3
+
+
+async def test_what_its_callers_are_to_blame_for_does_not_count(world: World) -> None:
+    await _workers(world)
+    await _start(world, msgspec.structs.replace(CANARY, interval_s=1e3))
+    await world.pass_s(3.0)
+    for number in range(12):
+        await world.client.jobs.publish(job(f"late{number}", model="m@v2", deadline_ns=1))
+        await world.client.jobs.publish(job(f"bad{number}", model="m@v2", prompt_token_ids=()))
+    await world.until(lambda: world.terminal("late11") is not None)
+    await world.until(lambda: world.terminal("bad11") is not None)
+    await world.pass_s(3.0)
+    assert (await _state(world)).state is RolloutState.RUNNING
+
+
+async def test_a_scheduler_of_one_version_serves_all_of_its_model() -> None:
+    world = World(msgspec.structs.replace(CONFIG, models=("m@v2",)), models=("m", "m@v2", "small"))
+    await world.open()
+    try:
+        assert set(world.schedulers[0].dispatchers) == {"m", "m@v2"}
+        old, new = await _workers(world)
+        await _serve(world, 0, 4)
+        assert (len(old.history), len(new.history)) == (4, 0)
+    finally:
+        await world.close()
+
+
+async def test_a_version_that_is_to_get_requests_keeps_a_worker() -> None:
+    autoscale = AutoscaleConfig(min_workers=0, max_workers=4, idle_s=1.0, scale_down_after_s=1.0)
+    config = msgspec.structs.replace(CONFIG, models=(), autoscale=autoscale)
+    world = World(config, models=("m", "m@v2"))
+    await world.open()
+    try:
+        await world.pass_s(10.0)
+        latest = {status.model: status.desired_workers for status in world.statuses}
+        assert latest == {"m": 0, "m@v2": 0}
+        await _start(world)
+        await world.pass_s(10.0)
+        latest = {status.model: status.desired_workers for status in world.statuses}
+        assert latest == {"m": 0, "m@v2": 1}
+    finally:
+        await world.close()
+
+
+async def test_the_queue_may_be_looked_at_while_versions_come_and_go(world: World) -> None:
+    scheduler = world.schedulers[0]
+    await _workers(world)
+    looking = [asyncio.create_task(scheduler._queue_watch.look()) for _ in range(50)]
+    for names in (("m",), ("m", "m@v2"), ("m@v2",), ("m", "m@v2")) * 3:
+        await scheduler.follow(ModelCatalogue(names, load_fake, None), {"m", "m@v2"})
+    await asyncio.gather(*looking)
+    await _serve(world, 0, 4)

@@ -242,3 +242,14 @@ async def test_schedulers_hear_how_a_request_ended(demo: ServedModel) -> None:
         (record,) = await b.records()
         assert served.answer.status == record.status == Status.FAILED
         assert (served.answer.ttft_ms, served.answer.total_ms) == (record.ttft_ms, record.total_ms)
+
+
+async def test_a_request_that_expired_before_it_began_is_told_of(demo: ServedModel) -> None:
+    async with _heard(demo) as (b, ended):
+        await b.dispatch(b.job("r1", deadline_ns=b.clock.now_ns() + 10**9))
+        await b.settle(5.0)
+        await eventually(lambda: bool(ended))
+        ((served,),) = [notice.served for notice in ended]
+        assert served.answer is not None
+        assert served.answer.status == Status.EXPIRED
+        assert (served.started_ns, served.device_us, served.completion_tokens) == (0, 0, 0)
