@@ -140,6 +140,13 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     idle_offload_s: float = 30.0
     """How long a block may be unused before it moves to main memory."""
 
+    disk_cache_path: str = ""
+    """Folder for blocks that main memory has no more room for, or a restart would lose; each worker
+    has a file there. Empty: none."""
+
+    disk_cache_bytes: int = 10 << 30
+    """Most bytes of a worker's file, and of those in the folder that no worker holds."""
+
     ageing_s: float = 10.0
     """Wait for which a request gains a level of priority; 0: never."""
 

@@ -23,7 +23,10 @@ from millrace.workers.engine.beams.group import charged_together
 from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.grammar.grammars import Grammars
+from millrace.workers.engine.kv.block_file import BlockFile
 from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.kv.disk_cache import DiskCache
+from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.host_cache import HostCache
 from millrace.workers.engine.kv.host_memory import host_memory_of
 from millrace.workers.engine.live_requests import LiveRequests
@@ -52,6 +55,7 @@ from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
 from millrace.workers.engine.speculation.speculator import Speculator
+from millrace.workers.engine.statistics import engine_stats
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -64,6 +68,8 @@ _log = logging.getLogger(__name__)
 
 # How long commands wait, at most, while a step waits for sequences to become ready.
 _UNREADY_WAIT_S = 0.005
+# How often idle blocks are looked at between requests.
+_REST_S = 0.5
 
 
 def draw_seed() -> int:
@@ -94,14 +100,15 @@ class Engine:
             runner.config.vocab_size, runner.host_device, tokenizer, runner.likeliest
         )
         costs = CostModel()
-        host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
-        self._host = HostCache(host_memory, monotonic=monotonic)
+        self._host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
+        host = HostCache(self._host_memory, monotonic=monotonic)
+        self._disk: DiskCache | None = None
         self._tables = BlockTables(
             runner.cache.num_blocks,
             config.block_size_tokens,
             runner.cache,
             shared=config.prefix_cache,
-            host=self._host,
+            host=host,
             idle_offload_s=config.idle_offload_s,
         )
         self._pool = self._tables.pool
@@ -160,7 +167,20 @@ class Engine:
         runner = load_runner(path, config)
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path))
         engine._grammars.prepare()
+        if config.disk_cache_path:
+            engine.keep_on_disk(block_file(path, config, runner.cache))
         return engine
+
+    def keep_on_disk(self, file: BlockFile) -> None:
+        """Keep blocks of idle conversations in a file, and find those that are in it."""
+        self._disk = DiskCache(
+            file,
+            self._host_memory,
+            self._tables,
+            self._planner.recompute_s,
+            self._readied.set,
+            monotonic=self._monotonic,
+        )
 
     @property
     def context_window_tokens(self) -> int:
@@ -233,7 +253,8 @@ class Engine:
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
         self._num_arrived += request.sampling.n
-        if request.sampling.is_guided:
+        is_fetched = self._disk is not None and self._disk.fetch(group[0])
+        if request.sampling.is_guided and not is_fetched:
             self._grammars.submit(group)
         self._live.add(group)
 
@@ -323,7 +344,11 @@ class Engine:
             )
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
-        """End sequences whose adapter or grammar failed, or was complete from the start."""
+        """End sequences whose adapter or grammar failed, or was complete from the start; have those
+        go on whose blocks have been read."""
+        for sequence in () if self._disk is None else self._disk.settle():
+            if sequence.request.sampling.is_guided:
+                self._grammars.submit([sequence, *sequence.forks])
         for sequence, failure in self._adapters.settle():
             if not isinstance(failure, MillraceError):
                 _log.error("an adapter could not be loaded", exc_info=failure)
@@ -335,51 +360,29 @@ class Engine:
                 outputs.append(finished_output(sequence.request, FinishReason.STOP))
                 self._live.finish(sequence, outputs)
 
+    def rest(self) -> float | None:
+        """Move blocks that nobody uses while there is nothing to do. After how many seconds there
+        may be more to move; None: not before the next step."""
+        if self._disk is None:
+            return None
+        self._disk.settle()
+        self._tables.offload_idle(self._monotonic())
+        return _REST_S if self._disk.is_busy or self._pool.num_idle_blocks else None
+
     def wake(self) -> None:
         """End a step's wait for sequences to become ready; for any thread."""
         self._readied.set()
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            max_num_sequences=self._planner.max_num_sequences,
-            num_running=len(self._planner.running),
-            num_waiting=self._planner.num_waiting,
-            num_blocks=self._pool.num_blocks,
-            num_free_blocks=self._pool.num_free_blocks,
-            num_idle_blocks=self._pool.num_idle_blocks,
+        return engine_stats(
+            self._planner,
+            self._executor,
+            self._adapters,
+            self._live,
             num_steps=self._num_steps,
-            prefill_tokens=self._executor.prefill_tokens,
-            decode_tokens=self._executor.decode_tokens,
-            proposed_tokens=self._executor.proposed_tokens,
-            accepted_tokens=self._executor.accepted_tokens,
-            num_preemptions=self._planner.num_preemptions,
-            busy_s=self._executor.meter.busy_s,
-            charged_s=self._executor.meter.charged_s,
-            outstanding_tokens=self._planner.outstanding_tokens,
-            outstanding_prompt_tokens=self._outstanding_prompt_tokens(),
-            prefill_tokens_per_s=self._executor.speed.prefill_tokens_per_s,
-            decode_step_ms=self._executor.speed.decode_step_ms,
+            prefills=self._prefills,
             max_tokens_per_request=self.max_tokens_per_request,
-            prefix_query_tokens=self._tables.num_query_tokens,
-            prefix_hit_tokens=self._tables.num_hit_tokens,
-            num_evicted_blocks=self._tables.num_evicted_blocks,
-            num_host_blocks=self._host.num_slots,
-            num_used_host_blocks=len(self._host),
-            num_offloaded_blocks=self._host.num_stored_blocks,
-            num_reloaded_blocks=self._host.num_loaded_blocks,
-            num_swaps=self._tables.num_swaps,
-            adapters=self._adapters.loaded(),
-            max_adapters=self._adapters.num_slots,
-            adapter_load_ms=self._adapters.load_s * 1e3,
-            num_adapter_loads=self._adapters.num_loads,
-            num_adapter_evictions=self._adapters.num_evictions,
         )
-
-    def _outstanding_prompt_tokens(self) -> int:
-        if not (self._planner.num_waiting or self._prefills):
-            return 0
-        behind = [len(one.token_ids) - one.num_computed_tokens for one in self._live]
-        return sum([num_tokens for num_tokens in behind if num_tokens > 1])
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
         """Changes of the prefix cache since the last call; None if there are none."""

@@ -129,8 +129,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     were there; ``num_evicted_blocks`` were cached until their memory was needed. Of
     ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
-    the preemptions kept their work so. ``adapters`` are in the ``max_adapters`` slots, and the last
-    that were loaded took ``adapter_load_ms`` each; ``num_adapter_loads`` were, and
+    the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
+    ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
+    came back and ``num_unreadable_blocks`` did not. ``adapters`` are in the ``max_adapters`` slots,
+    and the last that were loaded took ``adapter_load_ms`` each; ``num_adapter_loads`` were, and
     ``num_adapter_evictions`` made room for others.
     """
 
@@ -160,6 +162,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_host_blocks: int = 0
     num_offloaded_blocks: int = 0
     num_reloaded_blocks: int = 0
+    num_disk_blocks: int = 0
+    num_used_disk_blocks: int = 0
+    num_written_blocks: int = 0
+    num_read_blocks: int = 0
+    num_unreadable_blocks: int = 0
     num_swaps: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0

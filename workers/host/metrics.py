@@ -53,6 +53,11 @@ _GAUGES = (
         lambda stats: _used(stats) / stats.num_blocks if stats.num_blocks else 0.0,
     ),
     _Figure(
+        "millrace_kv_disk_blocks",
+        "KV blocks that are on disk",
+        lambda stats: stats.num_used_disk_blocks,
+    ),
+    _Figure(
         "millrace_kv_cache_blocks",
         "KV blocks that there are",
         lambda stats: stats.num_blocks,
@@ -159,6 +164,21 @@ _COUNTERS = (
         "millrace_kv_cache_evicted_blocks",
         "Cached KV blocks whose memory was needed",
         lambda stats: stats.num_evicted_blocks,
+    ),
+    _Figure(
+        "millrace_kv_disk_written_blocks",
+        "KV blocks of idle conversations that were written to disk",
+        lambda stats: stats.num_written_blocks,
+    ),
+    _Figure(
+        "millrace_kv_disk_read_blocks",
+        "KV blocks that were read from disk",
+        lambda stats: stats.num_read_blocks,
+    ),
+    _Figure(
+        "millrace_kv_disk_unreadable_blocks",
+        "KV blocks on disk that were not what was written, and were computed",
+        lambda stats: stats.num_unreadable_blocks,
     ),
     _Figure(
         "millrace_kv_cache_offloaded_blocks",

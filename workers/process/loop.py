@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -59,6 +60,10 @@ class StepEngine(Protocol):
 
     def step(self) -> list[EngineOutput]: ...
 
+    def rest(self) -> float | None:
+        """Do what is to be done while there is no work; after how many seconds there may be more,
+        None: not before the next work."""
+
     def stats(self) -> EngineStats: ...
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
@@ -98,6 +103,10 @@ class Link:
             commands += commands_decoder.decode(self._payloads.popleft())
         return commands
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, before the time is over."""
+        return bool(self._payloads) or bool(select.select([self._sock], [], [], timeout_s)[0])
+
     def send(self, report: Report) -> None:
         """Waits for the reader when it is far behind, so that its memory stays bounded."""
         try:
@@ -127,6 +136,9 @@ def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
         if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
             engine.check_integrity()
             checked_at = time.monotonic()
+        while not engine.has_work and (rest_s := engine.rest()) is not None:
+            if link.wait(rest_s):
+                break
         commands = link.receive_commands(block=not engine.has_work)
         for command in commands:
             if isinstance(command, Add):

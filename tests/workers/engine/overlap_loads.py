@@ -143,7 +143,7 @@ class World:
             EngineConfig(device="cpu", **config),
             monotonic=SteppingClock(),
         )
-        memory = self.engine._host._memory
+        memory = self.engine._host_memory
         for name in ("store", "load"):
             setattr(memory, name, self.runner.after_all(getattr(memory, name)))
         self._arrivals = arrivals

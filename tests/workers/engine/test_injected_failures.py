@@ -168,7 +168,7 @@ def test_the_engine_outlives_failing_allocations(
         (engine._grammars, "start_masks"),
         (engine._grammars, "masks"),
         (engine._grammars, "accept"),
-        (engine._host._memory, "store"),
+        (engine._host_memory, "store"),
         (output_processor, "add_chunk"),
         (output_processor, "add_scores"),
         (beam_processor, "likeliest"),

@@ -171,7 +171,7 @@ def test_any_load_on_any_pool(
     runner = runners[num_blocks]
     engine = Engine(runner, EngineConfig(**config), monotonic=SteppingClock())
     if swaps_are_fast:
-        engine._planner._recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
+        engine._planner.recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
     world = World(engine)
     world.run(arrivals)
     for number, arrival in enumerate(arrivals):

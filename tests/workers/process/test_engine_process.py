@@ -214,6 +214,9 @@ class _Counting:
         self.gone.append(request_id)
         self.left = 0
 
+    def rest(self) -> float | None:
+        return None
+
     def step(self) -> list[EngineOutput]:
         self.left -= 1
         return [EngineOutput(request_id="a", token_ids=(self.left,))]

@@ -86,12 +86,20 @@ class BlockTables:
         """Changes of the shared prefix cache since the last call."""
         return self._events.pop()
 
+    def is_cached(self, key: bytes) -> bool:
+        """Whether a block of the cache has the contents of a key."""
+        return key in self._cache
+
     def _is_kept(self, key: bytes) -> bool:
-        return key in self._cache or (self.host is not None and key in self.host)
+        return key in self._cache or (
+            self.host is not None and (key in self.host or key in self.host.below)
+        )
 
     def _kept_keys(self) -> Iterator[bytes]:
-        """Keys that are found here or in host memory, the longest unused first."""
+        """Keys that are found here, in host memory or below it, the longest unused first."""
         if self.host is not None:
+            here = (self._cache, self.host)
+            yield from (k for k in self.host.below if not any(k in one for one in here))
             yield from (key for key in self.host if key not in self._cache)
         yield from map(self._cache.key_of, self.pool.idle_blocks())
         yield from (key for key, block in self._cache.items() if not self.pool.is_idle(block))
@@ -100,7 +108,7 @@ class BlockTables:
         """The longest cached prefix that leaves at least one token to compute; changes nothing."""
         blocks: list[int | None] = []
         num_here = num_idle = 0
-        for key in self._keys_to_find(sequence):
+        for key in self.keys_to_find(sequence):
             block = self._cache.get(key)
             if block is not None:
                 num_here += 1
@@ -116,7 +124,7 @@ class BlockTables:
     def _looks_for_hits(self, sequence: Sequence) -> bool:
         return sequence.takes_prefix_hits and (self._shared or sequence.num_preemptions > 0)
 
-    def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
+    def keys_to_find(self, sequence: Sequence) -> list[bytes]:
         """Keys of the blocks that it may begin with; its own ones if nothing is shared."""
         if not self._looks_for_hits(sequence):
             return []
@@ -127,7 +135,7 @@ class BlockTables:
     def attach_prefix(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Begin a table with the hit that ``match`` returned just now."""
         assert not sequence.block_table
-        keys = self._keys_to_find(sequence)
+        keys = self.keys_to_find(sequence)
         num_hit = len(hit.blocks)
         for block in hit.blocks:
             if block is not None:

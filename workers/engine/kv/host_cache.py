@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +20,10 @@ _BYTES_AT_A_TIME = 16 << 20
 
 def _ignore(_key: bytes) -> None:
     """No listener."""
+
+
+def _keep_nowhere(_keys: list[bytes]) -> None:
+    """Copies are kept here alone."""
 
 
 class HostMemory(Protocol):
@@ -42,11 +46,60 @@ class HostMemory(Protocol):
         """Copy slots into blocks of the cache."""
 
 
+class TierFigures(NamedTuple):
+    """Of ``num_blocks`` that fit a tier, ``num_used`` are there; ``num_written`` were put there,
+    ``num_read`` came back, and ``num_unreadable`` did not."""
+
+    num_blocks: int = 0
+    num_used: int = 0
+    num_written: int = 0
+    num_read: int = 0
+    num_unreadable: int = 0
+
+
+class ColderTier(Protocol):
+    """What keeps blocks below host memory; ``workers.engine.kv.disk_cache`` has one."""
+
+    def __contains__(self, key: bytes, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All that are there, the longest unused first."""
+
+    def pinned_keys(self) -> Iterator[bytes]:
+        """Those that it has pinned here."""
+
+    def figures(self) -> TierFigures:
+        """How it stands."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if it has lost something."""
+
+
+class NoTier:
+    """Nothing is below host memory."""
+
+    def __contains__(self, key: bytes, /) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(())
+
+    def pinned_keys(self) -> Iterator[bytes]:
+        return iter(())
+
+    def figures(self) -> TierFigures:
+        return TierFigures()
+
+    def check_integrity(self) -> None:
+        """There is nothing to lose."""
+
+
 class HostCache:
     """Which slot of host memory holds the tokens that a key of the prefix cache stands for.
 
     Slots that are pinned stay; of the others, the one that was not used for longest gives way;
-    ``on_change`` is called with its key.
+    ``on_change`` is called with its key. ``on_stored`` is called with the keys of new copies, which
+    may be kept ``below``.
     Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
     """
 
@@ -57,6 +110,9 @@ class HostCache:
         self._monotonic = monotonic
         self._num_slots = memory.num_slots
         self.on_change: Callable[[bytes], None] = _ignore
+        self.on_stored: Callable[[list[bytes]], None] = _keep_nowhere
+        self.below: ColderTier = NoTier()
+        self._reserved: set[int] = set()
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # unpinned, the oldest first
         self._pinned: dict[bytes, int] = {}
         self._pins: Counter[bytes] = Counter()
@@ -138,7 +194,35 @@ class HostCache:
         self._measure(len(blocks), self._monotonic() - begin_s)
         self.num_stored_blocks += len(blocks)
         self._slot_of.update(new)
+        self.on_stored(list(new))
         return True
+
+    def slot_of(self, key: bytes) -> int:
+        """The slot of a key that is here."""
+        slot = self._pinned.get(key)
+        return self._slot_of[key] if slot is None else slot
+
+    def reserve(self, count: int) -> list[int]:
+        """Slots for somebody else to fill, as many as there are up to ``count``."""
+        slots: list[int] = []
+        while len(slots) < count and (slot := self._take_slot()) is not None:
+            slots.append(slot)
+        self._reserved.update(slots)
+        return slots
+
+    def insert(self, keys: list[bytes], slots: list[int]) -> None:
+        """Have keys whose contents are in slots that were reserved."""
+        for key, slot in zip(keys, slots, strict=True):
+            self._reserved.discard(slot)
+            if key in self:
+                self._free.append(slot)
+            else:
+                self._slot_of[key] = slot
+
+    def give_back(self, slots: list[int]) -> None:
+        """Slots that were reserved for nothing."""
+        self._reserved.difference_update(slots)
+        self._free += slots
 
     def load(self, keys: list[bytes], blocks: list[int]) -> None:
         """Copy what is kept for keys, all of which must be here, into blocks of the cache."""
@@ -178,9 +262,11 @@ class HostCache:
 
     def check_integrity(self, pinned_keys: Iterable[bytes]) -> None:
         """Raise AssertionError unless slots and keys agree, and just ``pinned_keys`` are pinned."""
-        slots = [*self._slot_of.values(), *self._pinned.values(), *self._free]
+        slots = [*self._slot_of.values(), *self._pinned.values(), *self._free, *self._reserved]
         assert len(slots) == len(set(slots)) == self._num_used_slots, "a host slot is lost"
         assert all(0 <= slot < self._num_used_slots <= self._num_slots for slot in slots)
         assert self._pinned.keys() == self._pins.keys()
         assert self._slot_of.keys().isdisjoint(self._pinned)
-        assert Counter(pinned_keys) == self._pins, "pins without a sequence that waits for them"
+        pinned = Counter(chain(pinned_keys, self.below.pinned_keys()))
+        assert pinned == self._pins, "pins without somebody who needs them"
+        self.below.check_integrity()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.disk_cache import SlotMemory
 from millrace.workers.engine.kv.host_cache import HostMemory
 from millrace.workers.engine.threads import leave_core
 
@@ -18,7 +19,11 @@ from millrace.workers.engine.threads import leave_core
 _BLOCKS_PER_THREAD = 16
 
 
-def host_memory_of(cache: KVCache, host_bytes: int) -> HostMemory:
+class SharedHostMemory(HostMemory, SlotMemory, Protocol):
+    """Memory for blocks that other threads may fill and read as well."""
+
+
+def host_memory_of(cache: KVCache, host_bytes: int) -> SharedHostMemory:
     """Memory for blocks of a cache, wherever that lies. Raises ConfigError if a device's cannot be
     had."""
     if not cache.blocks.is_cuda:
@@ -38,6 +43,7 @@ class PlainHostMemory:
     """
 
     bytes_per_s = None
+    is_settled = True
 
     def __init__(self, cache: KVCache, host_bytes: int) -> None:
         num_layers, _, layer_bytes = cache.blocks.shape
@@ -49,14 +55,26 @@ class PlainHostMemory:
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Copy blocks of the cache into slots. Raises RuntimeError if there is no memory."""
-        if self._slots is None:
-            self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
-        _copy_blocks(self._cache, blocks, self._slots, slots)
+        _copy_blocks(self._cache, blocks, self._memory(), slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
         """Copy slots into blocks of the cache."""
         assert self._slots is not None, "nothing was stored"
         _copy_blocks(self._slots, slots, self._cache, blocks)
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, a piece for each layer."""
+        return slot_pieces(self._memory(), slot)
+
+    def _memory(self) -> torch.Tensor:
+        if self._slots is None:
+            self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
+        return self._slots
+
+
+def slot_pieces(slots: torch.Tensor, slot: int) -> list[memoryview]:
+    """The bytes of one of [num_layers, num_slots, bytes], a piece for each layer."""
+    return [memoryview(layer) for layer in slots[:, slot].numpy()]
 
 
 class _Run(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.host_memory import slot_pieces
 from millrace.workers.kernels.gpu.blocks import copy_blocks
 
 # What copies are taken to run at before one was measured, and what a later one counts.
@@ -89,6 +90,15 @@ class LockedHostMemory:
                 measured = num_blocks * self.block_bytes / (copy_ms / 1e3)
                 self._bytes_per_s += _NEWEST_WEIGHT * (measured - self._bytes_per_s)
         return self._bytes_per_s
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the device has done all copies."""
+        return all(copy.end.query() for copy in self._copies)
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, a piece for each layer."""
+        return slot_pieces(self._slots, slot)
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Have blocks of the cache copied into slots."""

@@ -372,14 +372,15 @@ class Planner:
         schedule.remove(sequence)
         self.outstanding_tokens += sequence.num_computed_tokens
         self.running.leave(sequence)
-        self.tables.preempt(sequence, self._now_s, self._recompute_s)
+        self.tables.preempt(sequence, self._now_s, self.recompute_s)
         # A guaranteed beam is displaced only while it is held, however often.
         if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
             sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
 
-    def _recompute_s(self, num_tokens: int) -> float:
+    def recompute_s(self, num_tokens: int) -> float:
+        """What so many tokens of a prompt take; 0: nobody knows."""
         return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
 
     def check_integrity(self) -> None:
@@ -392,8 +393,7 @@ class Planner:
             assert sequence.num_tokens <= sequence.max_total_tokens
             assert sequence.num_preemptions <= MAX_PREEMPTIONS or is_background(sequence)
         self._adapters.check_integrity(self.running)
-        ranks = [s.rank for s in self.running]
-        assert ranks == sorted(ranks)
+        assert (ranks := [s.rank for s in self.running]) == sorted(ranks)
         assert len(self.running) <= self.max_num_sequences
         live = [*self.running, *self._waiting]
         live += [fork for sequence in live for fork in sequence.forks]

@@ -173,7 +173,7 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
 
 def fast_swaps(engine: Engine) -> None:
     """Have the cost model believe that computing is slow."""
-    engine._planner._recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
+    engine._planner.recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

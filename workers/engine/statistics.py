@@ -1,0 +1,74 @@
+"""What an engine tells of itself, read from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from millrace.workers.engine.adapters.pool import AdapterPool
+from millrace.workers.engine.executor import Executor
+from millrace.workers.engine.scheduling.planner import Planner
+from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.types import EngineStats
+
+
+def engine_stats(
+    planner: Planner,
+    executor: Executor,
+    adapters: AdapterPool,
+    live: Iterable[Sequence],
+    *,
+    num_steps: int,
+    prefills: bool,
+    max_tokens_per_request: int,
+) -> EngineStats:
+    """How everything stands now, after ``num_steps``; ``prefills``: the last of them computed
+    prompts. ``live`` are all sequences that are not over."""
+    tables, pool, speed = planner.tables, planner.tables.pool, executor.speed
+    host = tables.host
+    assert host is not None
+    below = host.below.figures()
+    return EngineStats(
+        max_num_sequences=planner.max_num_sequences,
+        num_running=len(planner.running),
+        num_waiting=planner.num_waiting,
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free_blocks,
+        num_idle_blocks=pool.num_idle_blocks,
+        num_steps=num_steps,
+        prefill_tokens=executor.prefill_tokens,
+        decode_tokens=executor.decode_tokens,
+        proposed_tokens=executor.proposed_tokens,
+        accepted_tokens=executor.accepted_tokens,
+        num_preemptions=planner.num_preemptions,
+        busy_s=executor.meter.busy_s,
+        charged_s=executor.meter.charged_s,
+        outstanding_tokens=planner.outstanding_tokens,
+        outstanding_prompt_tokens=_prompt_tokens(live) if planner.num_waiting or prefills else 0,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s,
+        decode_step_ms=speed.decode_step_ms,
+        max_tokens_per_request=max_tokens_per_request,
+        prefix_query_tokens=tables.num_query_tokens,
+        prefix_hit_tokens=tables.num_hit_tokens,
+        num_evicted_blocks=tables.num_evicted_blocks,
+        num_host_blocks=host.num_slots,
+        num_used_host_blocks=len(host),
+        num_offloaded_blocks=host.num_stored_blocks,
+        num_reloaded_blocks=host.num_loaded_blocks,
+        num_disk_blocks=below.num_blocks,
+        num_used_disk_blocks=below.num_used,
+        num_written_blocks=below.num_written,
+        num_read_blocks=below.num_read,
+        num_unreadable_blocks=below.num_unreadable,
+        num_swaps=tables.num_swaps,
+        adapters=adapters.loaded(),
+        max_adapters=adapters.num_slots,
+        adapter_load_ms=adapters.load_s * 1e3,
+        num_adapter_loads=adapters.num_loads,
+        num_adapter_evictions=adapters.num_evictions,
+    )
+
+
+def _prompt_tokens(live: Iterable[Sequence]) -> int:
+    """Tokens to prefill; who has one left decodes."""
+    behind = [len(one.token_ids) - one.num_computed_tokens for one in live]
+    return sum([num_tokens for num_tokens in behind if num_tokens > 1])
