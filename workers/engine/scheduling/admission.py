@@ -56,8 +56,8 @@ def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
     """Raise AdapterError for an adapter where none can be loaded."""
     if request.adapter is not None and not max_adapters:
         raise AdapterError(
-            f"This worker takes no adapters, and so not {request.adapter.name}; on a CPU "
-            "engine.max_adapters says how many."
+            f"This worker takes no adapters, and so not {request.adapter.name}; "
+            "engine.max_adapters says how many, on a GPU none unless it is set."
         )
 
 

@@ -22,15 +22,15 @@ class _Tile(NamedTuple):
     expand_ranks: int
 
 
-def _tile(tile_rows: int, product: AdapterProduct, itemsize: int, *, fixed: bool) -> _Tile:
-    """Few rows make few tiles, so their inputs are split to occupy the device; always in the same
-    way for ``fixed``. Many rows, which come in larger tiles, occupy it as they are."""
+def _tile(tile_rows: int, product: AdapterProduct, itemsize: int) -> _Tile:
+    """Few rows make few tiles, so their inputs are split to occupy the device. Many rows, which
+    come in larger tiles, occupy it as they are."""
     ranks = power_of_two(product.max_ranks)
     if itemsize > 2:
         return _Tile(4, 32, min(32, ranks), 32, min(32, ranks))
     if tile_rows > 16:
         return _Tile(2, 64, min(64, ranks), 128, min(32, ranks))
-    return _Tile(8 if fixed else 16, 128, min(64, ranks), 128, min(32, ranks))
+    return _Tile(8, 128, min(64, ranks), 64, min(32, ranks))
 
 
 def add_adapters(
@@ -54,7 +54,7 @@ def add_adapters(
     if not num_tiles:
         return
     block_rows = tiling.tile_rows(num_rows)
-    tile = _tile(block_rows, product, rows.itemsize, fixed=tiling.fixed)
+    tile = _tile(block_rows, product, rows.itemsize)
     # So many whole blocks that the splits are no more than asked for.
     split_inputs = -(-num_inputs // (tile.splits * tile.inputs)) * tile.inputs
     num_splits = -(-num_inputs // split_inputs)

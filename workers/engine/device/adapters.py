@@ -1,0 +1,123 @@
+"""Adapters on a device: their slots, and which rows of a step have which of them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.registry.adapters import adapter_folder
+from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.models.adapters import AdapterRef
+from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
+from millrace.workers.adapters.weights import read_adapter_weights
+from millrace.workers.engine.batch import BatchLayout
+from millrace.workers.engine.device.device import Device
+from millrace.workers.engine.device.inputs import shifted
+from millrace.workers.kernels.gpu.adapter_step import TILE_NUMBERS, AdapterTiling
+from millrace.workers.kernels.gpu.kernel_set import KernelSet
+from millrace.workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.models.adapted_linear import AddAdapters, adapted_weights
+from millrace.workers.models.decoder import DecoderWeights
+
+_Ints = npt.NDArray[np.int32]
+_adapter_weights = attrgetter("adapter_weights")
+_NO_SLOT = -1
+
+
+class SlotAdapter(NamedTuple):
+    """An adapter in a slot; ``num_weights`` are those of all its matrices."""
+
+    slot: int
+    num_weights: int
+
+
+class DeviceAdapters:
+    """Owns the slots, and the buffer from which the kernels of a step read who has which. Which
+    adapter is in which slot is the pool's to say."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        slots: AdapterSlots,
+        tiling: AdapterTiling,
+        *,
+        max_tokens: int,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._slots = slots
+        self._tiling = tiling
+        self._packed = torch.full(
+            (max(map(tiling.num_packed, range(1, max_tokens + 1))),),
+            _NO_SLOT,
+            dtype=torch.int32,
+            device=device.torch_device,
+        )
+        # What the device needs for it, it takes now, not while steps run.
+        device.fill(slots.table, [torch.zeros(slots.table.shape, dtype=torch.int64)])
+
+    def weights(self, weights: DecoderWeights, kernels: KernelSet) -> DecoderWeights:
+        """``weights`` with what adapters add to them, to be multiplied by all rows of the step that
+        was told of last."""
+
+        def adder(layer: int, kind: Product) -> AddAdapters:
+            product = self._slots.product(layer, kind)
+
+            def add(rows: torch.Tensor, out: torch.Tensor) -> None:
+                step = self._tiling.views(self._packed, len(rows))
+                kernels.add_adapters(rows, out, product, step, self._tiling)
+
+            return add
+
+        return adapted_weights(weights, adder)
+
+    def load(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> SlotAdapter:
+        """Read an adapter of at most such a rank into a slot. Raises AdapterError,
+        ModelSourceError."""
+        folder = adapter_folder(adapter.source, adapter.name, adapter.version)
+        outline = read_adapter_outline(folder, self._config, max_rank)
+        data, table = self._slots.data[slot], self._slots.table[slot]
+        with torch.inference_mode():
+            packed = packed_slot(read_adapter_weights(outline, self._config, data.dtype))
+            self._device.fill(data[: packed.num_elements], packed.parts)
+            self._device.fill(table, [packed.numbers])
+        return SlotAdapter(slot, packed.num_weights)
+
+    def tell(self, layout: BatchLayout, shape: StepShape) -> None:
+        """Bring the device who has which adapter in a step that is padded to ``shape``."""
+        packed = pack_adapters(layout, shape, self._tiling)
+        self._device.write(self._packed[: len(packed)], packed)
+
+
+def has_adapters(layout: BatchLayout) -> bool:
+    """Whether a row of the step has an adapter."""
+    return any(map(_adapter_weights, layout.sequences))
+
+
+def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> _Ints:
+    """The vector of ``AdapterTiling.views`` for a step that is padded to ``shape``."""
+    num_rows = shape.num_tokens
+    packed: _Ints = np.full(tiling.num_packed(num_rows), _NO_SLOT, dtype=np.int32)
+    end = TILE_NUMBERS * tiling.num_tiles(num_rows)
+    tiles, order = packed[:end].reshape(-1, TILE_NUMBERS), packed[end:]
+    rows_of: dict[int, list[int]] = {}
+    for sequence, query in zip(layout.sequences, layout.ranges, strict=True):
+        weights = sequence.adapter_weights
+        if weights is not None:
+            first = shifted(query.start, layout, shape)
+            rows_of.setdefault(weights.slot, []).extend(range(first, first + query.num_tokens))
+    size = tiling.tile_rows(num_rows)
+    tile = place = 0
+    for slot, rows in rows_of.items():
+        order[place : place + len(rows)] = rows
+        for begin in range(0, len(rows), size):
+            tiles[tile] = slot, place + begin, min(size, len(rows) - begin), 0
+            tile += 1
+        place += len(rows)
+    return packed
