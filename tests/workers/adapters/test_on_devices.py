@@ -128,7 +128,7 @@ def test_the_gpus_kernels_compute_all_subsets_in_one_batch(tmp_path: Path) -> No
         assert float(error) <= TOLERANCE, one.request_id
 
 
-def _mixed(adapters: list[AdapterRef | None]) -> list[EngineRequest]:
+def mixed_requests(adapters: list[AdapterRef | None]) -> list[EngineRequest]:
     kinds: list[dict[str, Any]] = [
         {"logprobs": 1},
         {"temperature": 1.0, "seed": 5, "top_p": 0.9},
@@ -158,7 +158,7 @@ def test_a_device_answers_as_the_host_does(
     for number in range(4):
         save_adapter(tmp_path / f"a{number}", model, number, SUBSETS[-1 - number], r=3 + number)
         adapters.append(engine_adapter(tmp_path / f"a{number}"))
-    requests = _mixed(adapters)
+    requests = mixed_requests(adapters)
     host = Engine.load(path, EngineConfig(device="cpu", num_blocks=128, kernels="torch"))
     device = LateDevice()
     engine = on_late_device(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from millrace.registry.adapters import adapter_folder
@@ -16,17 +14,15 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import BatchLayout
-from millrace.workers.engine.device.device import Device
+from millrace.workers.engine.device.device import Array, Device
 from millrace.workers.engine.device.inputs import shifted
-from millrace.workers.kernels.gpu.adapter_step import TILE_NUMBERS, AdapterTiling
+from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
 from millrace.workers.kernels.gpu.step_inputs import StepShape
 from millrace.workers.models.adapted_linear import AddAdapters, adapted_weights
 from millrace.workers.models.decoder import DecoderWeights
 
-_Ints = npt.NDArray[np.int32]
 _adapter_weights = attrgetter("adapter_weights")
-_NO_SLOT = -1
 
 
 class SlotAdapter(NamedTuple):
@@ -53,12 +49,8 @@ class DeviceAdapters:
         self._device = device
         self._slots = slots
         self._tiling = tiling
-        self._packed = torch.full(
-            (max(map(tiling.num_packed, range(1, max_tokens + 1))),),
-            _NO_SLOT,
-            dtype=torch.int32,
-            device=device.torch_device,
-        )
+        longest = max(map(tiling.num_packed, range(1, max_tokens + 1)))
+        self._packed = torch.zeros(longest, dtype=torch.int32, device=device.torch_device)
         # What the device needs for it, it takes now, not while steps run.
         device.fill(slots.table, [torch.zeros(slots.table.shape, dtype=torch.int64)])
 
@@ -100,24 +92,13 @@ def has_adapters(layout: BatchLayout) -> bool:
     return any(map(_adapter_weights, layout.sequences))
 
 
-def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> _Ints:
-    """The vector of ``AdapterTiling.views`` for a step that is padded to ``shape``."""
-    num_rows = shape.num_tokens
-    packed: _Ints = np.full(tiling.num_packed(num_rows), _NO_SLOT, dtype=np.int32)
-    end = TILE_NUMBERS * tiling.num_tiles(num_rows)
-    tiles, order = packed[:end].reshape(-1, TILE_NUMBERS), packed[end:]
-    rows_of: dict[int, list[int]] = {}
+def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> Array:
+    """``AdapterTiling.pack`` of a step that is padded to ``shape``."""
+    rows_of_slots: dict[int, list[int]] = {}
     for sequence, query in zip(layout.sequences, layout.ranges, strict=True):
         weights = sequence.adapter_weights
         if weights is not None:
             first = shifted(query.start, layout, shape)
-            rows_of.setdefault(weights.slot, []).extend(range(first, first + query.num_tokens))
-    size = tiling.tile_rows(num_rows)
-    tile = place = 0
-    for slot, rows in rows_of.items():
-        order[place : place + len(rows)] = rows
-        for begin in range(0, len(rows), size):
-            tiles[tile] = slot, place + begin, min(size, len(rows) - begin), 0
-            tile += 1
-        place += len(rows)
-    return packed
+            own = rows_of_slots.setdefault(weights.slot, [])
+            own.extend(range(first, first + query.num_tokens))
+    return tiling.pack(rows_of_slots, shape.num_tokens)

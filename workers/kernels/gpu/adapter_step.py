@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 # Ranks in a slot are filled up to a multiple of this: what matrix units take.
@@ -14,8 +17,12 @@ MOST_SLICES = 3
 NUM_NUMBERS = 2 + 3 * MOST_SLICES + 1
 # Of a tile, see ``StepAdapters``.
 TILE_NUMBERS = 4
+_NO_SLOT = -1
 # From here on the rows of an adapter fill larger tiles, and its weights are read less often.
 _MANY_ROWS = 512
+
+
+_Ints = npt.NDArray[np.int32]
 
 
 class AdapterProduct(NamedTuple):
@@ -69,11 +76,26 @@ class AdapterTiling(NamedTuple):
         return min(num_rows, full + self.num_slots - 1)
 
     def num_packed(self, num_rows: int) -> int:
-        """Elements of the vector that ``views`` cuts."""
+        """Elements of the vector that ``pack`` makes."""
         return TILE_NUMBERS * self.num_tiles(num_rows) + num_rows
 
+    def pack(self, rows_of_slots: Mapping[int, Sequence[int]], num_rows: int) -> _Ints:
+        """The vector of a step in which each slot's adapter has some of ``num_rows`` rows."""
+        packed: _Ints = np.full(self.num_packed(num_rows), _NO_SLOT, dtype=np.int32)
+        end = TILE_NUMBERS * self.num_tiles(num_rows)
+        tiles, order = packed[:end].reshape(-1, TILE_NUMBERS), packed[end:]
+        size = self.tile_rows(num_rows)
+        tile = place = 0
+        for slot, rows in rows_of_slots.items():
+            order[place : place + len(rows)] = rows
+            for begin in range(0, len(rows), size):
+                tiles[tile] = slot, place + begin, min(size, len(rows) - begin), 0
+                tile += 1
+            place += len(rows)
+        return packed
+
     def views(self, packed: torch.Tensor, num_rows: int) -> StepAdapters:
-        """A step of ``num_rows`` rows in the beginning of an int32 vector: tiles, then order."""
+        """The step of ``num_rows`` rows that such a vector begins with."""
         end = TILE_NUMBERS * self.num_tiles(num_rows)
         return StepAdapters(
             packed[:end].view(-1, TILE_NUMBERS), packed[end : self.num_packed(num_rows)]

@@ -26,7 +26,9 @@ def add_adapters(
             if ranks:
                 b = _matrix(data, place, width, ranks).float()
                 for row in step.order[first : first + count].tolist():
-                    shrunk = a[first_rank : first_rank + ranks] @ rows[row].float()
+                    # A copy of its own: how memory is aligned may decide how it is summed.
+                    own_row = rows[row].to(torch.float32, copy=True)
+                    shrunk = a[first_rank : first_rank + ranks] @ own_row
                     own = out[row, begin : begin + width]
                     own.copy_(own.float() + b @ shrunk.to(data.dtype).float())
             begin += width
