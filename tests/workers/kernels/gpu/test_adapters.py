@@ -39,7 +39,7 @@ WIDTHS = {
 }
 # Of slots whose most are 33: below, at and above what matrix units take.
 RANKS = (1, 16, 33)
-SUBSETS = [
+SUBSETS_OF_SLICES = [
     (product, present)
     for product, widths in WIDTHS.items()
     for present in itertools.product((True, False), repeat=len(widths))
@@ -134,19 +134,24 @@ def check(
     *,
     dtype: torch.dtype = torch.float32,
     fixed: bool = False,
+    device: str = "cpu",
 ) -> None:
     rows = torch.randn(len(of_rows), NUM_INPUTS[product]).to(dtype)
     base = torch.randn(len(of_rows), sum(WIDTHS[product])).to(dtype)
     tiling = AdapterTiling(len(adapters), fixed)
-    out = base.clone()
-    add(rows, out, in_slots(product, adapters, dtype), step_of(of_rows, tiling), tiling)
+    slots = in_slots(product, adapters, dtype)
+    slots = slots._replace(data=slots.data.to(device), table=slots.table.to(device))
+    tiles, order = step_of(of_rows, tiling)
+    moved = base.to(device, copy=True)
+    add(rows.to(device), moved, slots, StepAdapters(tiles.to(device), order.to(device)), tiling)
+    out = moved.cpu()
     assert_close(out, exact(rows, base, adapters, of_rows))
     without = [row for row, slot in enumerate(of_rows) if slot < 0]
     assert torch.equal(out[without], base[without])
 
 
 @pytest.mark.parametrize("add", KERNELS, ids=["triton", "reference"])
-@pytest.mark.parametrize(("product", "present"), SUBSETS)
+@pytest.mark.parametrize(("product", "present"), SUBSETS_OF_SLICES)
 def test_each_subset_of_slices(product: Product, present: tuple[bool, ...], add: Add) -> None:
     torch.manual_seed(1)
     adapters = [drawn(product, [rank * one for one in present], torch.float32) for rank in RANKS]
