@@ -63,13 +63,7 @@ class AdapterSlots:
     ) -> None:
         self._shapes = _shapes(config)
         self._max_rank = _filled_up(max_rank)
-        experts = () if config.experts is None else config.experts.layers
-        size = sum(
-            self._max_rank * (shape.num_inputs * len(shape.widths) + sum(shape.widths))
-            for layer in range(config.num_hidden_layers)
-            for product, shape in self._shapes.items()
-            if layer not in experts or product < Product.GATE_UP
-        )
+        size = slot_elements(config, max_rank)
         self.data = torch.zeros(num_slots, size, dtype=dtype, device=device)
         self.table = torch.zeros(
             (num_slots, config.num_hidden_layers, len(Product), NUM_NUMBERS),
@@ -87,6 +81,17 @@ class AdapterSlots:
             widths=shape.widths,
             max_ranks=self._max_rank * len(shape.widths),
         )
+
+
+def slot_elements(config: ModelConfig, max_rank: int) -> int:
+    """Of a slot for every projection, at ranks up to ``max_rank``."""
+    experts = () if config.experts is None else config.experts.layers
+    return _filled_up(max_rank) * sum(
+        shape.num_inputs * len(shape.widths) + sum(shape.widths)
+        for layer in range(config.num_hidden_layers)
+        for product, shape in _shapes(config).items()
+        if layer not in experts or product < Product.GATE_UP
+    )
 
 
 def packed_slot(layers: Sequence[LayerSlices]) -> PackedSlot:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.errors import AdapterError
+from millrace.schemas.errors import AdapterError, ConfigError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.batch import lay_out
 from millrace.workers.engine.device.adapters import SlotAdapter, pack_adapters
+from millrace.workers.engine.device.device import MemoryInfo
 from millrace.workers.engine.device.inputs import exact_shape, shifted
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
@@ -259,6 +260,21 @@ def test_an_engine_without_slots_refuses_adapters(llama: tuple[Path, Any], tmp_p
     assert "engine.max_adapters" in output.error[1]
     with pytest.raises(AdapterError, match=r"engine\.max_adapters"):
         engine._runner.load_adapter(adapter, 0, max_rank=64)
+
+
+def test_slots_that_do_not_fit_are_refused_with_the_numbers(llama: tuple[Path, Any]) -> None:
+    device = LateDevice(MemoryInfo(total=2 << 30, free=1 << 30, allocated=0))
+    with pytest.raises(ConfigError, match=r"max_adapters: 9999 slots of .* into the 1\.00 GiB"):
+        on_late_device(llama[0], device, max_adapters=9999)
+
+
+@pytest.mark.parametrize("changes", [{"max_adapters": -1}, {"max_adapter_rank": 257}], ids=str)
+def test_settings_out_of_range_are_refused_by_name(
+    llama: tuple[Path, Any], changes: dict[str, int]
+) -> None:
+    (name,) = changes
+    with pytest.raises(ConfigError, match=rf"engine\.{name} must be"):
+        _engine(llama[0], **changes)
 
 
 @settings(max_examples=40, deadline=None)

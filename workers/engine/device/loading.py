@@ -12,10 +12,10 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
-from millrace.workers.adapters.slots import AdapterSlots
+from millrace.workers.adapters.slots import AdapterSlots, slot_elements
 from millrace.workers.engine.device.adapters import DeviceAdapters
 from millrace.workers.engine.device.device import Device, Stopwatch
-from millrace.workers.engine.device.memory import cache_bytes
+from millrace.workers.engine.device.memory import cache_bytes, check_slots
 from millrace.workers.engine.device.operations import DeviceOperations
 from millrace.workers.engine.device.runner import Adapted, Bounds, DeviceRunner
 from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
@@ -80,15 +80,7 @@ def load_device_runner(
         quantize=at_load.layers,
         quantize_head=at_load.head,
     )
-    slots = None
-    if engine.max_adapters:
-        slots = AdapterSlots(
-            config,
-            num_slots=engine.max_adapters,
-            max_rank=engine.max_adapter_rank,
-            dtype=dtype,
-            device=where,
-        )
+    slots = _adapter_slots(config, engine, dtype, device)
     plans = _Plans(
         config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype), slots
     )
@@ -109,6 +101,21 @@ def load_device_runner(
         watch.lap_s(),
     )
     return runner
+
+
+def _adapter_slots(
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: Device
+) -> AdapterSlots | None:
+    num_slots, max_rank = engine.max_adapters or 0, engine.max_adapter_rank
+    if not num_slots:
+        return None
+    info = device.memory()
+    if info is not None:
+        slot_bytes = slot_elements(config, max_rank) * dtype.itemsize
+        check_slots(info, num_slots=num_slots, max_rank=max_rank, slot_bytes=slot_bytes)
+    return AdapterSlots(
+        config, num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device.torch_device
+    )
 
 
 def _num_blocks(plans: _Plans) -> int:
