@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -94,11 +95,13 @@ def has_adapters(layout: BatchLayout) -> bool:
 
 def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> Array:
     """``AdapterTiling.pack`` of a step that is padded to ``shape``."""
-    rows_of_slots: dict[int, list[int]] = {}
-    for sequence, query in zip(layout.sequences, layout.ranges, strict=True):
-        weights = sequence.adapter_weights
+    rows_of_slots: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
+    count = layout.num_single
+    for row, weights in enumerate(map(_adapter_weights, layout.sequences[:count])):
         if weights is not None:
+            rows_of_slots[weights.slot].append(row)
+    for sequence, query in zip(layout.sequences[count:], layout.ranges[count:], strict=True):
+        if sequence.adapter_weights is not None:
             first = shifted(query.start, layout, shape)
-            own = rows_of_slots.setdefault(weights.slot, [])
-            own.extend(range(first, first + query.num_tokens))
+            rows_of_slots[sequence.adapter_weights.slot] += range(first, first + query.num_tokens)
     return tiling.pack(rows_of_slots, shape.num_tokens)

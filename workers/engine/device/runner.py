@@ -215,7 +215,9 @@ class DeviceRunner:
         layout = lay_out(plan)
         rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
         exact = exact_shape(layout)
-        adapted = self._adapted if has_adapters(layout) else None
+        adapted = self._adapted
+        if adapted is not None and not has_adapters(layout):
+            adapted = None
         steps = self._recorded if adapted is None else self._recorded_adapted
         keeps_states = bool(layout.pooled or layout.scored)
         recorded = None if keeps_states else steps.find(exact)
