@@ -129,6 +129,20 @@ def test_the_gpus_kernels_compute_all_subsets_in_one_batch(tmp_path: Path) -> No
         assert float(error) <= TOLERANCE, one.request_id
 
 
+def test_the_gpus_kernels_add_to_quantized_weights(tmp_path: Path) -> None:
+    """By Triton's interpreter, as the references add to the same weights that were widened."""
+    model = save_llama(tmp_path / "base", **(TINY | {"hidden_size": 64, "intermediate_size": 128}))
+    save_adapter(tmp_path / "one", model)
+    one = request("r", prompt(1, 4, 67), max_tokens=1, prompt_logprobs=0)
+    found = []
+    for kernels in ("triton", "reference"):
+        engine = _engine(tmp_path / "base", kernels=kernels, quantization="int4", cuda_graphs=False)
+        engine.add(with_adapter(engine_adapter(tmp_path / "one"), one))
+        entries = next(o.prompt_logprobs for o in drain(engine) if o.prompt_logprobs)
+        found.append([entry.logprob for entry in entries if entry is not None])
+    assert found[0] == pytest.approx(found[1], abs=TOLERANCE)
+
+
 def mixed_requests(adapters: list[AdapterRef | None]) -> list[EngineRequest]:
     kinds: list[dict[str, Any]] = [
         {"logprobs": 1},

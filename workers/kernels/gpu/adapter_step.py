@@ -15,7 +15,7 @@ RANK_MULTIPLE = 16
 MOST_SLICES = 3
 # Of a product in a slot, see ``AdapterProduct``; a multiple of 16 bytes.
 NUM_NUMBERS = 2 + 3 * MOST_SLICES + 1
-# Of a tile, see ``StepAdapters``.
+# Of a tile, see ``AdaptedRows``.
 TILE_NUMBERS = 4
 _NO_SLOT = -1
 # From here on the rows of an adapter fill larger tiles, and its weights are read less often.
@@ -46,7 +46,7 @@ class AdapterProduct(NamedTuple):
     max_ranks: int
 
 
-class StepAdapters(NamedTuple):
+class AdaptedRows(NamedTuple):
     """Which rows of a step have an adapter, in buffers that stay where they are.
 
     Rows of one slot are cut into tiles. ``tiles``: int32 [num_tiles, TILE_NUMBERS], of each the
@@ -94,9 +94,9 @@ class AdapterTiling(NamedTuple):
             place += len(rows)
         return packed
 
-    def views(self, packed: torch.Tensor, num_rows: int) -> StepAdapters:
+    def views(self, packed: torch.Tensor, num_rows: int) -> AdaptedRows:
         """The step of ``num_rows`` rows that such a vector begins with."""
         end = TILE_NUMBERS * self.num_tiles(num_rows)
-        return StepAdapters(
+        return AdaptedRows(
             packed[:end].view(-1, TILE_NUMBERS), packed[end : self.num_packed(num_rows)]
         )

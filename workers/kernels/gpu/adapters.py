@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from millrace.workers.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling, StepAdapters
+from millrace.workers.kernels.gpu.adapter_step import AdaptedRows, AdapterProduct, AdapterTiling
 from millrace.workers.kernels.gpu.jit.adapters import expand_kernel, shrink_kernel
 from millrace.workers.kernels.gpu.tiles import power_of_two
 
@@ -37,7 +37,7 @@ def add_adapters(
     rows: torch.Tensor,
     out: torch.Tensor,
     product: AdapterProduct,
-    step: StepAdapters,
+    step: AdaptedRows,
     tiling: AdapterTiling,
 ) -> None:
     """Add to rows of ``out`` [num_rows, num_outputs], which are ``rows`` [num_rows, num_inputs]

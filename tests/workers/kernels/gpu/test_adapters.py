@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.workers.adapters.weights import LayerSlices, LowRank
-from millrace.workers.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling, StepAdapters
+from millrace.workers.kernels.gpu.adapter_step import AdaptedRows, AdapterProduct, AdapterTiling
 from millrace.workers.kernels.gpu.adapters import add_adapters
 from millrace.workers.kernels.gpu.reference.adapters import add_adapters as reference_add_adapters
 from tests.support.engine.triton_products import rows_by_themselves
@@ -87,7 +87,7 @@ def in_slots(product: Product, adapters: Sequence[Slices], dtype: torch.dtype) -
     return slots.product(0, product)
 
 
-def step_of(of_rows: Sequence[int], tiling: AdapterTiling) -> StepAdapters:
+def step_of(of_rows: Sequence[int], tiling: AdapterTiling) -> AdaptedRows:
     """``of_rows``: each row's slot, -1 for none. What nobody reads is out of bounds."""
     packed = torch.full((tiling.num_packed(len(of_rows)),), 1 << 30, dtype=torch.int32)
     step = tiling.views(packed, len(of_rows))
@@ -143,7 +143,7 @@ def check(
     slots = slots._replace(data=slots.data.to(device), table=slots.table.to(device))
     tiles, order = step_of(of_rows, tiling)
     moved = base.to(device, copy=True)
-    add(rows.to(device), moved, slots, StepAdapters(tiles.to(device), order.to(device)), tiling)
+    add(rows.to(device), moved, slots, AdaptedRows(tiles.to(device), order.to(device)), tiling)
     out = moved.cpu()
     assert_close(out, exact(rows, base, adapters, of_rows))
     without = [row for row, slot in enumerate(of_rows) if slot < 0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from millrace.workers.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling, StepAdapters
+from millrace.workers.kernels.gpu.adapter_step import AdaptedRows, AdapterProduct, AdapterTiling
 
 
 def add_adapters(
     rows: torch.Tensor,
     out: torch.Tensor,
     product: AdapterProduct,
-    step: StepAdapters,
+    step: AdaptedRows,
     tiling: AdapterTiling,  # noqa: ARG001 (each row is computed by itself)
 ) -> None:
     """See ``workers.kernels.gpu.adapters``."""
