@@ -54,13 +54,13 @@ def _work(scope: Scope, config: ModelConfig, kind: Product, num_rows: int, numbe
     generator = scope.generator(number)
     slots = _slots(config, num_adapters(scope), scope.dtype, scope.device)
     product = slots.product(0, kind)
-    for slot in range(num_adapters(scope)):
-        _fill(scope, generator, slots, product, kind, slot)
     tiling = AdapterTiling(num_adapters(scope), fixed=False)
     rows_of_slots = {
         slot: range(slot, num_rows, num_adapters(scope))
         for slot in range(min(num_rows, num_adapters(scope)))
     }
+    for slot in rows_of_slots:
+        _fill(scope, generator, slots, product, kind, slot)
     packed = torch.from_numpy(tiling.pack(rows_of_slots, num_rows)).to(scope.device)
     step = tiling.views(packed, num_rows)
     rows = scope.normal(generator, num_rows, product.num_inputs)

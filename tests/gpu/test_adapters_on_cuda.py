@@ -59,9 +59,7 @@ def test_each_subset_of_slices(dtype: torch.dtype, fixed: bool) -> None:
             check(add_adapters, product, adapters, of_rows, dtype=dtype, fixed=fixed, device="cuda")
 
 
-def test_each_subset_of_projections_by_recorded_steps(
-    llama: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_each_subset_of_projections(llama: tuple[Path, Any], tmp_path: Path) -> None:
     """In fewer slots than adapters."""
     path, model = llama
     engine = _engine(path)
@@ -73,6 +71,7 @@ def test_each_subset_of_projections_by_recorded_steps(
 
 
 def test_a_gpu_answers_as_the_host_does(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """By steps that are recorded and such as are not, while adapters come and go."""
     path, model = llama
     adapters: list[AdapterRef | None] = [None]
     for number in range(4):
