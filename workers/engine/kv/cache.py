@@ -93,6 +93,12 @@ class KVCache:
         return torch.isfinite(rows.sum(-1, dtype=torch.float32)).tolist()
 
 
+def pieces_of(blocks: torch.Tensor, block: int) -> list[memoryview]:
+    """The bytes of one of ``blocks`` ([num_layers, num_blocks, bytes], in the host's memory), a
+    piece for each layer."""
+    return [memoryview(layer) for layer in blocks[:, block].numpy()]
+
+
 class _BlockLayout(NamedTuple):
     """Where things are in the bytes of a block in one layer."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.cache import KVCache, pieces_of
 from millrace.workers.engine.kv.disk_cache import SlotMemory
 from millrace.workers.engine.kv.host_cache import HostMemory
 from millrace.workers.engine.threads import leave_core
@@ -64,17 +64,12 @@ class PlainHostMemory:
 
     def pieces(self, slot: int) -> list[memoryview]:
         """The bytes of a slot, a piece for each layer."""
-        return slot_pieces(self._memory(), slot)
+        return pieces_of(self._memory(), slot)
 
     def _memory(self) -> torch.Tensor:
         if self._slots is None:
             self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
         return self._slots
-
-
-def slot_pieces(slots: torch.Tensor, slot: int) -> list[memoryview]:
-    """The bytes of one of [num_layers, num_slots, bytes], a piece for each layer."""
-    return [memoryview(layer) for layer in slots[:, slot].numpy()]
 
 
 class _Run(NamedTuple):

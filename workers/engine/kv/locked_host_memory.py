@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.kv.cache import KVCache
-from millrace.workers.engine.kv.host_memory import slot_pieces
+from millrace.workers.engine.kv.cache import KVCache, pieces_of
 from millrace.workers.kernels.gpu.blocks import copy_blocks
 
 # What copies are taken to run at before one was measured, and what a later one counts.
@@ -98,7 +97,7 @@ class LockedHostMemory:
 
     def pieces(self, slot: int) -> list[memoryview]:
         """The bytes of a slot, a piece for each layer."""
-        return slot_pieces(self._slots, slot)
+        return pieces_of(self._slots, slot)
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Have blocks of the cache copied into slots."""
