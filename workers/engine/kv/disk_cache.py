@@ -106,7 +106,8 @@ class DiskCache:
         # Of two with one key, the later.
         self._slot_of = OrderedDict((one.key, one.slot) for one in stored)
         used = set(self._slot_of.values())
-        self._free = [slot for slot in range(file.num_slots) if slot not in used]
+        # The lowest are taken first: the file grows as it fills.
+        self._free = [slot for slot in reversed(range(file.num_slots)) if slot not in used]
         self._stamp = stored[-1].stamp if stored else 0
         self._reading: dict[bytes, int] = {}  # out of the way of evictions
         self._num_readers: dict[bytes, int] = {}
