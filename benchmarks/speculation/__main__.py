@@ -3,10 +3,10 @@ token differs.
 
     OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--save]
 
-Runs with and without take turns, so that both meet the same machine; a ratio is that of the
-fastest decoding of each, and beside it that of the CPU time, which what else runs here does not
-touch. The texts are made by a model with random weights whose head knows what follows what: so what
-a prompt or a prediction says comes, but for what was changed there.
+Runs with and without take turns, so that both meet the same machine; a ratio is the median of those
+of two runs beside one another, and with it comes that of the CPU time, which what else runs here
+does not touch. The texts are made by a model with random weights whose head knows what follows
+what: so what a prompt or a prediction says comes, but for what was changed there.
 
 Then ``--requests`` of all kinds (greedy, drawn, penalties, grammars, several completions,
 log-probabilities) are answered by an engine with proposals and by one without, and every second one
@@ -15,6 +15,7 @@ of the former goes on at some token on another engine, as after a kill.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +42,14 @@ class Rate(NamedTuple):
     num_tokens: int
     wall_s: float
     cpu_s: float
+
+    @property
+    def per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+    @property
+    def per_cpu_s(self) -> float:
+        return self.num_tokens / self.cpu_s
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,18 +105,16 @@ def _measure(load: Load, path: Path, num_runs: int) -> Measured:
             rate = _run(engine, load, run)
             if run >= _NUM_WARM_UP:
                 own.append(rate)
-    without, with_ = (max(rate.num_tokens / rate.wall_s for rate in own) for own in rates)
-    cpu, cpu_with = (
-        sum(rate.cpu_s for rate in own) / sum(rate.num_tokens for rate in own) for own in rates
-    )
+    pairs = list(zip(*rates, strict=True))
+    without, with_ = (statistics.median(rate.per_s for rate in own) for own in rates)
     stats = engines[1].stats()
     measured = Measured(
         name=load.name,
         goal=load.goal,
         tokens_per_s_without=without,
         tokens_per_s_with=with_,
-        ratio=with_ / without,
-        cpu_ratio=cpu / cpu_with,
+        ratio=statistics.median(new.per_s / old.per_s for old, new in pairs),
+        cpu_ratio=statistics.median(new.per_cpu_s / old.per_cpu_s for old, new in pairs),
         proposed=stats.proposed_tokens,
         accepted=stats.accepted_tokens,
     )

@@ -98,8 +98,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Share of a GPU's memory, above 0 to 1, for weights, work space and KV cache."""
 
     kernels: str = "auto"
-    """``triton`` (CUDA), ``native`` (compiled, CPU), ``torch``, or ``reference`` (plain torch in
-    place of the Triton kernels); ``auto``: the fastest that the device has."""
+    """``triton`` (CUDA), ``native`` (compiled, CPU; all products too), ``torch``, or ``reference``
+    (plain torch in place of the Triton kernels); ``auto``: the fastest that the device has."""
 
     num_threads: int = 0
     """CPU threads; 0: by the machine and what else runs on it."""

@@ -131,7 +131,8 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if speculates(config, is_row_exact=runner.is_row_exact):
-            self._speculator = Speculator(self._tables, costs, config.max_batch_tokens)
+            bound_s = config.itl_bound_ms / 1e3
+            self._speculator = Speculator(self._tables, costs, config.max_batch_tokens, bound_s)
         self._seed_source = seed_source
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)

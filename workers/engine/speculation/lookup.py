@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 # Ends of these lengths are looked for, the longest first.
@@ -11,6 +12,9 @@ _MOST_INDEXED = 1024
 # Between a prediction and the prompt: no token, so that nothing is found across it.
 _GAP = -1
 _MAX_MATCH = 16
+_NOWHERE = -1
+# Of longer texts the tables forget some: they take a megabyte then.
+_MOST_BITS = 17
 
 
 class Suggestion(NamedTuple):
@@ -25,16 +29,26 @@ class Lookup:
     """Suggests what followed the same tokens before, in the prompt, in the answer so far, or in a
     prediction of it, which is taken to begin with the first token. O(1) a token.
 
-    Ends of two and of five tokens are kept by where they were met last. Where a match goes on it is
-    followed; where it breaks, another is looked for.
+    Ends of two and of five tokens are kept by where they were met last, in tables by their hashes
+    where a newer one takes the place of an older. Where a match goes on it is followed; where it
+    breaks, another is looked for.
     """
 
-    __slots__ = ("_at", "_index", "_match", "_num_indexed", "_num_tokens", "_tokens")
+    __slots__ = ("_at", "_index", "_mask", "_match", "_num_indexed", "_num_tokens", "_tokens")
 
-    def __init__(self, token_ids: list[int], prediction: tuple[int, ...], num_output: int) -> None:
-        """``token_ids``: prompt and answer so far, of which the last ``num_output`` are answer."""
+    def __init__(
+        self,
+        token_ids: list[int],
+        prediction: tuple[int, ...],
+        num_output: int,
+        max_total_tokens: int,
+    ) -> None:
+        """``token_ids``: prompt and answer so far, of which the last ``num_output`` are answer;
+        they become ``max_total_tokens`` at most."""
         self._tokens = [*prediction, _GAP] if prediction else []
-        self._index: dict[tuple[int, ...], int] = {}
+        size = 1 << min((max_total_tokens + len(prediction)).bit_length(), _MOST_BITS)
+        self._mask = size - 1
+        self._index = [array("i", [_NOWHERE]) * size for _ in _LENGTHS]
         self._num_indexed = 0
         self._num_tokens = 0
         self._at: int | None = None
@@ -81,20 +95,20 @@ class Lookup:
     def _index_more(self) -> None:
         """Note where ends of known lengths are, but for the very last: what follows it is not
         known."""
-        tokens, index = self._tokens, self._index
+        tokens, mask = self._tokens, self._mask
         end = min(len(tokens), self._num_indexed + _MOST_INDEXED)
-        for place in range(max(self._num_indexed, 1), end):
-            for length in _LENGTHS:
-                if place >= length:
-                    index[tuple(tokens[place - length : place])] = place
+        for length, table in zip(_LENGTHS, self._index, strict=True):
+            for place in range(max(self._num_indexed, length), end):
+                table[hash(tuple(tokens[place - length : place])) & mask] = place
         self._num_indexed = max(self._num_indexed, end)
 
     def _find(self) -> None:
         """Follow the last place where the last tokens were met, the longer end first."""
         tokens = self._tokens
-        for length in _LENGTHS:
-            place = self._index.get(tuple(tokens[-length:]))
-            if place is None:
+        for length, table in zip(_LENGTHS, self._index, strict=True):
+            last = tokens[-length:]
+            place = table[hash(tuple(last)) & self._mask]
+            if place == _NOWHERE or tokens[place - length : place] != last:
                 continue
             match = length
             most = min(_MAX_MATCH, place)

@@ -29,13 +29,21 @@ class Speculator:
     come. It is worth its time if it makes tokens faster than the step does without it, which is
     ``tokens / seconds`` of the part of the step that decodes, as ``costs`` predicts it: far from it
     where many rows share the reading of the weights, so that at high load nothing is proposed. The
-    rows come out of what a step's budget leaves, and their blocks of those that nobody needs.
+    rows come out of what a step's budget leaves, and their blocks of those that nobody needs; with
+    an ``itl_bound_s`` above 0 no step becomes longer than that for them.
     """
 
-    def __init__(self, tables: BlockTables, costs: CostModel, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        costs: CostModel,
+        max_batch_tokens: int,
+        itl_bound_s: float = 0.0,
+    ) -> None:
         self._tables = tables
         self._costs = costs
         self._max_batch_tokens = max_batch_tokens
+        self._itl_bound_s = itl_bound_s
         self._acceptance = Acceptance()
 
     def propose(self, plan: list[ScheduledSequence]) -> None:
@@ -43,8 +51,8 @@ class Speculator:
         decoding = [sequence for sequence, num_tokens in plan if num_tokens == 1]
         if not decoding:
             return
-        budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
         step_s, row_s = self._times(decoding)
+        budget = self._budget(plan, row_s)
         num_tokens = float(len(decoding))
         most_rests = int(len(decoding) * _LOOK_S / (_LOOK_SHARE * step_s))
         for sequence in decoding:
@@ -64,6 +72,14 @@ class Speculator:
                 budget -= num_taken
             elif chances is not None:
                 sequence.suggestions.rest(most_rests)
+
+    def _budget(self, plan: list[ScheduledSequence], row_s: float) -> int:
+        """How many rows more a step may have."""
+        budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
+        if self._itl_bound_s <= 0 or not self._costs.is_warm or row_s <= 0:
+            return budget
+        left_s = self._itl_bound_s - self._costs.step_s(StepWork.of(plan))
+        return min(budget, max(0, int(left_s / row_s)))
 
     def _times(self, decoding: list[Sequence]) -> tuple[float, float]:
         """What the part of a step takes that decodes, and what another row adds to it."""

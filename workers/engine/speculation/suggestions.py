@@ -32,7 +32,10 @@ class Suggestions:
     def __init__(self, sequence: Sequence, acceptance: Acceptance) -> None:
         self._acceptance = Acceptance(acceptance)
         self._lookup = Lookup(
-            sequence.token_ids, sequence.request.prediction_token_ids, sequence.num_output_tokens
+            sequence.token_ids,
+            sequence.request.prediction_token_ids,
+            sequence.num_output_tokens,
+            sequence.max_total_tokens,
         )
         self.token_ids: list[int] = []
         self._kinds: list[int] = []

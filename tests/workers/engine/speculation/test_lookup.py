@@ -17,7 +17,7 @@ def test_it_suggests_what_followed_the_same_two_tokens(
     prompt: list[int], output: list[int]
 ) -> None:
     tokens = prompt + output
-    lookup = Lookup(prompt, (), 0)
+    lookup = Lookup(prompt, (), 0, 10_000)
     for end in range(len(prompt) + 1, len(tokens) + 1):
         known = tokens[:end]
         lookup.extend(known)
@@ -37,7 +37,7 @@ def test_it_finds_something_where_the_last_two_tokens_were_met(
     prompt: list[int], output: list[int]
 ) -> None:
     tokens = prompt + output
-    lookup = Lookup(prompt, (), 0)
+    lookup = Lookup(prompt, (), 0, 10_000)
     for end in range(len(prompt) + 1, len(tokens) + 1):
         lookup.extend(tokens[:end])
         met = any(tokens[p - 2 : p] == tokens[end - 2 : end] for p in range(2, end))
@@ -47,7 +47,7 @@ def test_it_finds_something_where_the_last_two_tokens_were_met(
 
 def test_a_copy_is_followed_from_its_third_token_on() -> None:
     text = random.Random(1).sample(range(1000), 50)
-    lookup = Lookup([*text, 7, 8, 9], (), 0)
+    lookup = Lookup([*text, 7, 8, 9], (), 0, 10_000)
     made = [*text, 7, 8, 9]
     right = 0
     for token in text:
@@ -59,12 +59,12 @@ def test_a_copy_is_followed_from_its_third_token_on() -> None:
 
 
 def test_what_goes_round_goes_on() -> None:
-    lookup = Lookup([5, 1, 2, 3, 1, 2], (), 0)
+    lookup = Lookup([5, 1, 2, 3, 1, 2], (), 0, 10_000)
     assert lookup.suggest(7).token_ids == [3, 1, 2, 3, 1, 2, 3]
 
 
 def test_a_prediction_begins_with_the_answer_and_goes_on_behind_what_differs() -> None:
-    lookup = Lookup([90, 91], (1, 2, 3, 4, 5, 6), 0)
+    lookup = Lookup([90, 91], (1, 2, 3, 4, 5, 6), 0, 10_000)
     assert lookup.suggest(3).token_ids == [1, 2, 3]
     lookup.extend([90, 91, 1, 77])
     found, match = lookup.suggest(9)
@@ -76,19 +76,19 @@ def test_a_prediction_begins_with_the_answer_and_goes_on_behind_what_differs() -
 
 
 def test_a_prediction_is_found_again_behind_what_was_put_in() -> None:
-    lookup = Lookup([90], (1, 2, 3, 4, 5, 6), 0)
+    lookup = Lookup([90], (1, 2, 3, 4, 5, 6), 0, 10_000)
     lookup.extend([90, 1, 2, 50, 51, 52, 3, 4])
     assert lookup.suggest(9).token_ids == [5, 6]
 
 
 def test_an_answer_that_was_begun_before_is_followed() -> None:
-    lookup = Lookup([90, 1, 2, 3], (1, 2, 3, 4, 5), 3)
+    lookup = Lookup([90, 1, 2, 3], (1, 2, 3, 4, 5), 3, 10_000)
     assert lookup.suggest(9).token_ids == [4, 5]
 
 
 def test_a_long_prompt_is_indexed_bit_by_bit() -> None:
     prompt = [*range(5000), 3, 4]
-    lookup = Lookup(prompt, (), 0)
+    lookup = Lookup(prompt, (), 0, 10_000)
     for _ in range(5):
         prompt.append(len(prompt) + 10_000)
         lookup.extend(prompt)

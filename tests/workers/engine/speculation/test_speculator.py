@@ -51,9 +51,13 @@ class _Decoding:
 
 
 def _propose(
-    decoding: _Decoding, costs: CostModel, told: float = 0.95, budget: int = 4096
+    decoding: _Decoding,
+    costs: CostModel,
+    told: float = 0.95,
+    budget: int = 4096,
+    itl_bound_s: float = 0.0,
 ) -> list[int]:
-    speculator = Speculator(decoding.planner.tables, costs, budget)
+    speculator = Speculator(decoding.planner.tables, costs, budget, itl_bound_s)
     for kind in range(FORCED):
         for _ in range(400):
             speculator._acceptance.note(kind, came=random.Random(_).random() < told)
@@ -103,6 +107,15 @@ def test_budget_blocks_and_the_end_bound_what_is_proposed() -> None:
     decoding = _copying(1, num_blocks=12, max_tokens=8)
     assert decoding.planner.tables.pool.num_free_blocks == 0
     assert _propose(decoding, cheap) == [1]
+
+
+def test_no_step_becomes_longer_than_the_bound_between_tokens() -> None:
+    costs = _costs(20e-3, 0.5e-3)
+    free = _propose(_copying(1), costs)
+    bound = _propose(_copying(1), costs, itl_bound_s=23e-3)
+    assert free[0] > bound[0] > 0
+    assert 20e-3 + (1 + bound[0]) * 0.5e-3 <= 23.1e-3
+    assert _propose(_copying(1), costs, itl_bound_s=20e-3) == [0]
 
 
 def test_a_first_token_is_never_followed() -> None:
