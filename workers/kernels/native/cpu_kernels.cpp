@@ -120,8 +120,7 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                       slots,       tables,     starts,
                       lengths,     num_single, num_chunks,
                       chunk_ends,  num_adapters > 0 ? &with : nullptr, most_ranks};
-  const auto run = has_int8_cache ? run_decoder_step<int8_t> : run_decoder_step<BFloat16>;
-  return run(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
+  return decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
 
 }  // extern "C"
