@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[4]
+_ROOT = Path(__file__).parents[3]
 
 
 class CompilingProcess:
@@ -74,7 +74,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _main() -> None:
-    from benchmarks.gpu_compile import compiling, engine, quantized, steps  # noqa: F401
+    from benchmarks.gpu_compile import (  # noqa: F401
+        adapters,
+        compiling,
+        engine,
+        quantized,
+        steps,
+    )
 
     for line in sys.stdin:
         arguments, files = json.loads(line)
