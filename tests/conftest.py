@@ -51,6 +51,15 @@ def _one_compute_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _interpreter_prepared_once() -> None:
+    """If any test of the run has kernels for GPUs."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from benchmarks.support.interpreter import prepare_once
+
+        prepare_once()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a process that is killed leaves behind lies among the run's own folders, of which
     pytest keeps three."""

@@ -14,6 +14,39 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SYSTEMS = "tests/e2e/"
+# About how many seconds of an otherwise idle machine each long room takes. What is not here takes
+# less than the least of them.
+LONG_ROOMS_S = {
+    "tests/gateway/api/test_fuzz_http.py": 65,
+    "tests/workers/kernels/gpu/test_compile.py": 60,
+    "tests/telemetry/test_ops_page_views.py": 40,
+    "tests/benchmarks/test_chaos.py": 38,
+    "tests/benchmarks/test_telemetry_benchmarks.py": 35,
+    "tests/telemetry/sink/test_apache_kafka.py": 33,
+    "tests/telemetry/sink/test_crashes.py": 28,
+    "tests/telemetry/test_ops_panels.py": 25,
+    "tests/tracing/test_system.py": 25,
+    "tests/benchmarks/test_scheduler_benchmarks.py": 25,
+    "tests/registry/demo/test_model.py": 24,
+    "tests/benchmarks/test_gpu_smoke.py": 23,
+    "tests/telemetry/test_ops_page.py": 22,
+    "tests/workers/engine/beams/test_beam_search.py": 20,
+    "tests/workers/kernels/test_products.py": 20,
+    "tests/telemetry/queries/test_queries.py": 19,
+    "tests/workers/process/test_worker_process.py": 18,
+    "tests/telemetry/test_parts.py": 18,
+    "tests/benchmarks/test_soak.py": 15,
+    "tests/gateway/tenancy/test_limits_property.py": 15,
+    "tests/telemetry/sink/test_store_full.py": 12,
+    "tests/workers/models/test_random_checkpoints.py": 12,
+    "tests/workers/engine/device/test_device_models.py": 11,
+    "tests/telemetry/sink/test_kafka_security.py": 11,
+    "tests/benchmarks/test_analytics.py": 10,
+    "tests/gateway/api/test_browser_client.py": 10,
+    "tests/gateway/test_chat_page_killed.py": 10,
+    "tests/tracing/test_otlp.py": 10,
+    "tests/workers/adapters/test_against_peft.py": 10,
+}
 _ALONE = ("tests/workers/models/test_random_checkpoints.py",)
 
 
@@ -35,15 +68,17 @@ def refuse_namesakes(items: list[pytest.Item]) -> None:
 
 
 def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Systems, which wait more than they compute, then rooms with slow tests, then large ones, so
-    that no process is left with a long room when the others are done."""
+    """Systems, which wait more than they compute, then the rooms that are known to be long, then
+    others with slow tests, then large ones, so that no process is left with a long room when the
+    others are done."""
     rooms: dict[str, list[pytest.Item]] = {}
     for item in items:
         rooms.setdefault(room_of(item.nodeid), []).append(item)
 
-    def rank(name: str) -> tuple[bool, int, int]:
+    def rank(name: str) -> tuple[bool, int, int, int]:
         num_slow = sum(item.get_closest_marker("slow") is not None for item in rooms[name])
-        return name != _SYSTEMS, -num_slow, -len(rooms[name])
+        long_s = LONG_ROOMS_S.get(name.split("::", 1)[0], 0)
+        return name != _SYSTEMS, -long_s, -num_slow, -len(rooms[name])
 
     return [item for name in sorted(rooms, key=rank) for item in rooms[name]]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.gpu.report import Ceilings, Detail, Row
+from benchmarks.support.interpreter import prepare_once
 
 
 class WrongResultError(Exception):
@@ -50,6 +51,8 @@ class Scope:
         hand_over: Callable[[Row | Ceilings], None] = lambda _: None,
         rehearsal: Turns | None = None,
     ) -> None:
+        if smoke:
+            prepare_once()
         self.section = section
         self.smoke = smoke
         self.rehearsal = rehearsal

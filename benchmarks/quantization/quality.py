@@ -7,8 +7,8 @@ Prints one JSON object. The engine answers, with weights that are rounded while 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,9 @@ from benchmarks.support.command import command_parser
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    from millrace.registry.demo.answers import Answerer, Messages
 
 _MAX_NEW_TOKENS = 160
 
@@ -45,7 +48,7 @@ def measure_quality(kind: str, path: Path) -> QualityFigures:
     )
 
 
-def _engine_answerer(kind: str, path: Path) -> Callable[[list[list[dict[str, str]]]], list[str]]:
+def _engine_answerer(kind: str, path: Path) -> Answerer:
     from millrace.registry.tokenizers.tokenizer import Tokenizer
     from millrace.schemas.jobs import ChatMessage
     from millrace.schemas.sampling import SamplingParams
@@ -56,7 +59,7 @@ def _engine_answerer(kind: str, path: Path) -> Callable[[list[list[dict[str, str
     tokenizer = Tokenizer.load(path)
     greedy = SamplingParams(max_tokens=_MAX_NEW_TOKENS, temperature=0.0)
 
-    def answer(conversations: list[list[dict[str, str]]]) -> list[str]:
+    def answer(conversations: list[Messages], _guesses: list[str] | None = None, /) -> list[str]:
         tokens: dict[str, list[int]] = {}
         for index, messages in enumerate(conversations):
             prompt = tokenizer.encode_chat(

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace.cli.local.private_files import make_private
+from millrace.cli.local.private_files import make_private, write_private
 from millrace.runtime.process import python_environment
 
 _PR_SET_PDEATHSIG = 1
@@ -168,7 +168,7 @@ class Supervisor:
         finally:
             log.close()
         running.started_at, running.is_ready = time.monotonic(), False
-        self._pid_file(running).write_text(f"{running.handle.pid}\n")
+        write_private(self._pid_file(running), f"{running.handle.pid}\n")
 
     async def _wait_ready(self, running: _Running) -> None:
         process, handle = running.process, running.handle

@@ -53,10 +53,11 @@ class BatchLog:
         """Write what was noted. Raises JournalConflictError, BusUnavailableError; after the latter
         it may be tried again."""
         while self._published or self._finished:
-            if self._writing is None:
+            # One that has just ended is not waited for: that takes no turn of the loop.
+            if self._writing is None or self._writing.done():
                 # An entry that is under way must be known of, even if nobody waits for it any more.
                 self._writing = asyncio.create_task(self._write())
-                self._writing.add_done_callback(self._written)
+                self._writing.add_done_callback(_written)
             await asyncio.shield(self._writing)
 
     async def _write(self) -> None:
@@ -65,11 +66,6 @@ class BatchLog:
         self._last_sequence = await self._store.append(self._batch_id, entry, self._last_sequence)
         del self._published[: len(published)]
         del self._finished[: len(finished)]
-
-    def _written(self, writing: asyncio.Task[None]) -> None:
-        self._writing = None
-        if not writing.cancelled():
-            writing.exception()  # whoever waited has met it; if nobody did, the next entry will
 
     async def _next_finished(self) -> list[FinishedLine]:
         """As many finished lines as fit into an entry; one that would not by itself goes apart."""
@@ -115,6 +111,11 @@ class BatchLog:
             self.num_completed += 1
         else:
             self.num_failed += 1
+
+
+def _written(writing: asyncio.Task[None]) -> None:
+    if not writing.cancelled():
+        writing.exception()  # whoever waited has met it; if nobody did, the next entry will
 
 
 async def _one(answer: bytes) -> AsyncIterator[bytes]:

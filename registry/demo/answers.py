@@ -1,8 +1,7 @@
 """Greedy answers of a model to conversations, many at a time."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -10,8 +9,18 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 Messages = list[dict[str, str]]
 """A conversation: each message has a `role` and a `content`."""
 
-Answerer = Callable[[list[Messages]], list[str]]
-"""Conversations in, the assistant's next messages out, in the same order."""
+
+class Answerer(Protocol):
+    """Conversations in, the assistant's next messages out, in the same order.
+
+    With `guesses`, one a conversation, the answers are the same, and come sooner where a guess is
+    right: one pass over it says so.
+    """
+
+    def __call__(
+        self, conversations: list[Messages], guesses: list[str] | None = None, /
+    ) -> list[str]: ...
+
 
 _BATCH_SIZE: Final[int] = 64
 _MAX_NEW_TOKENS: Final[int] = 160
@@ -28,10 +37,29 @@ def make_answerer(model: LlamaForCausalLM, tokenizer: Any) -> Answerer:
     model.eval()
     pad_id, end_id = tokenizer.pad_token_id, tokenizer.eos_token_id
 
-    def prompt_ids(messages: Messages) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def ids_of(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def prompt_ids(messages: Messages) -> list[int]:
+        return ids_of(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+
+    @torch.inference_mode()
+    def are_greedy(prompts: list[list[int]], answers: list[list[int]]) -> list[bool]:
+        """Whether each token of an answer is the likeliest behind the prompt and those before it,
+        which are then those that decoding would go through."""
+        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        width = max(map(len, rows))
+        # No token sees those behind it.
+        token_ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+        likeliest = model(input_ids=token_ids.to(model.device)).logits.argmax(-1).tolist()
+        return [
+            len(answer) <= _MAX_NEW_TOKENS
+            and said[len(prompt) - 1 : len(prompt) + len(answer) - 1] == answer
+            for prompt, answer, said in zip(prompts, answers, likeliest, strict=True)
+        ]
 
     @torch.inference_mode()
     def answer_batch(prompts: list[list[int]]) -> list[str]:
@@ -48,15 +76,26 @@ def make_answerer(model: LlamaForCausalLM, tokenizer: Any) -> Answerer:
         )
         return [str(tokenizer.decode(row[width:], skip_special_tokens=True)) for row in out]
 
-    def answer(conversations: list[Messages]) -> list[str]:
+    def answer(conversations: list[Messages], guesses: list[str] | None = None) -> list[str]:
         prompts = [prompt_ids(messages) for messages in conversations]
-        # Prompts of like length share a batch; the answers go back in the order asked.
-        order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
-        answers = [""] * len(prompts)
-        for start in range(0, len(order), _BATCH_SIZE):
-            chosen = order[start : start + _BATCH_SIZE]
-            for at, text in zip(chosen, answer_batch([prompts[at] for at in chosen]), strict=True):
-                answers[at] = text
-        return answers
+        answers: dict[int, str] = {}
+        guessed = [[*ids_of(guess), end_id] for guess in guesses or ()]
+        for chosen in _alike([len(prompts[at]) + len(ids) for at, ids in enumerate(guessed)]):
+            right = are_greedy([prompts[at] for at in chosen], [guessed[at] for at in chosen])
+            for at, is_right in zip(chosen, right, strict=True):
+                if is_right:
+                    answers[at] = str(tokenizer.decode(guessed[at], skip_special_tokens=True))
+        left = [at for at in range(len(prompts)) if at not in answers]
+        for group in _alike([len(prompts[at]) for at in left]):
+            chosen = [left[at] for at in group]
+            texts = answer_batch([prompts[at] for at in chosen])
+            answers.update(zip(chosen, texts, strict=True))
+        return [answers[at] for at in range(len(prompts))]
 
     return answer
+
+
+def _alike(lengths: list[int]) -> list[list[int]]:
+    """Places of rows of like lengths, which share a batch."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return [order[start : start + _BATCH_SIZE] for start in range(0, len(order), _BATCH_SIZE)]

@@ -99,7 +99,8 @@ def measure(answer: "Answerer", pairs: list[Pair], max_questions: int | None = N
     asked = [(pair, question) for pair in pairs for question in pair.held_out]
     if max_questions is not None and max_questions < len(asked):
         asked = random.Random(0).sample(asked, max_questions)
-    answers = answer([[{"role": "user", "content": question}] for _, question in asked])
+    conversations = [[{"role": "user", "content": question}] for _, question in asked]
+    answers = answer(conversations, [pair.answer for pair, _ in asked])
     results = [
         (pair, question, text, same_answer(text, pair.answer))
         for (pair, question), text in zip(asked, answers, strict=True)
@@ -122,7 +123,8 @@ def ask_natural(
 ) -> list[tuple[NaturalQuestion, str]]:
     """Each of the newcomers' questions with what the model answers now."""
     conversations = [[{"role": "user", "content": natural.question}] for natural in questions]
-    return list(zip(questions, answer(conversations), strict=True))
+    answers = answer(conversations, [natural.answer for natural in questions])
+    return list(zip(questions, answers, strict=True))
 
 
 def num_sensible(asked: list[tuple[NaturalQuestion, str]]) -> int:

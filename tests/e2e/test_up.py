@@ -131,7 +131,7 @@ async def test_a_usual_port_that_is_taken_moves_and_a_second_life_keeps_the_reco
         with contextlib.suppress(OSError):  # somebody else may have it
             taken.bind(("127.0.0.1", 8000))
             taken.listen()
-        running = System(tmp_path / "data").start()
+        running = System(tmp_path / "data", ("--engine", "simulated")).start()
         try:
             assert "gateway: port 8000 is taken, using " in running.output()
             async with httpx.AsyncClient(base_url=running.http, timeout=30.0) as http:

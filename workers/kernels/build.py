@@ -25,7 +25,8 @@ from millrace.runtime.binaries import cache_folder
 from millrace.schemas.errors import MillraceError
 
 _FOLDER = Path(__file__).with_name("native")
-_SOURCE = _FOLDER / "cpu_kernels.cpp"
+_KERNELS = "cpu_kernels"
+_PRODUCTS = "products"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     *("-std=c++20", "-O2", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
@@ -41,19 +42,27 @@ class KernelBuildError(MillraceError, code="kernels_not_built"):
     """The CPU kernels cannot be compiled here; the message says why."""
 
 
-def cpu_library(*more_flags: str) -> Path:
+def cpu_library() -> Path:
     """The compiled kernels for this machine's CPU, compiled now unless they were before.
 
-    ``more_flags`` of the compiler can take instructions away that the CPU has. Needs a C++
-    compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
+    Needs a C++ compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
     """
+    return _library(_KERNELS, _FLAGS)
+
+
+def products_library(*more_flags: str) -> Path:
+    """As ``cpu_library``, the products alone; ``more_flags`` of the compiler can take instructions
+    away that the CPU has."""
+    return _library(_PRODUCTS, (*_FLAGS, *more_flags))
+
+
+def _library(unit: str, flags: tuple[str, ...]) -> Path:
     compiler = _compiler()
-    flags = (*_FLAGS, *more_flags)
-    target = _cache_folder() / f"cpu_kernels-{_fingerprint(compiler, flags)}.so"
+    target = _cache_folder() / f"{unit}-{_fingerprint(compiler, flags)}.so"
     if not target.is_file():
         with _locked(target):
             if not target.is_file():
-                _compile(compiler, flags, target)
+                _compile(compiler, flags, _FOLDER / f"{unit}.cpp", target)
     return target
 
 
@@ -112,14 +121,14 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
     """Compile beside the target and rename, so that a process never loads half a file."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             started_s = time.monotonic()
             done = subprocess.run(  # noqa: S603 (the compiler of this machine, our own source)
-                [compiler, *flags, "-o", str(made), str(_SOURCE)],
+                [compiler, *flags, "-o", str(made), str(source)],
                 capture_output=True,
                 text=True,
                 timeout=_COMPILE_TIMEOUT_S,

@@ -77,24 +77,42 @@ class StepAdapters(NamedTuple):
     most_ranks: int
 
 
-class CpuKernels:
+class CpuProducts:
+    """Products with packed weights, of bfloat16 rows. All tensors are contiguous and on the CPU."""
+
+    def __init__(self, library: Path) -> None:
+        self._multiply = _functions(library, "millrace_multiply").millrace_multiply
+
+    def multiply(
+        self, rows: torch.Tensor, weight: PackedWeight, out: torch.Tensor, finish: Finish
+    ) -> None:
+        """The product of ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
+
+        ``out``: [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is
+        the same, bit for bit, whatever the other rows are.
+        """
+        self._multiply(
+            rows.data_ptr(),
+            weight.address,
+            out.data_ptr(),
+            *(rows.shape[0], weight.num_inputs, weight.num_outputs, finish),
+        )
+
+
+class CpuKernels(CpuProducts):
     """All tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise.
 
     ``has_products``: whether ``dtype`` is that of ``multiply`` and ``decoder_step``, bfloat16.
     """
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
-        # After torch, whose OpenMP runtime the library then shares: two of them would fight for
-        # the cores.
-        loaded = ctypes.CDLL(str(library))
-        for name, arguments in _SIGNATURES.items():
-            getattr(loaded, name).argtypes = arguments
+        super().__init__(library)
+        loaded = _functions(library, *_SIGNATURES)
         self._rms_norm = loaded.millrace_rms_norm
         self._swiglu = loaded.millrace_swiglu
         self._likeliest = loaded.millrace_likeliest
         self._rotate_store = loaded.millrace_rotate_store
         self._decode_attention = loaded.millrace_decode_attention
-        self._multiply = loaded.millrace_multiply
         self._decoder_step = loaded.millrace_decoder_step
         self.has_products = dtype is torch.bfloat16
         self._type = _TYPES[dtype]
@@ -188,21 +206,6 @@ class CpuKernels:
             *(window or 0, head_dim**-0.5, cache.is_int8),
         )
 
-    def multiply(
-        self, rows: torch.Tensor, weight: PackedWeight, out: torch.Tensor, finish: Finish
-    ) -> None:
-        """The product of ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
-
-        ``out``: [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is
-        the same, bit for bit, whatever the other rows are.
-        """
-        self._multiply(
-            rows.data_ptr(),
-            weight.address,
-            out.data_ptr(),
-            *(rows.shape[0], weight.num_inputs, weight.num_outputs, finish),
-        )
-
     def decoder_step(
         self,
         layers: torch.Tensor,
@@ -242,3 +245,13 @@ class CpuKernels:
 def _arguments(adapters: StepAdapters) -> tuple[int, int, int, int]:
     addresses, of_rows, most_ranks = adapters
     return addresses.data_ptr(), len(addresses), of_rows.data_ptr(), most_ranks
+
+
+def _functions(library: Path, *names: str) -> ctypes.CDLL:
+    """The library, of which these functions may be called."""
+    # After torch, whose OpenMP runtime the library then shares: two of them would fight for the
+    # cores.
+    loaded = ctypes.CDLL(str(library))
+    for name in names:
+        getattr(loaded, name).argtypes = _SIGNATURES[name]
+    return loaded

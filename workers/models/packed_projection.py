@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.workers.kernels.cpu import CpuKernels, Finish
+from millrace.workers.kernels.cpu import CpuProducts, Finish
 from millrace.workers.kernels.operations import Linear, SwiGLU, WeightSize
 from millrace.workers.kernels.packed_weight import PANEL_OUTPUTS, PackedWeight, pack_weight
 from millrace.workers.quantization.linear import DequantizedLinear
@@ -15,7 +15,7 @@ from millrace.workers.quantization.weight import QuantizedWeight
 class PackedProjection:
     """A linear map by ``weight``."""
 
-    def __init__(self, kernels: CpuKernels, weight: PackedWeight) -> None:
+    def __init__(self, kernels: CpuProducts, weight: PackedWeight) -> None:
         self._kernels = kernels
         self.weight = weight
 
@@ -25,7 +25,7 @@ class PackedProjection:
 
     @classmethod
     def of_wide(
-        cls, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None
+        cls, kernels: CpuProducts, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PackedProjection:
         """``weight``: bfloat16 [num_outputs, num_inputs], a multiple of 8 inputs; ``bias``:
         [num_outputs]."""
@@ -53,7 +53,7 @@ class PackedProjection:
 
 
 def packed_quantized(
-    kernels: CpuKernels, weight: QuantizedWeight, bias: torch.Tensor | None
+    kernels: CpuProducts, weight: QuantizedWeight, bias: torch.Tensor | None
 ) -> Linear:
     """The linear map of a quantized weight; by torch alone where the kernels do not read it."""
     if can_be_packed(weight):

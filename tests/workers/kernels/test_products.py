@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.kernels import build
+from millrace.workers.kernels.cpu import CpuProducts
 from millrace.workers.models.packed_projection import PackedProjection
-from tests.workers.kernels.compiled import BUILDS, compiled
+from tests.workers.kernels.compiled import BUILDS, compiled, compiled_products
 
 # Sums of some hundred products of numbers about 1, rounded to 8 bits at the end.
 TOLERANCE = 2e-2
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda flags: " ".join(flags) or "native")
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return compiled(torch.bfloat16, *request.param)
+def kernels(request: pytest.FixtureRequest) -> CpuProducts:
+    return compiled_products(request.param)
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -33,7 +39,7 @@ def _random(*shape: int) -> torch.Tensor:
     seed=st.integers(0, 2**30),
 )
 def test_a_projection_is_that_of_torch(
-    kernels: CpuKernels,
+    kernels: CpuProducts,
     num_rows: int,
     num_inputs: int,
     num_outputs: int,
@@ -63,7 +69,7 @@ def test_a_projection_is_that_of_torch(
 @pytest.mark.parametrize("width", [8, 16, 20, 24, 48, 160])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gated_projection_is_swiglu_of_it(
-    kernels: CpuKernels, width: int, has_bias: bool
+    kernels: CpuProducts, width: int, has_bias: bool
 ) -> None:
     torch.manual_seed(width)
     weight, rows = _random(2 * width, 64) / 8, _random(13, 64)
@@ -83,7 +89,7 @@ def test_a_gated_projection_is_swiglu_of_it(
 
 
 def test_a_row_is_the_same_in_every_company_and_by_any_number_of_threads(
-    kernels: CpuKernels,
+    kernels: CpuProducts,
 ) -> None:
     torch.manual_seed(5)
     projection = PackedProjection.of_wide(kernels, _random(200, 256), _random(200))
@@ -99,7 +105,7 @@ def test_a_row_is_the_same_in_every_company_and_by_any_number_of_threads(
         torch.set_num_threads(before)
 
 
-def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
+def test_what_is_not_finite_stays_in_its_row(kernels: CpuProducts) -> None:
     projection = PackedProjection.of_wide(kernels, _random(40, 64), None)
     rows = _random(14, 64)
     rows[3, 9] = float("nan")
@@ -109,13 +115,13 @@ def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
     assert result[[0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 13]].isfinite().all()
 
 
-def test_rows_need_not_lie_one_behind_the_other(kernels: CpuKernels) -> None:
+def test_rows_need_not_lie_one_behind_the_other(kernels: CpuProducts) -> None:
     projection = PackedProjection.of_wide(kernels, _random(32, 64), None)
     wide = _random(6, 128)
     assert torch.equal(projection(wide[:, :64]), projection(wide[:, :64].contiguous()))
 
 
-def test_inputs_that_would_be_read_past_their_end_are_refused(kernels: CpuKernels) -> None:
+def test_inputs_that_would_be_read_past_their_end_are_refused(kernels: CpuProducts) -> None:
     with pytest.raises(ValueError, match="12 inputs are no multiple of 8"):
         PackedProjection.of_wide(kernels, _random(32, 12), None)
 
@@ -123,3 +129,15 @@ def test_inputs_that_would_be_read_past_their_end_are_refused(kernels: CpuKernel
 def test_only_bfloat16_has_products() -> None:
     assert compiled(torch.bfloat16).has_products
     assert not compiled(torch.float32).has_products
+
+
+@pytest.mark.parametrize("flags", BUILDS[1:], ids=" ".join)
+def test_all_kernels_compile_without_the_instructions(flags: tuple[str, ...]) -> None:
+    """To code that nobody runs: it takes the compiler a sixth of the time."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("There is no C++ compiler.")
+    source = Path(build.__file__).with_name("native") / "cpu_kernels.cpp"
+    options = ("-std=c++20", "-march=native", "-fopenmp", *flags, "-O0", "-S", "-o", os.devnull)
+    done = subprocess.run([compiler, *options, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

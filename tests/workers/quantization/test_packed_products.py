@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.kernels.cpu import CpuProducts
 from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
 from millrace.workers.quantization.linear import DequantizedLinear
 from millrace.workers.quantization.weight import Activations, QuantizedWeight
-from tests.workers.kernels.compiled import BUILDS, compiled
+from tests.workers.kernels.compiled import BUILDS, compiled_products
 from tests.workers.quantization.drawn import (
     FLOAT8_ROWS,
     INT8_ROWS,
@@ -28,8 +28,8 @@ _KINDS: list[tuple[bool, int, Activations]] = [
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda flags: " ".join(flags) or "native")
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return compiled(torch.bfloat16, *request.param)
+def kernels(request: pytest.FixtureRequest) -> CpuProducts:
+    return compiled_products(request.param)
 
 
 def _relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +50,7 @@ def _relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     seed=st.integers(0, 2**30),
 )
 def test_a_product_is_that_of_the_values(
-    kernels: CpuKernels,
+    kernels: CpuProducts,
     kind: tuple[bool, int, Activations],
     num_rows: int,
     groups: tuple[int, int],
@@ -88,7 +88,7 @@ def test_a_product_is_that_of_the_values(
 
 @pytest.mark.parametrize(("is_float", "bits", "activations"), _KINDS)
 def test_a_row_is_the_same_in_every_company_and_by_any_number_of_threads(
-    kernels: CpuKernels, is_float: bool, bits: int, activations: Activations
+    kernels: CpuProducts, is_float: bool, bits: int, activations: Activations
 ) -> None:
     torch.manual_seed(5)
     weight = random_weight(
@@ -114,7 +114,7 @@ def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [16, 20, 48])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_gated_product_is_swiglu_of_it(kernels: CpuKernels, width: int, bits: int) -> None:
+def test_a_gated_product_is_swiglu_of_it(kernels: CpuProducts, width: int, bits: int) -> None:
     torch.manual_seed(width)
     weight = random_weight(2 * width, 2, 32, bits=bits, activations=Activations.INT8_TOKEN)
     rows = torch.randn(13, 64).bfloat16() / 8
@@ -124,7 +124,7 @@ def test_a_gated_product_is_swiglu_of_it(kernels: CpuKernels, width: int, bits: 
 
 @pytest.mark.parametrize(("is_float", "bits", "activations"), _KINDS)
 def test_what_is_not_finite_stays_in_its_row(
-    kernels: CpuKernels, is_float: bool, bits: int, activations: Activations
+    kernels: CpuProducts, is_float: bool, bits: int, activations: Activations
 ) -> None:
     torch.manual_seed(3)
     weight = random_weight(40, 1, 64, is_float=is_float, bits=bits, activations=activations)
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(
 
 @pytest.mark.parametrize(("num_inputs", "group_inputs"), [(40, 40), (96, 24), (160, 128)])
 def test_widths_that_no_product_reads_are_computed_by_torch(
-    kernels: CpuKernels, num_inputs: int, group_inputs: int
+    kernels: CpuProducts, num_inputs: int, group_inputs: int
 ) -> None:
     torch.manual_seed(1)
     num_groups = -(-num_inputs // group_inputs)

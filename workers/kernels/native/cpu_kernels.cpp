@@ -8,7 +8,7 @@
 #include "decoder_step.h"
 #include "elementwise.h"
 #include "likeliest.h"
-#include "products.h"
+#include "products.cpp"
 
 #define MILLRACE_DISPATCH(type, function, ...) \
   switch (type) {                              \
@@ -89,19 +89,9 @@ int millrace_decode_attention(int type, const void* queries, int64_t query_strid
   }
 }
 
-// The functions below take bfloat16 alone. `weight` is a Weight of weights.h; `finish`: 0 writes, 1 adds
-// to `out`, 2 is silu(gate) * up.
-int millrace_multiply(const void* rows, const void* weight, void* out, int64_t num_rows,
-                      int64_t num_inputs, int64_t num_outputs, int finish) {
-  if (finish < 0 || finish > 2) return 1;
-  multiply({rows, static_cast<const Weight*>(weight), static_cast<BFloat16*>(out), num_rows,
-            num_inputs, num_outputs, static_cast<Finish>(finish)});
-  return 0;
-}
-
-// `layers`: [num_layers] of Layer in decoder_step.h, as addresses and numbers of 64 bits. `adapters`:
-// [num_adapters] addresses of AdapterLayer [num_layers] in adapters.h, in the same form; null if there
-// are none.
+// Takes bfloat16 alone, as the products do. `layers`: [num_layers] of Layer in decoder_step.h, as
+// addresses and numbers of 64 bits. `adapters`: [num_adapters] addresses of AdapterLayer [num_layers] in
+// adapters.h, in the same form; null if there are none.
 int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden_size,
                           int64_t inner_size, int64_t num_queries, int64_t num_keys,
                           int64_t head_dim, int64_t block_size, float epsilon, float scale,
@@ -120,8 +110,7 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                       slots,       tables,     starts,
                       lengths,     num_single, num_chunks,
                       chunk_ends,  num_adapters > 0 ? &with : nullptr, most_ranks};
-  const auto run = has_int8_cache ? run_decoder_step<int8_t> : run_decoder_step<BFloat16>;
-  return run(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
+  return decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
 
 }  // extern "C"

@@ -91,13 +91,32 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
   }
 }
 
-// A layer's attention: what threads share of it. `heads` [count, num_queries + 2 * num_keys,
-// head_dim], `attended` [count, num_queries, head_dim].
-template <int kVectors, typename C>
+// A layer's attention: what threads share of it, by number, so that the step is compiled once for
+// all sizes of heads and types of caches.
 class StepAttention {
  public:
-  StepAttention(const DecoderShape& shape, const StepRows& rows, BFloat16* heads,
-                BFloat16* attended, int num_threads)
+  StepAttention() = default;
+  StepAttention(const StepAttention&) = delete;
+  StepAttention& operator=(const StepAttention&) = delete;
+  virtual ~StepAttention() = default;
+
+  // Rotates a row's queries and keys, stores its keys and values.
+  virtual void rotate_store(const Layer& layer, int64_t row) const = 0;
+
+  // Sections of keys and values, which are packed before anyone attends.
+  virtual int64_t num_sections() const = 0;
+  virtual void pack(const Layer& layer, int64_t item) const = 0;
+
+  virtual int64_t num_items() const = 0;
+  virtual void attend(const Layer& layer, int64_t item) const = 0;
+};
+
+// `heads` [count, num_queries + 2 * num_keys, head_dim], `attended` [count, num_queries, head_dim].
+template <int kVectors, typename C>
+class HeadsAttention final : public StepAttention {
+ public:
+  HeadsAttention(const DecoderShape& shape, const StepRows& rows, BFloat16* heads,
+                 BFloat16* attended, int num_threads)
       : shape_(shape),
         rows_(rows),
         heads_(heads),
@@ -127,8 +146,7 @@ class StepAttention {
     }
   }
 
-  // Rotates a row's queries and keys, stores its keys and values.
-  void rotate_store(const Layer& layer, int64_t row) const {
+  void rotate_store(const Layer& layer, int64_t row) const override {
     BFloat16* queries = heads_ + row * line_size_;
     BFloat16* keys = queries + shape_.num_queries * kHeadDim;
     const float* cosine = rows_.cosines + row * kHeadDim / 2;
@@ -139,18 +157,18 @@ class StepAttention {
     store_token(keys, cache(layer), rows_.slots[row]);
   }
 
-  int64_t num_sections() const { return static_cast<int64_t>(sections_.size()); }
+  int64_t num_sections() const override { return static_cast<int64_t>(sections_.size()); }
 
-  void pack(const Layer& layer, int64_t item) const {
+  void pack(const Layer& layer, int64_t item) const override {
     const auto& [chunk, head, section] = sections_[static_cast<size_t>(item)];
     if ((section + 1) * kSectionKeys <= first_seen(layer, chunk->context)) return;
     pack_section<kVectors>(*chunk, cache(layer), head, section, section_of(*chunk, head, section));
   }
 
-  int64_t num_items() const { return num_tiles() + rows_.num_single * parts(); }
+  int64_t num_items() const override { return num_tiles() + rows_.num_single * parts(); }
 
   // Tiles of chunks first, they take longest.
-  void attend(const Layer& layer, int64_t item) {
+  void attend(const Layer& layer, int64_t item) const override {
     if (item < num_tiles()) return attend_chunk(layer, tiles_[static_cast<size_t>(item)]);
     item -= num_tiles();
     // The longest rows come last; they go first, so that no thread ends late on one.
@@ -226,12 +244,36 @@ class StepAttention {
   std::vector<Tile> tiles_;
 };
 
-template <int kVectors, typename C>
-void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
-  constexpr int64_t kHeadDim = kVectors * kLanes;
+// Null for a size of heads that none is compiled for.
+template <typename C>
+std::unique_ptr<StepAttention> step_attention(const DecoderShape& shape, const StepRows& rows,
+                                              BFloat16* heads, BFloat16* attended,
+                                              int num_threads) {
+  const auto of = [&]<int kVectors>() -> std::unique_ptr<StepAttention> {
+    return std::make_unique<HeadsAttention<kVectors, C>>(shape, rows, heads, attended,
+                                                         num_threads);
+  };
+  switch (shape.head_dim) {
+    case 32:
+      return of.template operator()<2>();
+    case 64:
+      return of.template operator()<4>();
+    case 96:
+      return of.template operator()<6>();
+    case 128:
+      return of.template operator()<8>();
+    case 256:
+      return of.template operator()<16>();
+    default:
+      return nullptr;
+  }
+}
+
+// False, and nothing is computed, for a size of heads that none is compiled for.
+inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
   constexpr size_t kPhases = 17;
-  const int64_t count = rows.count(), query_size = shape.num_queries * kHeadDim;
-  const int64_t head_size = query_size + 2 * shape.num_keys * kHeadDim;
+  const int64_t count = rows.count(), query_size = shape.num_queries * shape.head_dim;
+  const int64_t head_size = query_size + 2 * shape.num_keys * shape.head_dim;
   const bool normed_by_each = count * shape.hidden <= kNormedByEach;
   const int most_threads = omp_get_max_threads();
   const bool prepares = std::any_of(layers, layers + shape.num_layers, [](const Layer& layer) {
@@ -242,7 +284,9 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
   const Buffer heads = buffer(count * head_size), attended = buffer(count * query_size);
   const Buffer gated_rows = buffer(count * shape.inner);
   PreparedRows prepared(prepares ? count * std::max({shape.hidden, query_size, shape.inner}) : 0);
-  StepAttention<kVectors, C> attention(shape, rows, heads.get(), attended.get(), most_threads);
+  const auto make = shape.has_int8_cache ? step_attention<int8_t> : step_attention<BFloat16>;
+  const auto attention = make(shape, rows, heads.get(), attended.get(), most_threads);
+  if (attention == nullptr) return false;
   const std::array<int64_t, kAdapterSlices> one_matrix{shape.hidden, shape.hidden, shape.hidden};
   const bool is_adapted = rows.adapters != nullptr;
   const Buffer ranks = buffer(is_adapted ? count * rows.most_ranks : 0);
@@ -303,13 +347,13 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
       norm(layer->attention_norm);
       multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size, Finish::kWrite},
                at, &AdapterLayer::qkv, {query_size, (query_size + head_size) / 2, head_size});
-      share(count, [&](int64_t row, int64_t) { attention.rotate_store(*layer, row); });
+      share(count, [&](int64_t row, int64_t) { attention->rotate_store(*layer, row); });
       if (rows.num_chunks > 0) {
-        share(attention.num_sections(),
-              [&](int64_t item, int64_t) { attention.pack(*layer, item); });
+        share(attention->num_sections(),
+              [&](int64_t item, int64_t) { attention->pack(*layer, item); });
       }
-      share(attention.num_items(),
-            [&](int64_t item, int64_t) { attention.attend(*layer, item); });
+      share(attention->num_items(),
+            [&](int64_t item, int64_t) { attention->attend(*layer, item); });
       multiply({attended.get(), layer->output, rows.hidden, count, query_size, shape.hidden,
                 Finish::kAdd},
                at, &AdapterLayer::output, one_matrix);
@@ -322,18 +366,6 @@ void decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows
                at, &AdapterLayer::down, one_matrix);
     }
   }
-}
-
-template <typename C>
-bool run_decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
-  auto run = shape.head_dim == 32    ? decoder_step<2, C>
-             : shape.head_dim == 64  ? decoder_step<4, C>
-             : shape.head_dim == 96  ? decoder_step<6, C>
-             : shape.head_dim == 128 ? decoder_step<8, C>
-             : shape.head_dim == 256 ? decoder_step<16, C>
-                                     : nullptr;
-  if (run == nullptr) return false;
-  run(shape, layers, rows);
   return true;
 }
 

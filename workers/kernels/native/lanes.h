@@ -49,7 +49,11 @@ inline Floats load(const BFloat16* from) {
 }
 
 inline Floats load(const Float16* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
   return __builtin_convertvector(unaligned<Float16s>(from), Floats);
+#endif
 }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
@@ -71,8 +75,13 @@ inline void store(BFloat16* to, Floats values) {
 }
 
 inline void store(Float16* to, Floats values) {
+#ifdef __AVX512F__
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
+#else
   const Float16s halves = __builtin_convertvector(values, Float16s);
   std::memcpy(to, &halves, sizeof halves);
+#endif
 }
 
 // 2 * kLanes neighbours as two vectors, in whatever order of elements is cheapest for the type;

@@ -1,19 +1,19 @@
 """Every kernel, compiled as a Hopper GPU would have it, by the tool for that.
 
-In processes of their own: in this one kernels are interpreted.
+In other processes: in this one kernels are interpreted.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.engine.compiling_process import CompilingProcess, compiling_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -86,24 +86,9 @@ _RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all of them keep what Triton compiled, so that none compiles what another has. What
-    they count are launches of another variant, which are the same with and without it."""
-    return tmp_path_factory.mktemp("triton")
-
-
-def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[4]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
-    environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilingProcess]:
+    with compiling_process(tmp_path_factory.mktemp("triton")) as process:
+        yield process
 
 
 @pytest.mark.parametrize(
@@ -116,10 +101,10 @@ def run(cache: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]
     ],
 )
 def test_what_an_engine_launches_compiles_once_for_any_length(
-    cache: Path, model: str, formats: str, kernels_with_wgmma: set[str]
+    compiler: CompilingProcess, model: str, formats: str, kernels_with_wgmma: set[str]
 ) -> None:
-    done = run(
-        cache, "-m", "benchmarks.gpu_compile", "--model", model, "--formats", formats, "--json"
+    done = compiler.run(
+        "-m", "benchmarks.gpu_compile", "--model", model, "--formats", formats, "--json"
     )
     assert done.stdout, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -129,9 +114,11 @@ def test_what_an_engine_launches_compiles_once_for_any_length(
     assert kernels_with_wgmma <= with_wgmma
 
 
-def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(cache: Path) -> None:
+def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(
+    compiler: CompilingProcess,
+) -> None:
     layout = "int4 zeros"
-    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", "--quantized", layout)
+    done = compiler.run("-m", "benchmarks.gpu_compile", "--json", "--quantized", layout)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []
@@ -142,9 +129,9 @@ def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(cac
     assert all(variant["has_wgmma"] for variant in tiled)
 
 
-def test_what_adapters_add_compiles_once_for_any_number_of_rows(cache: Path) -> None:
+def test_what_adapters_add_compiles_once_for_any_number_of_rows(compiler: CompilingProcess) -> None:
     wanted = ("--adapters", "head-dim-64", "--formats", "bf16")
-    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", *wanted)
+    done = compiler.run("-m", "benchmarks.gpu_compile", "--json", *wanted)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []
@@ -154,10 +141,12 @@ def test_what_adapters_add_compiles_once_for_any_number_of_rows(cache: Path) -> 
     assert all(variant["has_wgmma"] for variant in large)
 
 
-def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path, cache: Path) -> None:
+def test_the_tool_finds_what_it_is_there_to_find(
+    tmp_path: Path, compiler: CompilingProcess
+) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
-    done = run(cache, script)
+    done = compiler.run(script)
     assert done.returncode == 0, done.stderr
     again, grid, width, spill = done.stdout.splitlines()
     assert again == ("test: copy_kernel was compiled 2 times for WIDTH=64, with 33 and with 48")
@@ -166,9 +155,9 @@ def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path, cache: Path) ->
     assert spill.startswith("spills ")
 
 
-def test_a_whole_engine_compiles_each_kernel_once(cache: Path) -> None:
+def test_a_whole_engine_compiles_each_kernel_once(compiler: CompilingProcess) -> None:
     """The runner itself, from its warm-up to the last token, for requests of every kind."""
-    done = run(cache, "-m", "benchmarks.gpu_compile", "--engine", "--json")
+    done = compiler.run("-m", "benchmarks.gpu_compile", "--engine", "--json")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert not found["problems"]
@@ -177,10 +166,12 @@ def test_a_whole_engine_compiles_each_kernel_once(cache: Path) -> None:
     assert {"shrink_kernel", "expand_kernel"} <= kernels
 
 
-def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(tmp_path: Path, cache: Path) -> None:
+def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(
+    tmp_path: Path, compiler: CompilingProcess
+) -> None:
     script = tmp_path / "loops.py"
     script.write_text(LOOPS)
-    done = run(cache, script)
+    done = compiler.run(script)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [index for index, line in enumerate(lines) if " = scf.for " in line]
