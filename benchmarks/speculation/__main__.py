@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from benchmarks.checkpoints import write_llama
+from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load
@@ -34,6 +34,11 @@ from millrace.workers.engine.engine import Engine
 
 _RESULTS = Path(__file__).parents[1] / "results" / "speculation.json"
 _NUM_WARM_UP = 2
+# A twentieth of the target, with the same vocabulary.
+_DRAFT_SHAPE = LLAMA_100M._replace(
+    hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512
+)
+_AGREEMENT = 0.8
 
 
 class Rate(NamedTuple):
@@ -85,8 +90,17 @@ def main() -> None:
             True: write_copier(Path(folder) / "copier"),
             False: write_llama(Path(folder) / "plain"),
         }
+        draft = write_copier(Path(folder) / "draft", _DRAFT_SHAPE, agreement=_AGREEMENT)
         print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
-        loads = [_measure(load, paths[load.copies], arguments.runs) for load in LOADS]
+        loads = [
+            _measure(
+                load,
+                paths[load.copies],
+                f"draft={draft}" if load.has_draft else "ngram",
+                arguments.runs,
+            )
+            for load in LOADS
+        ]
         equality = compare(paths[True], arguments.requests)
     print(
         f"{equality.num_requests} requests, {equality.num_moved} of them moved: "
@@ -97,8 +111,8 @@ def main() -> None:
     write_json(_RESULTS if arguments.save else None, results)
 
 
-def _measure(load: Load, path: Path, num_runs: int) -> Measured:
-    engines = [_engine(path, "off"), _engine(path, "ngram")]
+def _measure(load: Load, path: Path, speculation: str, num_runs: int) -> Measured:
+    engines = [_engine(path, "off"), _engine(path, speculation)]
     rates: list[list[Rate]] = [[], []]
     for run in range(_NUM_WARM_UP + num_runs):
         for engine, own in zip(engines, rates, strict=True):
