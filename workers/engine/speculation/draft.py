@@ -27,14 +27,17 @@ class _Drafted:
     __slots__ = ("blocks", "copy", "num_followed", "num_preemptions")
 
     def __init__(self, sequence: Sequence) -> None:
-        request = msgspec.structs.replace(sequence.request, adapter=None, output_token_ids=())
+        sampling = msgspec.structs.replace(sequence.request.sampling, logprobs=None)
+        request = msgspec.structs.replace(
+            sequence.request, adapter=None, output_token_ids=(), sampling=sampling
+        )
         self.copy = Sequence(
             request,
             arrival=sequence.arrival,
             key=sequence.key,
             max_total_tokens=sequence.max_total_tokens,
         )
-        self.copy.sampling_state = SamplingState(request.sampling, sequence.key, None)
+        self.copy.sampling_state = SamplingState(sampling, sequence.key, None)
         self.copy.token_ids = list(sequence.token_ids)
         self.num_followed = len(sequence.token_ids)
         self.blocks: list[int] = []
