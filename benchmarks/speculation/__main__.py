@@ -3,9 +3,9 @@ token differs.
 
     OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--save]
 
-Runs with and without take turns, so that both meet the same machine; a ratio is the median of those
-of two runs beside one another, and with it comes that of the CPU time, which what else runs here
-does not touch. The texts are made by a model with random weights whose head knows what follows
+Engines with and without take turns step by step, so that both meet the same machine; a ratio is the
+median of several runs, and with it comes that of the CPU time, which what else runs here does not
+touch. The texts are made by a model with random weights whose head knows what follows
 what: so what a prompt or a prediction says comes, but for what was changed there.
 
 Then ``--requests`` of all kinds (greedy, drawn, penalties, grammars, several completions,
@@ -115,9 +115,9 @@ def _measure(load: Load, path: Path, speculation: str, num_runs: int) -> Measure
     engines = [_engine(path, "off"), _engine(path, speculation)]
     rates: list[list[Rate]] = [[], []]
     for run in range(_NUM_WARM_UP + num_runs):
-        for engine, own in zip(engines, rates, strict=True):
-            rate = _run(engine, load, run)
-            if run >= _NUM_WARM_UP:
+        both = _run(engines, load, run)
+        if run >= _NUM_WARM_UP:
+            for own, rate in zip(rates, both, strict=True):
                 own.append(rate)
     pairs = list(zip(*rates, strict=True))
     without, with_ = (statistics.median(rate.per_s for rate in own) for own in rates)
@@ -147,21 +147,33 @@ def _engine(path: Path, speculation: str) -> Engine:
     return Engine.load(path, msgspec.structs.replace(config, dtype="bfloat16", kernels="native"))
 
 
-def _run(engine: Engine, load: Load, run: int) -> Rate:
-    """Answer a run's requests, and time what comes behind their first tokens."""
+def _run(engines: list[Engine], load: Load, run: int) -> list[Rate]:
+    """Answer a run's requests on each engine, step by step in turns, and time what comes behind
+    their first tokens."""
     requests = load.requests(run)
-    for request in requests:
-        engine.add(request)
-    waiting = {request.request_id for request in requests}
-    num_tokens, begin = 0, (time.perf_counter(), time.process_time())
-    while engine.has_work:
-        outputs = engine.step()
-        if waiting:
-            waiting.difference_update(o.request_id for o in outputs if o.token_ids)
-            begin = (time.perf_counter(), time.process_time())
-        else:
-            num_tokens += sum(len(output.token_ids) for output in outputs)
-    return Rate(num_tokens, time.perf_counter() - begin[0], time.process_time() - begin[1])
+    for engine in engines:
+        for request in requests:
+            engine.add(request)
+    waiting = [{request.request_id for request in requests} for _ in engines]
+    rates = [Rate(0, 0.0, 0.0)] * len(engines)
+    while any(engine.has_work for engine in engines):
+        for index, engine in enumerate(engines):
+            if not engine.has_work:
+                continue
+            begin = time.perf_counter(), time.process_time()
+            outputs = engine.step()
+            end = time.perf_counter(), time.process_time()
+            if waiting[index]:
+                waiting[index].difference_update(o.request_id for o in outputs if o.token_ids)
+                continue
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            before = rates[index]
+            rates[index] = Rate(
+                before.num_tokens + num_tokens,
+                before.wall_s + end[0] - begin[0],
+                before.cpu_s + end[1] - begin[1],
+            )
+    return rates
 
 
 if __name__ == "__main__":
