@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DATA   ?= data
 
-.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines test-clients clean
+.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
 
 setup: $(READY)
 
@@ -52,6 +52,9 @@ engines: setup  ## llama.cpp's server, built from source into .engines
 
 test-engines: setup  ## the tests of the engines that others wrote, as far as these are here
 	$(BIN)/pytest -m "vllm or llamacpp" $(ARGS)
+
+test-gpu: setup  ## the tests that need a CUDA device, on the one that is here
+	TEST_GPU=1 $(BIN)/pytest -m gpu tests/gpu $(ARGS)
 
 test-clients: setup  ## other people's clients against a started system; ARGS names some of them
 	$(BIN)/python -m tests.clients.run $(ARGS)

@@ -144,3 +144,9 @@ ADAPTER_CHANGES_KEY = "adapters:changes"
 def former_adapter_key(name: str, version: str) -> str:
     """An adapter that was removed or replaced while requests of it may run."""
     return f"adapter:{token(name)}:{token(version)}"
+
+
+# Rollouts by model, how often they have changed, and what was seen of them lately.
+ROLLOUTS_KEY = "rollouts"
+ROLLOUT_CHANGES_KEY = "rollouts:changes"
+ROLLOUT_FIGURES_KEY = "rollouts:figures"

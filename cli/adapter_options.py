@@ -41,10 +41,14 @@ def name_and_source(option: str) -> tuple[str, str]:
 
 
 def absolute_source(source: str) -> str:
-    """A path from here on as others find it; an address as it is."""
+    """A path from here on as others find it; an address, or a hub id that is no path here, as it
+    is."""
     from millrace.registry.artifacts.store import is_address
+    from millrace.registry.hub import is_hub_id
 
-    return source if is_address(source) else str(Path(source).expanduser().absolute())
+    path = Path(source).expanduser()
+    is_elsewhere = is_address(source) or (is_hub_id(source) and not path.exists())
+    return source if is_elsewhere else str(path.absolute())
 
 
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:

@@ -37,6 +37,13 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "millrace models add big --model PATH --engine vllm",
     ),
     "millrace models remove": ("millrace models remove chat-7b",),
+    "millrace models promote": (
+        "millrace models promote chat@v2 --canary 10 --step 20 --abort-if 'error_rate>0.01'",
+        "millrace models promote chat@v2 --model ./chat-v2",
+    ),
+    "millrace models rollback": ("millrace models rollback chat",),
+    "millrace models retire": ("millrace models retire chat@v1",),
+    "millrace models rollouts": ("millrace models rollouts --json",),
     "millrace publish": (
         'millrace publish --prompt "What is a KV cache?" --stream',
         "millrace publish --file question.txt --no-wait --tenant acme --tier pro",

@@ -8,10 +8,11 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from millrace.cli.endpoints import add_data_argument, locate, read_endpoints
+from millrace.cli.endpoints import add_data_argument, locate, read_endpoints, running_config
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
+    from millrace.registry.catalogue import Catalogue
     from millrace.runtime.redis.link import RedisLink
     from millrace.schemas.config import Config
 
@@ -54,6 +55,22 @@ def locate_store(arguments: argparse.Namespace) -> Config:
         return config
     redis = msgspec.structs.replace(config.redis, url=arguments.redis)
     return msgspec.structs.replace(config, redis=redis)
+
+
+def served_catalogue(arguments: argparse.Namespace) -> Catalogue:
+    """The models that the system serves, as far as this machine knows."""
+    from millrace.registry.catalogue import load_catalogue
+
+    running = None if arguments.config is not None else running_config(arguments.data)
+    config = running or locate_store(arguments)
+    return load_catalogue(config.catalogue)
+
+
+def print_json(value: object) -> None:
+    """As ``--json`` has it."""
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def with_store(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:

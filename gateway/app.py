@@ -24,6 +24,7 @@ from millrace.gateway.api.kept.sessions import SessionsApi
 from millrace.gateway.api.limits import LimitsApi
 from millrace.gateway.api.messages import MessagesApi, MessagesEndpoint
 from millrace.gateway.api.ops import OpsApi
+from millrace.gateway.api.rollouts import RolloutsApi
 from millrace.gateway.api.scores import scoring_endpoints
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
@@ -140,6 +141,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *ToolsApi(gateway).routes(),
             *LimitsApi(gateway).routes(),
             *AdaptersApi(gateway).routes(),
+            *RolloutsApi(gateway).routes(),
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),

@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.storage import NATS, REDIS
 from millrace.bus.store.watch import StoreMetrics, StoreWatch
 from millrace.bus.transport import Subscription
@@ -112,8 +112,9 @@ class Gateway:
         self.bus = bus
         self.config = settings
         self.models = models
-        self.adapters = AdapterDirectory(redis, clock)
-        models.follow(self.adapters)
+        self._directories = Directories.of(redis, clock)
+        self.adapters, self.rollouts = self._directories.adapters, self._directories.rollouts
+        models.follow(self._directories)
         self.clock = clock
         self.redis = redis
         self.generations = backends.generations
@@ -238,8 +239,7 @@ class Gateway:
     async def start(self) -> None:
         self.deliveries.start()
         self.keys.start()
-        await self.adapters.look()
-        self.adapters.start()
+        await self._directories.start()
         self.refusals.start()
         await self.stores.look()
         self.stores.start()
@@ -273,7 +273,7 @@ class Gateway:
         """Let go of the answers that are left, which others may go on with, and of the bus's
         subscriptions; the bus stays open."""
         await self.keys.close()
-        await self.adapters.close()
+        await self._directories.close()
         await self.alerts.close()
         await self.stores.close()
         for response in self.responses.all():

@@ -12,15 +12,20 @@ from typing import Any, Protocol, Self, cast
 import msgspec
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
+from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import PriceBook
+from millrace.registry.rollouts import versions
+from millrace.registry.rollouts.versions import Versions, split
 from millrace.registry.routing.router import Route, Router
 from millrace.registry.served import EmbeddingSettings
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.adapters import Adapter
+from millrace.schemas.models.rollouts import Rollout
 from millrace.schemas.openai import ModelCard
 from millrace.schemas.pooling import ModelTask
 from millrace.schemas.sampling import SamplingDefaults
@@ -103,15 +108,22 @@ class ServedModelLike(Protocol):
         """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
 
 
-class _AdaptedModel:
-    """Its jobs are the model's, and name the adapter. All else is the model's."""
+class _ProxiedModel:
+    """A model that is asked for by another name than its own. All else is the model's."""
 
-    def __init__(self, model: ServedModelLike, adapter: Adapter) -> None:
+    def __init__(self, model: ServedModelLike) -> None:
         self._model = model
-        self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class _AdaptedModel(_ProxiedModel):
+    """Its jobs are the model's, and name the adapter. All else is the model's."""
+
+    def __init__(self, model: ServedModelLike, adapter: Adapter) -> None:
+        super().__init__(model)
+        self._adapter = adapter
 
     @cached_property
     def prices(self) -> PriceBook:
@@ -137,10 +149,38 @@ def _adapted(model: ServedModelLike, adapter: Adapter) -> ServedModelLike:
     return cast("ServedModelLike", _AdaptedModel(model, adapter))
 
 
+class _VersionedModel(_ProxiedModel):
+    """Its jobs are one version's. All else is that version's."""
+
+    def __init__(self, model: ServedModelLike, version: str) -> None:
+        super().__init__(model)
+        self._version = version
+
+    def with_chat_template(self, source: str) -> ServedModelLike:
+        """The same with the template of a request."""
+        return _of_version(self._model.with_chat_template(source), self._version)
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job, ready for a worker of the version. Raises what the model raises."""
+        own = msgspec.structs.replace(
+            job,
+            model=self._version,
+            model_requested=job.model_requested or job.model,
+            route_reason=job.route_reason or versions.REASON,
+        )
+        return self._model.prepare(own, seed_source)
+
+
+def _of_version(model: ServedModelLike, version: str) -> ServedModelLike:
+    """``model`` as it is asked for by a name that stands for several versions."""
+    return cast("ServedModelLike", _VersionedModel(model, version))
+
+
 class Models:
     """Loads each model once, in a thread; a load that failed is tried again by the next caller.
-    The names of ``router`` can be asked for as well, by those who leave the choice, and those of
-    ``adapters``, by the tenants that they are for."""
+    The names of ``router`` can be asked for as well, by those who leave the choice, those of
+    ``adapters``, by the tenants that they are for, and those that stand for several versions, of
+    which rollouts choose."""
 
     def __init__(
         self,
@@ -151,7 +191,9 @@ class Models:
     ) -> None:
         self.router = router or Router()
         self._adapters = adapters
+        self._rollouts: RolloutDirectory | None = None
         self._cards = dict(cards)
+        self._versions = Versions(cards)
         self._load = load
         self._loaded: dict[str, ServedModelLike] = {}
         self._locks = {name: asyncio.Lock() for name in cards}
@@ -171,19 +213,48 @@ class Models:
         Whoever has a model in hand goes on with it."""
         self.router = router
         self._cards = dict(cards)
+        self._versions = Versions(cards)
         self._load = load
         for name in changed:
             self._loaded.pop(name, None)
             self._locks[name] = asyncio.Lock()
 
-    def follow(self, adapters: AdapterDirectory) -> None:
-        """Offer these adapters from now on."""
-        self._adapters = adapters
+    def follow(self, directories: Directories) -> None:
+        """Offer these adapters from now on, and choose versions by these rollouts."""
+        self._adapters = directories.adapters
+        self._rollouts = directories.rollouts
+
+    def version(self, name: str, key: str) -> str | None:
+        """The version that answers a request for a name that stands for several, as ``Versions``
+        has it; None: the name stands for none but itself. Raises ModelNotFoundError for a name
+        whose version is not there, such as the canary's between rollouts."""
+        if not self._versions.stands_for_several(name):
+            return None
+        version = self._versions.resolve(name, key, self._open_rollouts())
+        if version is None:
+            raise ModelNotFoundError(f"There is no model {name!r} just now.")
+        return version
+
+    def stable_version(self, name: str) -> str | None:
+        """As ``version``, whatever share of requests a rollout gives to another."""
+        if not self._versions.stands_for_several(name):
+            return None
+        if name in self._versions.models():
+            return self._versions.stable(name, self._open_rollouts())
+        return self.version(name, "")
+
+    def family(self, name: str) -> tuple[str, ...]:
+        """All versions of the model that a name is one of, or stands for; else the name alone."""
+        return self._versions.family(name)
+
+    def _open_rollouts(self) -> Mapping[str, Rollout]:
+        return {} if self._rollouts is None else self._rollouts.rollouts
 
     def cards(self, tenant: str = "") -> list[ModelCard]:
         """All models, as a tenant's clients see them, then the names that choose one, then
         adapters."""
-        names = (*self._cards, *self.router.routes)
+        several = [name for name in self._versions.models() if name not in self._cards]
+        names = (*self._cards, *several, *self.router.routes)
         cards = [self.card(name, tenant) for name in names]
         return cards + [self._card_of_adapter(one) for one in self._adapters_for(tenant)]
 
@@ -192,25 +263,34 @@ class Models:
         route = self.router.routes.get(name)
         if route is not None:
             return self._card_of(name, route)
-        known = self._cards.get(name)
-        if known is None:
-            adapter = None if self._adapters is None else self._adapters.known(name, tenant)
-            if adapter is not None and adapter.model in self._cards:
-                return self._card_of_adapter(adapter)
-            raise ModelNotFoundError(
-                f"There is no model {name!r} here. The models are: {', '.join(self._cards)}."
-            )
+        version = self.stable_version(name)
+        if version is not None:
+            return self._card_of_versions(name, self._own_card(version, tenant))
+        if name in self._cards:
+            return self._own_card(name, tenant)
+        adapter = None if self._adapters is None else self._adapters.known(name, tenant)
+        if adapter is not None and adapter.model in self._cards:
+            return self._card_of_adapter(adapter)
+        raise ModelNotFoundError(
+            f"There is no model {name!r} here. The models are: {', '.join(self._cards)}."
+        )
+
+    def _own_card(self, name: str, tenant: str) -> ModelCard:
+        """Of one of the catalogue."""
+        known = self._cards[name]
         own = tuple(one.name for one in self._adapters_for(tenant) if one.model == name)
-        if own:
-            known = msgspec.structs.replace(known, adapters=own)
-        model = self._loaded.get(name)
-        if model is None:
+        model = split(name)[0]
+        known = msgspec.structs.replace(
+            known, adapters=own, parent=model if model in self._versions.models() else None
+        )
+        loaded = self._loaded.get(name)
+        if loaded is None:
             return known
         return msgspec.structs.replace(
             known,
-            max_model_len=model.context_window_tokens,
-            sampling_defaults=model.sampling_defaults,
-            task=model.task,
+            max_model_len=loaded.context_window_tokens,
+            sampling_defaults=loaded.sampling_defaults,
+            task=loaded.task,
         )
 
     async def adapter(self, name: str, tenant: str) -> Adapter | None:
@@ -223,8 +303,8 @@ class Models:
     async def get(
         self, name: str, tenant: str = "", adapter: Adapter | None = None
     ) -> ServedModelLike:
-        """The model of that name; with the ``adapter`` that the name is known to stand for, or that
-        it stands for among those of the ``tenant``.
+        """The model of that name in the catalogue; with the ``adapter`` that the name is known to
+        stand for, or that it stands for among those of the ``tenant``.
 
         Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
         CheckpointError if its files cannot be used.
@@ -236,6 +316,8 @@ class Models:
             adapter = await self.adapter(name, tenant)
         if adapter is not None:
             return _adapted(await self.get(adapter.model), adapter)
+        if name not in self._cards and (version := self.stable_version(name)) is not None:
+            return _of_version(await self.get(version), version)
         route = self.router.routes.get(name)
         if route is not None:
             raise ParameterError(
@@ -253,6 +335,14 @@ class Models:
                     self._loaded[name] = model
             return model
 
+    async def get_named(self, name: str, tenant: str = "") -> ServedModelLike:
+        """What a client calls so where no share of its requests goes to a rollout's candidate: of
+        several versions the stable one. Raises what ``get`` raises."""
+        version = self.stable_version(name)
+        if version is None:
+            return await self.get(name, tenant)
+        return _of_version(await self.get(version, tenant), version)
+
     def _adapters_for(self, tenant: str) -> list[Adapter]:
         if self._adapters is None:
             return []
@@ -261,7 +351,7 @@ class Models:
 
     def _card_of_adapter(self, adapter: Adapter) -> ModelCard:
         """As that of its model, but for what is its own."""
-        card = self.card(adapter.model)
+        card = self._own_card(adapter.model, "")
         return msgspec.structs.replace(
             card,
             id=adapter.name,
@@ -270,6 +360,13 @@ class Models:
             description=adapter.description or f"{adapter.name}, fine-tuned from {adapter.model}",
             adapters=(),
         )
+
+    def _card_of_versions(self, name: str, card: ModelCard) -> ModelCard:
+        """As that of the version that answers, and which share of requests each of them gets."""
+        if name not in self._versions.models():
+            return msgspec.structs.replace(card, id=name, parent=self._versions.model_of(name))
+        shares = self._versions.shares(name, self._open_rollouts())
+        return msgspec.structs.replace(card, id=name, parent=None, versions=shares)
 
     def _card_of(self, name: str, route: Route) -> ModelCard:
         """A route has the longer window of its two models, and is as old as the newer one."""

@@ -19,6 +19,7 @@ from millrace.registry.checkpoints.adapters.outline import (
     read_adapter_outline,
 )
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.hub import download, is_hub_id, pinned
 from millrace.registry.pricing import PriceBook
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import AdapterError, ParameterError
@@ -76,24 +77,28 @@ def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str])
 
 
 def adapter_folder(source: str, name: str, version: str = "") -> Path:
-    """The folder of an adapter's files on this machine; what an address in an object store lacks
-    here is fetched. With a ``version``, as they were then.
+    """The folder of an adapter's files on this machine; what an address in an object store, or a
+    hub id, lacks here is fetched. With a ``version``, as they were then.
 
     Raises AdapterError for a source that is none, and for files that have changed since;
-    ModelSourceError for what a store refuses.
+    ModelSourceError for what a store or the hub refuses.
     """
+    files = (CONFIG_FILE, WEIGHTS_FILE)
     if is_address(source):
         cache = artifact_cache()
         kept = cache.kept(source, lambda one: _is(one, version)) if version else None
         if kept is not None:
             return kept
-        folder = cache.fetch(source, (CONFIG_FILE, WEIGHTS_FILE), f"Adapter {name}")
+        folder = cache.fetch(source, files, f"Adapter {name}")
+    elif is_hub_id(source):
+        folder = download(source, f"Adapter {name}", files)
     else:
         folder = Path(source).expanduser()
         if not folder.is_absolute() or not folder.is_dir():
             raise AdapterError(
                 f"The adapter {name}: {source!r:.300} is no folder by its absolute path, there on "
-                "this machine and on those of the workers, and no address in an object store."
+                "this machine and on those of the workers, no address in an object store, and no "
+                "hub id."
             )
     if version and not _is(folder, version):
         raise AdapterError(
@@ -115,7 +120,7 @@ def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_n
     return Adapter(
         name=offer.name,
         version=adapter_version(folder),
-        source=offer.source if is_address(offer.source) else str(folder.resolve()),
+        source=_lasting_source(offer.source, folder),
         prices=offer.prices,
         model=offer.model,
         tenants=offer.tenants,
@@ -124,6 +129,13 @@ def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_n
         size_bytes=sum((folder / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE)),
         created_ns=now_ns,
     )
+
+
+def _lasting_source(source: str, folder: Path) -> str:
+    """The same files for a worker that looks later."""
+    if is_hub_id(source):
+        return pinned(source, folder)
+    return source if is_address(source) else str(folder.resolve())
 
 
 def outline_for(checkpoint: Path, folder: Path) -> AdapterOutline:

@@ -15,6 +15,7 @@ import yaml
 from millrace.registry.artifacts.store import is_address
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
 from millrace.registry.pricing import UNPRICED, PriceBook
+from millrace.registry.rollouts.versions import Versions, check_label
 from millrace.registry.routing.router import Route, Router
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import EngineConfig, TierPolicies
@@ -145,10 +146,9 @@ class Catalogue:
         self, entries: Mapping[str, ModelEntry], routes: Mapping[str, Route] | None = None
     ) -> None:
         self._entries = dict(entries)
+        known = self._entries.keys() | Versions(self._entries).models()
         self.routes = {
-            name: route
-            for name, route in (routes or {}).items()
-            if self._entries.keys() >= set(route.models)
+            name: route for name, route in (routes or {}).items() if known >= set(route.models)
         }
 
     def names(self) -> tuple[str, ...]:
@@ -209,6 +209,11 @@ class Catalogue:
         """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or
         what they are by default."""
         tiers = {name: entry.tiers for name, entry in self._entries.items()}
+        versions = Versions(self._entries)
+        for model in versions.models():
+            # Whichever answers.
+            every = [self._entries[one].tiers for one in versions.of(model)]
+            tiers[model] = tuple(tier for tier in Tier if all(tier in one for one in every))
         return Router(self.routes, tiers, policies)
 
     def only(self, entries: Mapping[str, ModelEntry]) -> Catalogue:
@@ -267,6 +272,8 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
     try:
+        if whole.name != whole.source:  # a hub id's revision may be called anything
+            check_label(whole.name)
         check_quantization(whole.quantization, whole.engine_kind)
         check_speculation(whole.speculation, whole.engine_kind)
     except ConfigError as error:
@@ -275,21 +282,23 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
 
 
 def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]) -> Route:
-    where = f"{file}: route {name}"
+    where, versions = f"{file}: route {name}", Versions(entries)
     try:
         route = msgspec.convert(raw, Route)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in entries:
+    taken = {*entries, *versions.models()}
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
         raise ConfigError(f"{where}: its name must be text without spaces, and no model's.")
-    unknown = [model for model in route.models if model not in entries]
+    unknown = [model for model in route.models if model not in (*entries, *versions.models())]
     if unknown:
         raise ConfigError(
             f"{where}: there is no model {unknown[0]!r:.200}. Models: {', '.join(entries)}."
         )
     for tier, rule in route.tiers.items():
         model = {"small": route.small, "large": route.large}.get(str(rule))
-        if model is not None and tier not in entries[model].tiers:
+        entry = entries.get(model or "") or entries.get(next(iter(versions.of(model or "")), ""))
+        if entry is not None and tier not in entry.tiers:
             raise ConfigError(f"{where}: the tier {tier} may not use the model {model}.")
     return route
 

@@ -7,9 +7,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from millrace.registry.artifacts.settings import artifact_cache
-from millrace.registry.artifacts.store import ModelSourceError, is_address
+from millrace.registry.artifacts.store import is_address
 from millrace.registry.checkpoints.side_files import REFUSED_FILES
 from millrace.registry.gguf.parts import GGUF_ENDING, parts_of
+from millrace.registry.hub import download
 from millrace.schemas.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -80,34 +81,4 @@ def _or_gguf(folder: Path) -> str:
 
 
 def _download(entry: ModelEntry, wanted_files: Sequence[str]) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    source, _, revision = entry.source.partition("@")
-    repository = "/".join(source.split("/")[:2])
-    about = f"Model {entry.name}: {repository}"
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision or None,
-            allow_patterns=list(wanted_files),
-            ignore_patterns=list(_UNWANTED_FILES),
-        )
-    except errors.GatedRepoError as error:
-        raise ModelSourceError(
-            f"{about} is gated: accept its terms on the hub and set HF_TOKEN."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelSourceError(
-            f"{about} is neither a local folder nor a model on the hub that you may read."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelSourceError(f"{about} has no revision {revision}.") from error
-    except errors.HFValidationError as error:
-        raise ModelSourceError(f"{about} is no hub id: {error}") from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise ModelSourceError(
-            f"{about} cannot be fetched from the hub; check the network, or give a local folder. "
-            f"({type(error).__name__})"
-        ) from error
-    return Path(folder)
+    return download(entry.source, f"Model {entry.name}", wanted_files, _UNWANTED_FILES)

@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 import uvloop
 
-from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.bus.tenancy.keeper import LimitKeeper
@@ -58,7 +58,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
     clock = SystemClock()
     bus, index = await enter(config, scheduler_id, Part.SCHEDULER)
     redis = RedisLink(config.redis)
-    adapters = AdapterDirectory(redis, clock)
+    directories = Directories.of(redis, clock)
     limits = LimitKeeper(redis, config.gateway.tiers, clock, remembers=True)
     try:
         scheduler = Scheduler(
@@ -69,7 +69,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             index,
             None if tracing is None else JobTraces(tracing, clock),
             limits,
-            adapters,
+            directories,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.models = lambda: scheduler.dispatchers
@@ -82,13 +82,12 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         )
         watch = CatalogueWatch(config.catalogue, read, clock, partial(_follow, scheduler, config))
         watch.start()
-        await adapters.look()
-        adapters.start()
+        await directories.start()
         try:
             await scheduler.run(stopping)
         finally:
             await watch.close()
-            await adapters.close()
+            await directories.close()
     finally:
         await limits.close(_LAST_SETTLEMENTS_S)
         await redis.close()

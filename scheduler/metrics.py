@@ -27,6 +27,7 @@ class SchedulerMetrics(Collector):
         yield from self._queues()
         yield from self._workers()
         yield from self._outcomes()
+        yield from self._rollouts()
         yield from self._times()
 
     def _queues(self) -> Iterator[Metric]:
@@ -124,6 +125,21 @@ class SchedulerMetrics(Collector):
             "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
             ["model", "status", "code"],
             ended.items(),
+        )
+
+    def _rollouts(self) -> Iterator[Metric]:
+        rollouts = self._scheduler.rollouts
+        yield _gauge(
+            "millrace_scheduler_rollout_percent",
+            "Which percentage of a model's requests goes to the version that a rollout moves to",
+            ["model"],
+            (((one.model,), one.percent) for one in rollouts.open()),
+        )
+        yield _counter(
+            "millrace_scheduler_rollouts",
+            "Rollouts that this scheduler ended: completed or aborted",
+            ["model", "result"],
+            (((model, state.value), n) for (model, state), n in rollouts.num_ended.items()),
         )
 
     def _times(self) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
@@ -18,6 +18,7 @@ from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
 from millrace.scheduler.fleet.fleet import Departed, Departure
+from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
 from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
@@ -43,7 +44,8 @@ class Scheduler:
 
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
-    ``adapters`` are those that jobs may name; without a directory there are none.
+    ``directories`` are what jobs may name and what moves traffic among versions, which is driven
+    here; without them there is none of that.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -59,7 +61,7 @@ class Scheduler:
         running_requests: RunningRequests,
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
-        adapters: AdapterDirectory | None = None,
+        directories: Directories | None = None,
     ) -> None:
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
@@ -72,8 +74,8 @@ class Scheduler:
             traces,
             admission,
         )
-        adapters = adapters or AdapterDirectory(None, clock)
-        self.models = ServedModels(self.context, model_cache, catalogue, adapters)
+        directories = directories or Directories.of(None, clock)
+        self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers
         self.queue_estimates = self.models.queue_estimates
@@ -82,19 +84,19 @@ class Scheduler:
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
-        self._queue_watch = QueueWatch(
-            self.context,
-            self.pullers,
-            self.dispatchers,
-            self.queue_estimates,
-            self._answers,
-            self.models.orphan_reaper,
-        )
+        self._queue_watch = QueueWatch(self.context, self.models, self._answers)
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
         )
         self._lease_recovery = LeaseRecovery(
             self.context, self._on_silent, self._on_leases_released
+        )
+        self.rollouts = RolloutWatch(
+            directories.rollouts,
+            self.context.fleet,
+            self.context.finalizer,
+            self._num_waiting,
+            clock,
         )
         self._warmed: set[str] = set()
 
@@ -117,6 +119,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._lease_recovery.run(), "recover leases")
+            self.rollouts.start()
             self.ready.set()
             await wait_unless_done(stopping, loops)
             for dispatcher in self.models.all_dispatchers():
@@ -126,6 +129,7 @@ class Scheduler:
             await self._release_undispatched()
         finally:
             await self.models.close()
+            await self.rollouts.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
             self.model_cache.close()
@@ -255,6 +259,7 @@ class Scheduler:
         if dispatcher is not None:
             for served in ended.served:
                 dispatcher.charge_served(served, ended.worker_id)
+                self.rollouts.note(dispatcher.model, served.answer)
         for served in ended.served:
             if (scheduled := self.context.job_table.get(served.request_id)) is not None:
                 scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
@@ -307,6 +312,10 @@ class Scheduler:
     def _dispatch_ready(self) -> None:
         for dispatcher in self.dispatchers.values():
             dispatcher.dispatch_ready()
+
+    def _num_waiting(self, model: str) -> int:
+        queue_estimate = self.queue_estimates.get(model)
+        return 0 if queue_estimate is None else queue_estimate.num_queued
 
     # --- the bus ---
 

@@ -9,7 +9,7 @@ import msgspec
 
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
-from millrace.schemas.records import Attempt
+from millrace.schemas.records import Attempt, Status
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -94,17 +94,28 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     message: str = ""
 
 
+class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request ended, and how long its client waited, in milliseconds: from receipt to the
+    first token and to the end, and for each token after the first. 0: it did not get so far."""
+
+    status: Status
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    total_ms: float = 0.0
+
+
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The work that one attempt at a request took, and its tenant: what fair sharing charges.
 
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
     ``completion_tokens`` were made by this attempt, not by one before it. ``epoch`` is its last; it
     began at ``started_ns`` (0: it never did) and took ``device_us`` and ``energy_j`` of the device
-    (see ``RequestRecord``)."""
+    (see ``RequestRecord``). ``answer`` is there if it ended the request."""
 
     request_id: str
     tenant: str
     tier: Tier
+    answer: AnswerTimes | None = None
     epoch: int = 0
     started_ns: int = 0
     device_us: int = 0

@@ -373,8 +373,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
     ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
     ``adapters`` are those that can be asked for with it, each with a card of its own, whose
-    ``parent`` it is; ``engine`` is what runs it (null for a
-    route, which leads to other models), ``sampling_defaults`` what requests are sampled with that
+    ``parent`` it is; ``versions`` are those that the name stands for, with the percentage of its
+    requests that each answers (empty: it stands for itself), each with a card of its own, whose
+    ``parent`` it is; ``engine`` is what runs it (null for a route, which leads to other models),
+    ``sampling_defaults`` what requests are sampled with that
     do not say: by the checkpoint's generation_config.json, once it is loaded."""
 
     id: str
@@ -383,6 +385,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tier_context_tokens: dict[str, int | None] = {}
     adapters: tuple[str, ...] = ()
     parent: str | None = None
+    versions: dict[str, float] = {}
     description: str = ""
     engine: EngineCard | None = None
     task: ModelTask | None = None

@@ -23,10 +23,14 @@ from tests.support.nats.streams import delete_streams
 from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
 
-# Read when a kernel is defined: kernels for GPUs then run on the CPU, one program after the other.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-# Read when torch first looks for a device: on a machine with a GPU the tests test the same.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# `make test-gpu` sets it, for the tests that are marked so.
+_ON_GPU = os.environ.get("TEST_GPU") == "1"
+if not _ON_GPU:
+    # Read when a kernel is defined: kernels for GPUs then run on the CPU, one program after the
+    # other.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Read when torch first looks for a device: on a machine with a GPU the tests test the same.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # How long an example takes is a matter of what else the machine does.
 settings.register_profile("millrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("millrace")
@@ -111,9 +115,13 @@ def pytest_runtest_makereport(
     return report
 
 
+# Left out unless asked for by name: what takes minutes in an environment that is not made for a run
+# of all other tests, and what takes a GPU.
+_LEFT_OUT = ("vllm", "gpu")
 # What is lacking where it is not there, by the marker of the tests that need it.
 _NEEDED = {
     "browser": (CHROMIUM is not None, "Chromium, or TEST_CHROMIUM set"),
+    "gpu": (_ON_GPU, "a CUDA device: make test-gpu"),
     "llamacpp": (is_there("llama-server"), "llama-server: make engines"),
     "vllm": (is_there("vllm"), "vllm: make engines-vllm"),
 }
@@ -128,11 +136,11 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     refuse_namesakes(items)
-    if "vllm" not in config.option.markexpr:
-        # It takes minutes, and an environment that is not made for a run of all other tests.
-        left_out = [item for item in items if item.get_closest_marker("vllm")]
-        items[:] = [item for item in items if not item.get_closest_marker("vllm")]
-        config.hook.pytest_deselected(items=left_out)
+    for marker in _LEFT_OUT:
+        if marker not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(marker)]
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.hook.pytest_deselected(items=left_out)
     for marker, (has_it, what) in _NEEDED.items():
         if not has_it:
             for item in items:

@@ -14,6 +14,7 @@ from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts
 from benchmarks.gpu.scope import Scope, WrongResultError
 from benchmarks.gpu.shapes import write_config
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineOutput, EngineRequest
@@ -88,8 +89,9 @@ class EngineRun:
         prompts: Sequence[tuple[int, ...]],
         num_output_tokens: Sequence[int],
         temperature: float = TEMPERATURE,
+        adapters: Sequence[AdapterRef | None] = (None,),
     ) -> list[str]:
-        """Their ids. They run to their end, whatever they say."""
+        """Their ids. They run to their end, whatever they say, with ``adapters`` in turns."""
         ids = []
         for prompt, max_tokens in zip(prompts, num_output_tokens, strict=True):
             request_id = str(self._num_added)
@@ -102,8 +104,15 @@ class EngineRun:
                 ignore_eos=True,
                 seed=self._num_added,
             )
+            adapter = adapters[self._num_added % len(adapters)]
             self.engine.add(
-                EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    adapter=adapter,
+                    cache_salt="" if adapter is None else adapter.version,
+                )
             )
         return ids
 
@@ -119,12 +128,18 @@ class EngineRun:
                 del self._lengths[output.request_id]
         return outputs
 
-    def grow(self, num_sequences: int, num_prompt_tokens: int) -> None:
+    def grow(
+        self,
+        num_sequences: int,
+        num_prompt_tokens: int,
+        adapters: Sequence[AdapterRef | None] = (None,),
+    ) -> None:
         """Have as many sequences decode, by adding new ones with random prompts."""
         running = len(self._lengths)
         prompts = self.prompts(num_sequences - running, num_prompt_tokens)
         longest = self.engine.max_tokens_per_request - num_prompt_tokens
-        waiting = set(self.add(prompts, [min(longest, _MOST_DECODED)] * len(prompts)))
+        lengths = [min(longest, _MOST_DECODED)] * len(prompts)
+        waiting = set(self.add(prompts, lengths, adapters=adapters))
         while waiting:
             waiting.difference_update(o.request_id for o in self.step() if o.token_ids)
 
@@ -151,11 +166,13 @@ class EngineRun:
         steps_s = [end - begin for begin, end in pairwise(times_s)]
         return DecodeSteps(steps_s, (before + after) // 2)
 
-    def prefill_s(self, count: int, num_tokens: int) -> float:
+    def prefill_s(
+        self, count: int, num_tokens: int, adapters: Sequence[AdapterRef | None] = (None,)
+    ) -> float:
         """From ``count`` new prompts to the last one's first token, with nobody else there."""
         prompts = self.prompts(count, num_tokens)
         begin_s = time.perf_counter()
-        self.add(prompts, [1] * count)
+        self.add(prompts, [1] * count, adapters=adapters)
         while self._lengths:
             self.step()
         return time.perf_counter() - begin_s

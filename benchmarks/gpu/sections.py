@@ -12,7 +12,15 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.gpu.goals import KERNELS, LLAMA_8B, QWEN_06B, QWEN_8B, TOKENS, TRANSFORMERS
+from benchmarks.gpu.goals import (
+    ADAPTERS,
+    KERNELS,
+    LLAMA_8B,
+    QWEN_06B,
+    QWEN_8B,
+    TOKENS,
+    TRANSFORMERS,
+)
 from benchmarks.gpu.report import Ceilings, Environment, Row
 
 Item = Row | Ceilings | Environment
@@ -55,6 +63,7 @@ SECTIONS = (
     Section("ablation", "ablation", 25),
     Section("quantized", "quantized_kernels", 60),
     Section(TRANSFORMERS + LLAMA_8B, "transformers_loads", 30, LLAMA_8B),
+    Section(ADAPTERS, "adapters", 180),
 )
 
 

@@ -2,11 +2,13 @@
 
     python -m benchmarks.gpu_compile [--model NAME ...] [--formats bf16|fp8|fp32 ...] [--json]
     python -m benchmarks.gpu_compile --quantized [LAYOUT ...]
+    python -m benchmarks.gpu_compile --adapters [NAME ...]
     python -m benchmarks.gpu_compile --engine
 
-The second is of products with quantized weights alone, in all layouts or those that are named;
-without any option they are compiled as well.
-The third runs a whole engine of a small model, as it would on a GPU but for what its kernels
+The second is of products with quantized weights alone, in all layouts or those that are named, the
+third of what adapters of all models add to products, or of those that are named; without any option
+they are compiled as well.
+The last runs a whole engine of a small model, as it would on a GPU but for what its kernels
 compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared
 memory than there is, or is compiled anew for another length of a batch.
 """
@@ -35,12 +37,16 @@ def main() -> int:
     parser.add_argument(
         "--quantized", nargs="*", metavar="LAYOUT", help="quantized weights only; default: all"
     )
+    parser.add_argument(
+        "--adapters", nargs="*", metavar="NAME", choices=CONFIGS, help="adapters only; default: all"
+    )
     parser.add_argument("--engine", action="store_true", help="an engine instead of models")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     # Read when a kernel is defined, by the imports below.
     if os.environ.pop("TRITON_INTERPRET", "0") == "1":
         print("TRITON_INTERPRET is ignored: what is interpreted is not compiled.", file=sys.stderr)
+    from benchmarks.gpu_compile.adapters import compile_adapters
     from benchmarks.gpu_compile.compiling import Compilation
     from benchmarks.gpu_compile.engine import SETTINGS, compile_engine
     from benchmarks.gpu_compile.quantized import LAYOUTS, compile_quantized
@@ -54,9 +60,14 @@ def main() -> int:
     start = time.perf_counter()
     for name in SETTINGS if args.engine else ():
         compile_engine(compilation, name)
-    is_all = args.model is None and not args.engine and args.quantized is None
+    alone = args.engine or args.quantized is not None or args.adapters is not None
+    is_all = args.model is None and not alone
     if args.quantized is not None or is_all:
         compile_quantized(compilation, args.quantized)
+    for name in (args.adapters or CONFIGS) if args.adapters is not None or is_all else ():
+        for formats in args.formats or FORMATS:
+            if formats != "fp8":  # as bf16, but for the cache
+                compile_adapters(compilation, name, formats)
     for name in CONFIGS if is_all else args.model or ():
         for formats in args.formats or FORMATS:
             for deterministic in (False, True):

@@ -7,14 +7,19 @@ launched, so tokens and log-probabilities are whatever lay in the memory of thei
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.adapters.folders import write_adapter
+from benchmarks.checkpoints import LlamaShape
 from benchmarks.gpu_compile.compiling import Compilation
+from millrace.registry.checkpoints.adapters.outline import TARGETS
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
 
 # Every width is a multiple of 16, so that a kernel compiled anew is so for another batch.
@@ -34,12 +39,14 @@ _CONFIG: dict[str, Any] = {
     "vocab_size": 1008,
     "tie_word_embeddings": True,
 }
+_SHAPE = LlamaShape(256, 2, 4, 2, 512)
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
     "int8": {"quantization": "int8"},
     "float8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "adapters": {"max_adapters": 3},
     "launched one by one": {"cuda_graphs": False, "overlap": False},
 }
 _SAMPLINGS = (
@@ -74,12 +81,6 @@ def compile_engine(compilation: Compilation, name: str) -> int:
         max_batch_tokens=300,
         **SETTINGS[name],
     )
-    requests = [
-        EngineRequest(
-            request_id=str(i), prompt_token_ids=tuple(range(1, 30 + 17 * i)), sampling=sampling
-        )
-        for i, sampling in enumerate(_SAMPLINGS)
-    ]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(device_loading, "choose_kernels", return_value=triton_kernels()),
@@ -87,8 +88,21 @@ def compile_engine(compilation: Compilation, name: str) -> int:
     ):
         (Path(folder) / "config.json").write_text(json.dumps(_CONFIG))
         engine = Engine.load(Path(folder), config)
-        for request in requests:
-            engine.add(request)
+        adapters: list[AdapterRef | None] = [None]
+        for number in range(config.max_adapters or 0):
+            own = Path(folder) / f"adapter{number}"
+            adapters.append(write_adapter(own, _SHAPE, TARGETS[number:], 8 + 16 * number, number))
+        for i, (sampling, adapter) in enumerate(
+            zip(_SAMPLINGS, itertools.cycle(adapters), strict=False)
+        ):
+            engine.add(
+                EngineRequest(
+                    request_id=str(i),
+                    prompt_token_ids=tuple(range(1, 30 + 17 * i)),
+                    sampling=sampling,
+                    adapter=adapter,
+                )
+            )
         for num_steps in range(_MOST_STEPS):
             if not engine.has_work:
                 return num_steps

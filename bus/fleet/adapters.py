@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import msgspec
 
 from millrace.bus import redis_keys
+from millrace.bus.fleet.watched_store import WatchedStore
 from millrace.runtime.clock import Clock
-from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from millrace.runtime.tasks import Tasks
+from millrace.runtime.redis.link import RedisLink, Script
 from millrace.schemas.models.adapters import (
     SEPARATOR,
     Adapter,
@@ -18,10 +17,6 @@ from millrace.schemas.models.adapters import (
     AdapterTakenError,
 )
 
-_log = logging.getLogger(__name__)
-
-# How long a change may go unseen by those who are not asked for what is new in it.
-_LOOK_EVERY_S = 1.0
 # How long requests of an adapter that is gone may still run and move.
 _FORMER_S = 7 * 86_400
 
@@ -112,48 +107,27 @@ class AdapterStore:
         return None if found is None else _decoder.decode(found)
 
 
-class AdapterDirectory:
-    """What one process knows of the adapters: all of them, as they were at most a second ago, and
-    what it is asked for that is newer. While Redis is unreachable they stay as they were. Owns the
-    task that looks, which ``close`` ends."""
+class AdapterDirectory(WatchedStore[Adapter]):
+    """What one process knows of the adapters, and what it is asked for that is newer."""
 
     def __init__(self, link: RedisLink | None, clock: Clock) -> None:
         """Without a link there are none."""
         self.store = None if link is None else AdapterStore(link)
-        self._clock = clock
-        self._adapters: dict[str, Adapter] = {}
-        self._changes = -1
-        self._tasks = Tasks()
+        super().__init__(self.store, clock, "adapters")
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """All that are known, by name."""
-        return self._adapters
+        return self._known
 
-    def start(self) -> None:
-        if self.store is not None:
-            self._tasks.repeat(self.look, _LOOK_EVERY_S, self._clock, "watch the adapters")
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    async def look(self) -> None:
-        """Take in what has changed."""
-        if self.store is None:
-            return
-        try:
-            changes = await self.store.number_of_changes()
-            if changes != self._changes:
-                self._adapters = {one.name: one for one in await self.store.all()}
-                self._changes = changes
-        except RedisUnreachableError:
-            return  # the link logs that, once
+    def _name_of(self, item: Adapter) -> str:
+        return item.name
 
     def known(self, name: str, tenant: str) -> Adapter | None:
         """What a client calls so, an adapter by its own name or as ``model:adapter``, as far as
         its tenant may know of it."""
         model, separator, own_name = name.rpartition(SEPARATOR)
-        for adapter in (self._adapters.get(name), self._adapters.get(own_name)):
+        for adapter in (self.adapters.get(name), self.adapters.get(own_name)):
             if adapter is None or not adapter.is_for(tenant):
                 continue
             if adapter.name == name or (separator and adapter.model == model):
@@ -171,7 +145,7 @@ class AdapterDirectory:
     async def version(self, name: str, version: str) -> Adapter | None:
         """The adapter while it had that version, the newest if none is named. Raises
         RedisUnreachableError."""
-        adapter = self._adapters.get(name)
+        adapter = self.adapters.get(name)
         if adapter is not None and version == adapter.version:
             return adapter
         return None if self.store is None else await self.store.find(name, version)

@@ -29,7 +29,8 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
 
 class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"):
     """Serve another model. ``model`` is a name of the catalogue, a hub id or an absolute path;
-    without ``engine`` it is run as the others are. Answered by ``Said``, then ``Done``."""
+    without ``engine`` it is run as the others are, without ``quantization`` with the weights as the
+    catalogue says. Answered by ``Said``, then ``Done``."""
 
     name: str
     model: str
@@ -38,12 +39,15 @@ class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"
     engine_url: str = ""
     engine_command: str = ""
     engine_arguments: tuple[str, ...] = ()
+    quantization: str | None = None
 
 
 class RemoveModelRequest(msgspec.Struct, frozen=True, tag="remove_model"):
-    """Serve a model no more. Answered by ``Said``, then ``Done``."""
+    """Serve a model no more; with ``when_idle`` its workers stop when they have nothing to do.
+    Answered by ``Said``, then ``Done``."""
 
     name: str
+    when_idle: bool = False
 
 
 Request = StatusRequest | AddModelRequest | RemoveModelRequest

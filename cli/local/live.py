@@ -29,11 +29,17 @@ from millrace.cli.local.report import health_at, part_reports
 from millrace.cli.local.scrape_targets import ScrapeTargets
 from millrace.cli.local.supervisor import Supervisor
 from millrace.cli.local.worker_pool import WorkerPool
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.rollouts.versions import INITIAL, SEPARATOR, Versions
 from millrace.schemas.config import Config
+from millrace.schemas.control import QueueStatus
 
 # A catalogue is read again once a second.
 _HEARD_WITHIN_S = 15.0
 _LOOK_EVERY_S = 0.1
+# Gateways learn within a second that a version has no share any more; between two turns of an
+# answer a tool of theirs may run.
+_IDLE_FOR_S, _IDLE_WITH_TOOLS_S = 2.0, 30.0
 
 
 @dataclass
@@ -85,7 +91,7 @@ class LiveSystem:
         if isinstance(request, AddModelRequest):
             done = await self.changes.add(request, tell)
         else:
-            done = await self.changes.remove(request.name, tell)
+            done = await self.changes.remove(request.name, tell, when_idle=request.when_idle)
         self._say(done.text)
         return done
 
@@ -103,7 +109,39 @@ class LiveSystem:
         known = msgspec.structs.replace(
             self._config, catalogue=str(self._data / "run" / KNOWN_FILE)
         )
-        await serve_one(self.system_state.bus, model, probe_pooling(known, model))
+        pooling = probe_pooling(known, model)
+        is_one_of_several = model in Versions(load_catalogue(known.catalogue).names()).models()
+        # Its name stands for others as well, of which one may answer already.
+        asked = f"{model}{SEPARATOR}{INITIAL}" if is_one_of_several else model
+        await serve_one(self.system_state.bus, asked, pooling)
+
+    async def wait_until_idle(self, model: str) -> None:
+        """Until schedulers and workers have said for a while that no request of a model waits or
+        runs; those that were accepted a moment before it was offered no more are counted by then.
+        No longer than a request may take."""
+        assert self.system_state.bus is not None
+        idle = asyncio.Event()
+        idle_for_s = _IDLE_WITH_TOOLS_S if self._config.gateway.tools else _IDLE_FOR_S
+        idle_since_s: float | None = None
+
+        def note(status: QueueStatus) -> None:
+            nonlocal idle_since_s
+            if status.model != model:
+                return
+            now_s = time.monotonic()
+            is_idle = not status.num_queued and not self._workers.num_held(model)
+            idle_since_s = (idle_since_s or now_s) if is_idle else None
+            if idle_since_s is not None and now_s - idle_since_s >= idle_for_s:
+                idle.set()
+
+        heard = await self.system_state.bus.control.subscribe_queue_status(note)
+        try:
+            async with asyncio.timeout(self._config.gateway.request_timeout_s):
+                await idle.wait()
+        except TimeoutError:
+            self._say(f"{model} has requests though none may take so long; going on")
+        finally:
+            await heard.close()
 
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         """Until all processes of ``part`` that are up know whether there is the model; those that
@@ -130,7 +168,7 @@ class LiveSystem:
         )
         workers = [one.model for one in reports if one.model and one.health == "ok"]
         autoscale = self._config.scheduler.autoscale
-        may_rest = autoscale.max_workers > 0 and autoscale.min_workers == 0
+        may_rest = autoscale.max_workers > 0 and not (autoscale.min_workers or autoscale.warm)
         return SystemReport(
             state=self.system_state.phase,
             pid=os.getpid(),

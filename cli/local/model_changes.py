@@ -24,9 +24,10 @@ from millrace.cli.local.models import (
 )
 from millrace.cli.local.supervisor import StartError
 from millrace.registry.catalogue import Catalogue, CatalogueEngine, ModelEntry, checked_name
+from millrace.registry.rollouts.versions import check_label, split
 from millrace.registry.served import ServedModel
 from millrace.registry.source import resolve
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind, check_quantization
 
 Say = Callable[[str], None]
 
@@ -42,6 +43,9 @@ class Host(Protocol):
 
     async def serve_one(self, model: str) -> None:
         """Raises TimeoutError if a first request is not answered."""
+
+    async def wait_until_idle(self, model: str) -> None:
+        """Until no request of a model waits or runs, within bounds."""
 
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         """Until all ``gateway`` or ``scheduler`` processes that are up know of the change."""
@@ -101,7 +105,8 @@ class ModelChanges:
         if request.workers < 1:
             raise ControlError("--workers must be at least 1")
         name = checked_name(request.name)
-        if name in self._served or name in self._known.routes:
+        check_label(name)
+        if name in self._served or {name, split(name)[0]} & self._known.routes.keys():
             raise ControlError(
                 f"the name {name} is taken; choose another, or first run: millrace models remove "
                 f"{name}"
@@ -136,8 +141,9 @@ class ModelChanges:
             write_saved(self._data, self._saved)
         return Done(f"{name} is served, by {_count(request.workers, 'worker')}")
 
-    async def remove(self, name: str, say: Say) -> Done:
-        """Raises ControlError if there is no such model, or no other."""
+    async def remove(self, name: str, say: Say, *, when_idle: bool = False) -> Done:
+        """With ``when_idle`` its workers stay until nothing waits for them. Raises ControlError if
+        there is no such model, or no other."""
         entry = self._served.get(name)
         if entry is None:
             raise ControlError(f"there is no model {name!r}. Models: {', '.join(self._served)}")
@@ -153,6 +159,9 @@ class ModelChanges:
             self._saved = with_removed(self._saved, name)
             write_saved(self._data, self._saved)
             await self._have_heard("gateway", name, say, is_there=False)
+            if when_idle:
+                say(f"no gateway takes requests for {name} any more; waiting for those it has")
+                await self._host.wait_until_idle(name)
             say(f"no gateway takes requests for {name} any more; its workers drain")
             count = await self._host.stop_workers(name)
             del self._workers[name]
@@ -188,6 +197,9 @@ class ModelChanges:
     def _entry(self, request: AddModelRequest) -> tuple[ModelEntry, bool]:
         """The model under its name; whether it is run by itself, whatever runs the others."""
         entry = msgspec.structs.replace(self._known.entry_for(request.model), name=request.name)
+        if request.quantization is not None:
+            check_quantization(request.quantization, request.engine or entry.engine_kind)
+            entry = msgspec.structs.replace(entry, quantization=request.quantization)
         if request.engine is None:
             return entry, False
         engine = CatalogueEngine(

@@ -31,6 +31,11 @@ def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
             f"scheduler.autoscale: min_workers is {autoscale.min_workers}, which is not between 0 "
             f"and max_workers, {autoscale.max_workers}."
         )
+    if not 0 <= autoscale.warm <= autoscale.max_workers:
+        raise ConfigError(
+            f"scheduler.autoscale: warm is {autoscale.warm}, which is not between 0 and "
+            f"max_workers, {autoscale.max_workers}."
+        )
     if (asked or 1) > autoscale.max_workers:
         raise MillraceError(
             f"--workers {asked} is more than autoscaling allows, which is {autoscale.max_workers}"

@@ -102,6 +102,14 @@ class WorkerPool:
             self._statuses.pop(name, None)
         return len(names)
 
+    def num_held(self, model: str) -> int:
+        """How many requests the workers of a model have, as they told last."""
+        return sum(
+            self._num_held(name)
+            for name, status in self._statuses.items()
+            if status.model == model and not status.retired
+        )
+
     async def close(self) -> None:
         """Start and stop nothing more; what is there stays to the supervisor."""
         if self._scaler is not None:

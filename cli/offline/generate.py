@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import msgspec
+
 from millrace.cli.adapter_options import Adapters, add_adapter_option, read_adapters
 from millrace.cli.offline.engine_options import (
     DEFAULTS,
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from millrace.cli.offline.generated import OfflineRequest
     from millrace.cli.offline.offline import OfflineBatch
     from millrace.registry.served import ServedModel
+
+# Of more adapters those that are used make room for one another.
+_MOST_SLOTS = 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -109,6 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
     served = load_served(arguments)
     config = speculating_as(quantized_as(config, served), arguments.speculation, served)
     adapters = _adapters(arguments, served, config)
+    if adapters:
+        slots = min(len(adapters), _MOST_SLOTS)
+        config = msgspec.structs.replace(config, max_adapters=slots)
     try:
         requests = read_requests(
             arguments.input, served, adapters, keep_bad=arguments.answer_bad_lines
@@ -137,8 +145,6 @@ def _generate(
     config: EngineConfig,
     output: TextIO,
 ) -> int:
-    import msgspec
-
     from millrace.cli.offline.offline import OfflineBatch
     from millrace.workers.engine.engine import Engine
 

@@ -6,11 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.cli.adapter_options import offered_adapter
-from millrace.cli.endpoints import running_config
-from millrace.cli.store_access import add_store_arguments, locate_store, with_store
+from millrace.cli.store_access import (
+    add_store_arguments,
+    print_json,
+    served_catalogue,
+    with_store,
+)
 
 if TYPE_CHECKING:
-    from millrace.registry.catalogue import Catalogue
     from millrace.runtime.redis.link import RedisLink
     from millrace.schemas.models.adapters import Adapter
 
@@ -34,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "path",
         metavar="PATH",
         help="its folder in PEFT's layout, there on the machines of gateways and workers, or its "
-        "address in an object store (s3://bucket/path)",
+        "address in an object store (s3://bucket/path), or its hub id",
     )
     add.add_argument("--model", metavar="NAME", help="whose it is, where there are several models")
     add.add_argument(
@@ -67,7 +70,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
     found = with_store(arguments, read)
     if arguments.json:
-        _print_json(found)
+        print_json(found)
         return 0
     from rich.console import Console
     from rich.table import Table
@@ -96,7 +99,7 @@ def _add(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
 
     adapter = offered_adapter(
-        _catalogue(arguments),
+        served_catalogue(arguments),
         arguments.name,
         arguments.path,
         model=arguments.model,
@@ -109,7 +112,7 @@ def _add(arguments: argparse.Namespace) -> int:
 
     with_store(arguments, store)
     if arguments.json:
-        _print_json(adapter)
+        print_json(adapter)
     else:
         print(
             f"{adapter.name} is offered, of rank {adapter.rank}, as {adapter.name} or "
@@ -126,22 +129,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
     removed = with_store(arguments, remove)
     if arguments.json:
-        _print_json(removed)
+        print_json(removed)
     else:
         print(f"{removed.name} is offered no more; what runs with it goes on")
     return 0
-
-
-def _catalogue(arguments: argparse.Namespace) -> Catalogue:
-    """The models that the system serves, as far as this machine knows."""
-    from millrace.registry.catalogue import load_catalogue
-
-    running = None if arguments.config is not None else running_config(arguments.data)
-    config = running or locate_store(arguments)
-    return load_catalogue(config.catalogue)
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -6,16 +6,13 @@ import argparse
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.operate.status import nothing_runs
+from millrace.cli.operate import rollouts
+from millrace.cli.operate.asking import ask_system, change, from_anywhere
 from millrace.cli.running import supervising
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError
-
-if TYPE_CHECKING:
-    from millrace.cli.local.control import Done, Request, SystemReport
 
 _ANSWERS_WITHIN_S = 10.0
 
@@ -24,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace models`` and its own commands."""
     parser = subparsers.add_parser(
         "models",
-        help="list, add and remove models while the system runs",
+        help="list, add, remove and roll out models while the system runs",
         description="List the models of the system that runs on DIR, add one or remove one, "
         "while it serves the others. What is added and removed stays so when millrace up is "
         "started again on the folder; what its --model names is served whatever was removed.",
@@ -41,7 +38,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Start workers for a model and offer it once one of them has answered. Nothing "
         "changes if that fails.",
     )
-    add.add_argument("name", metavar="NAME", help="what clients will call it")
+    add.add_argument(
+        "name",
+        metavar="NAME",
+        help="what clients will call it; NAME@VERSION is a version of the model NAME",
+    )
     add.add_argument(
         "--model",
         metavar="NAME|PATH",
@@ -57,6 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add.add_argument("--engine-url", metavar="URL", default="", help="a server that runs already")
     add.add_argument("--engine-command", metavar="PROGRAM", default="", help="what starts one")
     add.add_argument("--engine-arguments", metavar="TEXT", default="", help="its command line")
+    add.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the weights when they are loaded (default: as the catalogue says)",
+    )
     _add_common(add, _add)
 
     remove = commands.add_parser(
@@ -67,6 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     remove.add_argument("name", metavar="NAME")
     _add_common(remove, _remove)
+    rollouts.add_commands(commands)
 
 
 def _add_common(
@@ -82,7 +89,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from millrace.cli.local.control import StatusRequest, SystemReport
     from millrace.runtime.text_table import text_table
 
-    report = _ask(arguments.data, StatusRequest(), _ANSWERS_WITHIN_S)
+    report = ask_system(arguments.data, StatusRequest(), _ANSWERS_WITHIN_S)
     assert isinstance(report, SystemReport)
     if arguments.json:
         print(msgspec.json.encode(report.models).decode())
@@ -110,16 +117,17 @@ def _add(arguments: argparse.Namespace) -> int:
         )
     if arguments.engine == EngineKind.OPENAI and not arguments.engine_url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
-    return _change(
+    return change(
         arguments.data,
         AddModelRequest(
             name=arguments.name,
-            model=_from_anywhere(arguments.model or arguments.name),
+            model=from_anywhere(arguments.model or arguments.name),
             workers=arguments.workers,
             engine=arguments.engine and EngineKind(arguments.engine),
             engine_url=arguments.engine_url,
-            engine_command=_from_anywhere(arguments.engine_command),
+            engine_command=from_anywhere(arguments.engine_command),
             engine_arguments=tuple(shlex.split(arguments.engine_arguments)),
+            quantization=arguments.quantization,
         ),
     )
 
@@ -129,7 +137,7 @@ def _remove(arguments: argparse.Namespace) -> int:
 
     if supervising(arguments.data) is None and _forget(arguments.data, arguments.name):
         return 0
-    return _change(arguments.data, RemoveModelRequest(arguments.name))
+    return change(arguments.data, RemoveModelRequest(arguments.name))
 
 
 def _forget(data: Path, name: str) -> bool:
@@ -143,28 +151,3 @@ def _forget(data: Path, name: str) -> bool:
     write_saved(data, with_removed(saved, name))
     print(f"Nothing runs on {data}; {name} is not served when it is started again")
     return True
-
-
-def _change(data: Path, request: Request) -> int:
-    from millrace.cli.local.control import Done
-
-    done = _ask(data, request, None)  # weights may take minutes to load
-    assert isinstance(done, Done)
-    print(done.text)
-    return 0
-
-
-def _ask(data: Path, request: Request, timeout_s: float | None) -> SystemReport | Done:
-    """Raises ConfigError if nothing runs there, and what ``ask`` does."""
-    from millrace.cli.local.control import ask
-
-    if supervising(data) is None:
-        raise ConfigError(nothing_runs(data))
-    return ask(data, request, lambda text: print(f"{text} …", flush=True), timeout_s)
-
-
-def _from_anywhere(path_or_name: str) -> str:
-    """A path as the system, which runs in another folder, finds it; what is none as it is."""
-    path = Path(path_or_name).expanduser()
-    is_path = "/" in path_or_name and (path.exists() or path_or_name[0] in "./~")
-    return str(path.resolve()) if is_path or path.is_file() or path.is_dir() else path_or_name

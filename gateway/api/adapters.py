@@ -15,6 +15,7 @@ from millrace.gateway.tenancy.identity import require_admin
 from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, read_body
 from millrace.registry.adapters import AdapterOffer, check_offer, read_offer
+from millrace.registry.rollouts.versions import split
 from millrace.runtime.redis.link import reachable
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ParameterError
@@ -53,8 +54,10 @@ class AdaptersApi:
         body = await read_body(request.scope, request.receive, gateway.config)
         asked = decode(self._load_decoder, body)
         card = gateway.models.card(self._base_of(asked))
-        if card.id in gateway.models.router.routes:
-            raise ParameterError("base_model_name", f"{card.id} chooses a model; name one of them.")
+        if card.id not in gateway.models.names():
+            raise ParameterError(
+                "base_model_name", f"{card.id} stands for several models; name one of them."
+            )
         engine = EngineKind.REAL if card.engine is None else EngineKind(card.engine.kind)
         offer = AdapterOffer(
             name=asked.lora_name,
@@ -64,7 +67,9 @@ class AdaptersApi:
             description=asked.description,
             prices=asked.prices,
         )
-        taken = {*gateway.models.names(), *gateway.models.router.routes}
+        names = gateway.models.names()
+        several = (split(name)[0] for name in names)
+        taken = {*names, *several, *gateway.models.router.routes}
         model = await gateway.models.get(card.id)
         now_ns = gateway.clock.now_ns()
 

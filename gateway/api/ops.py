@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from millrace.bus.fleet.rollouts import RolloutStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError, TelemetryUnavailableError
 from millrace.gateway.tenancy.identity import require_admin
 from millrace.runtime.alerts.rules import RULES
 from millrace.runtime.alerts.watch import Alert, AlertState, unknown_alert
+from millrace.runtime.redis.link import RedisUnreachableError, reachable
 from millrace.runtime.retry import retry
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.errors import MillraceError, ParameterError
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_EXPORT_ROWS = 100_000
 _EXPORT = "requests"
 _ALERTS = "alerts"
+_ROLLOUTS = "rollouts"
 _ABSENT = "MillraceTelemetryAbsent"
 # What of the objectives a query has parameters for.
 _OBJECTIVES = {
@@ -79,8 +82,9 @@ class OpsApi:
     async def query(self, request: Request) -> Response:
         """Rows of a saved query, as telemetry gave them: CSV for a name that ends in ``.csv`` or a
         caller that accepts nothing else. ``requests.csv`` is each request of a range, row by row;
-        ``alerts`` is how the alerts stand, as this gateway and telemetry see it. Objectives that
-        are not given are those of the configuration.
+        ``alerts`` is how the alerts stand, as this gateway and telemetry see it, ``rollouts`` how
+        rollouts of versions do, as schedulers say. Objectives that are not given are those of the
+        configuration.
 
         Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
         TelemetryUnavailableError.
@@ -92,6 +96,8 @@ class OpsApi:
         params = self._with_objectives(name, _single_values(request))
         if name == _ALERTS and not wants_csv:
             return Response(await self._alerts(params), media_type=_JSON, headers=_HEADERS)
+        if name == _ROLLOUTS and not wants_csv:
+            return Response(await self._rollouts(), media_type=_JSON, headers=_HEADERS)
         if not wants_csv:
             answer = await self._answer_of(name, params)
             return Response(answer.rows_json, media_type=_JSON, headers=_HEADERS)
@@ -119,6 +125,14 @@ class OpsApi:
         alerts += own.note_telemetry(answers=answers)
         alerts.sort(key=lambda one: (_ORDER[one.state], one.severity, one.name, one.subject))
         return msgspec.json.encode(alerts)
+
+    async def _rollouts(self) -> bytes:
+        """None while Redis is unreachable, which is an alert."""
+        try:
+            reports = await RolloutStore(reachable(self._gateway.redis)).reports()
+        except RedisUnreachableError:
+            reports = []
+        return msgspec.json.encode(reports)
 
     async def _export(self, params: dict[str, str]) -> Response:
         """All pages of the range, one after the other; what it ends at is fixed at the start."""

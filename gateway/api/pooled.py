@@ -160,7 +160,7 @@ class PooledEndpoint:
         body = await read_body(request.scope, request.receive, gateway.config)
         await gateway.intake_limits.admit(caller, request_id, len(body))
         asked = await read_long(gateway.prompts, caller, body, self._read)
-        model = await gateway.models.get(asked.model, caller.tenant)
+        model = await gateway.models.get_named(asked.model, caller.tenant)
         inputs, pooling, shape = asked.plan(model)
         base = self._base_job(asked, request_id, pooling, caller)
         if trace is not None:

@@ -125,7 +125,7 @@ class Api:
             asked = await read(len(body), lambda: decode(decoder, body))
             template = asked.chat_template if isinstance(asked, TokenizeRequest) else None
             gateway.maker.check_template(template)
-            model = await gateway.models.get(asked.model, caller.tenant)
+            model = await gateway.models.get_named(asked.model, caller.tenant)
             length = num_characters_with(template, len(body))
             answered = await read(length, lambda: msgspec.json.encode(answer(asked, model)))
         return Response(answered, media_type="application/json")

@@ -46,7 +46,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
     ) -> BatchOrder:
         asked = decode(self._decoder, body)
         inputs = inputs_of(asked.input)
-        model = await self._gateway.models.get(asked.model, caller.tenant)
+        model = await self._gateway.models.get_named(asked.model, caller.tenant)
         pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
             bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),

@@ -34,6 +34,7 @@ from millrace.gateway.openapi.operation import (
     page,
     post,
 )
+from millrace.gateway.openapi.rollouts import ROLLOUTS
 from millrace.gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
 from millrace.schemas.anthropic.answers import (
     MessageAnswer,
@@ -351,6 +352,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
     ),
     "adapters": ADAPTERS,
+    "rollouts": ROLLOUTS,
     "limits": (
         get(
             "/v1/limits",

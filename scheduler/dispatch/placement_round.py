@@ -12,9 +12,7 @@ from millrace.schemas.errors import AdapterError, ContextLengthError
 
 # Jobs that fit nowhere just now, and yet let others go, in a round.
 _MAX_KEPT_FOR = 16
-_NO_SLOTS = (
-    "The workers of the model {} take no adapters; on a CPU engine.max_adapters says how many."
-)
+_NO_SLOTS = "The workers of the model {} take no adapters; engine.max_adapters says how many."
 
 
 class PlacementRound:

@@ -50,7 +50,7 @@ class Autoscaler:
             return 0
         if self._busy_s is None or signals.num_queued or signals.num_held:
             self._busy_s = now_s
-        needed = max(self._for_load(signals), self._for_queue(signals, now_s))
+        needed = max(self._for_load(signals), self._for_queue(signals, now_s)) + config.warm
         if signals.num_queued or now_s - self._busy_s < config.idle_s:
             needed = max(needed, 1)
         floor = config.min_workers

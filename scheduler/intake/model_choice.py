@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from millrace.bus.job_queue import LeasedJob
 from millrace.registry.routing.router import ModelState, Router, check_routable, routed
 from millrace.registry.routing.score import question_of
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.schemas.jobs import Job, Tier
 
@@ -21,10 +23,13 @@ class ModelChooser:
         router: Router,
         state_of: Callable[[str, Tier, str], ModelState],
         index: RunningRequests,
+        versions: VersionChooser,
     ) -> None:
+        """``versions`` chooses one where a model of a route has several."""
         self._router = router
         self._state_of = state_of
         self._index = index
+        self._versions = versions
 
     @property
     def names(self) -> Collection[str]:
@@ -35,12 +40,17 @@ class ModelChooser:
         """Those that jobs of a name may go to."""
         return self._router.routes[name].models
 
-    def choose(self, job: Job) -> Job:
+    def leaves_open(self, leased: LeasedJob) -> bool:
+        """Whether the job names no model."""
+        return leased.job.model in self._router.routes
+
+    def choose(self, leased: LeasedJob) -> Job:
         """The job with a model; one that has a model already is left as it is.
 
         Raises ParameterError, naming the field, for a job that has a meaning with one model only.
         """
-        if job.model not in self._router.routes:
+        job = leased.job
+        if not self.leaves_open(leased):
             return job
         check_routable(
             job.model,
@@ -55,7 +65,8 @@ class ModelChooser:
         def state_of(model: str, tier: Tier) -> ModelState:
             return self._state_of(model, tier, job.tenant)
 
-        return routed(job, self._router.choose(job.model, question, state_of))
+        chosen = self._router.choose(job.model, question, state_of)
+        return self._versions.with_version(routed(job, chosen))
 
     async def settle(self, job: Job) -> Job:
         """A routed job with the model that was first chosen for it, by whichever scheduler. Its

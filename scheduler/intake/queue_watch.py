@@ -15,8 +15,8 @@ from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
-from millrace.scheduler.intake.orphan_reaper import OrphanReaper
 from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.intake.served_models import ServedModels
 from millrace.scheduler.jobs.scheduled_job import Tenant
 from millrace.scheduler.jobs.terminal_status import shed
 from millrace.scheduler.queues.fair_queue import weights_of
@@ -45,24 +45,22 @@ _REST_S = 2.0
 
 class QueueWatch:
     """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
-    at all it rests until ``wake``, for ``_REST_S`` at most. What it finds is for ``orphan_reaper``,
+    at all it rests until ``wake``, for ``_REST_S`` at most. What it finds is for the orphan reaper,
     too. ``answers`` owns the answers to shed jobs, which exist nowhere else."""
 
     def __init__(
         self,
         context: SchedulerContext,
-        pullers: Mapping[str, Puller],
-        dispatchers: Mapping[str, Dispatcher],
-        queue_estimates: Mapping[str, QueueEstimate],
+        models: ServedModels,
         answers: Tasks,
-        orphan_reaper: OrphanReaper,
     ) -> None:
         self._context = context
-        self._pullers = pullers
-        self._dispatchers = dispatchers
+        self._models = models
+        self._pullers: Mapping[str, Puller] = models.pullers
+        self._dispatchers: Mapping[str, Dispatcher] = models.dispatchers
+        self._queue_estimates: Mapping[str, QueueEstimate] = models.queue_estimates
         self._answers = answers
-        self._orphan_reaper = orphan_reaper
-        self._queue_estimates = queue_estimates
+        self._orphan_reaper = models.orphan_reaper
         self._weights = weights_of(context.config.tiers)
         self._wake = asyncio.Event()
         self._is_empty = False
@@ -117,14 +115,20 @@ class QueueWatch:
 
     async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:
         context, bound = self._context, self._context.config.max_queued_jobs
-        waiting = self._pullers[model].backlog.waiting()
-        num_queued = max(0, total - context.fleet.num_held(model))
+        waiting: dict[TenantQueue, int] = {}
+        num_elsewhere = 0  # under names that leave the model, or its version, open
         for name, puller in self._pullers.items():
-            if name not in self._dispatchers and puller.dispatcher is dispatcher:
-                # What leaves the model open waits for this one, as far as anybody knows.
-                unrouted = puller.backlog.waiting()
-                waiting |= unrouted
-                num_queued += sum(unrouted.values())
+            if self._models.waits_for(puller) is dispatcher:
+                of_name = puller.backlog.waiting()
+                waiting |= of_name
+                num_elsewhere += sum(of_name.values()) if name != model else 0
+        if self._models.has_versions(model):
+            # Of the jobs under its name some are at the workers of other versions, and it has some
+            # that came under other names.
+            num_here = sum(dispatcher.num_here(is_batch=is_batch) for is_batch in (False, True))
+            num_queued = sum(waiting.values()) + num_here
+        else:
+            num_queued = max(0, total - context.fleet.num_held(model)) + num_elsewhere
         queue_estimate = self._queue_estimates[model]
         by_tenant: Counter[Tenant] = Counter()
         for tenant_queue, count in waiting.items():
@@ -137,7 +141,6 @@ class QueueWatch:
             num_queued -= num_shed
         queue_estimate.num_queued = num_queued
         queue_estimate.look()
-        autoscaler = self._autoscalers.setdefault(model, Autoscaler(context.config.autoscale))
         ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
         waits_s = queue_estimate.oldest_waits_s()
         oldest_wait_s = max(waits_s.values())
@@ -165,11 +168,19 @@ class QueueWatch:
                 interactive_wait_s=max(
                     wait_s for tier, wait_s in waits_s.items() if tier is not Tier.BATCH
                 ),
-                desired_workers=autoscaler.desired(signals, context.clock.monotonic()),
+                desired_workers=self._desired_workers(model, signals),
                 sent_ns=context.clock.now_ns(),
             )
         )
         return num_shed > 0 and num_queued > bound
+
+    def _desired_workers(self, model: str, signals: Signals) -> int:
+        """A version that is to get requests has a worker before they come."""
+        config = self._context.config.autoscale
+        autoscaler = self._autoscalers.setdefault(model, Autoscaler(config))
+        desired = autoscaler.desired(signals, self._context.clock.monotonic())
+        least = 1 if config.max_workers and self._models.is_candidate(model) else 0
+        return max(desired, least)
 
     # --- too much ---
 

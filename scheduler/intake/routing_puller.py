@@ -5,20 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from millrace.bus.job_queue import LeasedJob
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
-from millrace.scheduler.intake.model_choice import ModelChooser
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.jobs.terminal_status import refused
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
+from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
 
 # Jobs of which the model is looked up count nowhere else so far.
 _MAX_ROUTING = 64
+
+
+class Chooser(Protocol):
+    """Chooses a model for a job that leaves it open."""
+
+    def leaves_open(self, leased: LeasedJob) -> bool:
+        """Whether there is something to choose."""
+
+    def choose(self, leased: LeasedJob) -> Job:
+        """The job with a model. Raises MillraceError for one that can have none."""
+
+    async def settle(self, job: Job) -> Job:
+        """The job with the model that was first chosen for it, by whichever scheduler. Its client
+        may have tokens of that one, which no other model can go on with."""
 
 
 class RoutingPuller(Puller):
@@ -31,10 +46,11 @@ class RoutingPuller(Puller):
         name: str,
         dispatchers: Mapping[str, Dispatcher],
         preparation: Preparation,
-        chooser: ModelChooser,
+        chooser: Chooser,
         models: Sequence[str],
     ) -> None:
-        """``models`` are those of the name that are served here."""
+        """``models`` are those of the name that are served here, the one of that very name first,
+        if there is one: it gets what leaves nothing open."""
         super().__init__(context, name, dispatchers, models, preparation)
         self._models = models
         self._chooser = chooser
@@ -45,7 +61,8 @@ class RoutingPuller(Puller):
             super()._pull_all()
 
     def accept(self, leased: LeasedJob) -> None:
-        if self._context.job_table.get(leased.job.request_id) is not None:
+        is_here = self._context.job_table.get(leased.job.request_id) is not None
+        if is_here or not self._chooser.leaves_open(leased):
             super().accept(leased)
         else:
             self._num_routing += 1
@@ -59,7 +76,7 @@ class RoutingPuller(Puller):
     async def _route(self, leased: LeasedJob) -> None:
         scheduled = self._scheduled_job(leased)
         try:
-            scheduled.job = await self._chooser.settle(self._chooser.choose(leased.job))
+            scheduled.job = await self._chooser.settle(self._chooser.choose(leased))
             if scheduled.job.model not in self._models:
                 raise ModelNotFoundError(
                     f"The model {scheduled.job.model!r} was chosen, which is not served here."

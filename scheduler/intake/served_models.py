@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
+from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -19,7 +21,8 @@ from millrace.scheduler.intake.model_choice import ModelChooser
 from millrace.scheduler.intake.orphan_reaper import OrphanReaper
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.intake.routing_puller import RoutingPuller
+from millrace.scheduler.intake.routing_puller import Chooser, RoutingPuller
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
 
@@ -35,12 +38,14 @@ class ModelCatalogue:
 
 
 class ServedModels:
-    """Of the catalogue the models that the configuration names, or all of them if it names none.
+    """Of the catalogue the models that the configuration names, with all versions of each, or all
+    models if it names none.
 
     ``dispatchers``, ``queue_estimates`` and ``pullers`` have those that are served now; pullers are
-    also by the names that leave the model open. The jobs of a model that has gone are ended as soon
-    as they are seen; ``dispatcher_of`` knows where they are until then. Owns the tasks that pull
-    and estimate. Raises ModelNotFoundError if a model of the configuration is not there.
+    also by the names that leave the model, or its version, open. The jobs of a model that has gone
+    are ended as soon as they are seen; ``dispatcher_of`` knows where they are until then. Owns the
+    tasks that pull and estimate. Raises ModelNotFoundError if a model of the configuration is not
+    there.
     """
 
     def __init__(
@@ -48,8 +53,9 @@ class ServedModels:
         context: SchedulerContext,
         model_cache: ModelCache,
         catalogue: ModelCatalogue,
-        adapters: AdapterDirectory,
+        directories: Directories,
     ) -> None:
+        self._versions = Versions(catalogue.names)
         unknown = set(context.config.models) - set(catalogue.names)
         if unknown:
             raise ModelNotFoundError(
@@ -58,7 +64,8 @@ class ServedModels:
             )
         self._context = context
         self._model_cache = model_cache
-        self._preparation = Preparation(context, model_cache, adapters)
+        self._rollouts = directories.rollouts
+        self._preparation = Preparation(context, model_cache, directories.adapters)
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}
@@ -68,9 +75,9 @@ class ServedModels:
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
         self._is_running = False
         self._failure: asyncio.Future[None] | None = None
-        for model in context.config.models or sorted(catalogue.names):
+        for model in sorted(self._wanted(catalogue)):
             self._add(model)
-        self._route(catalogue.router)
+        self._pull_all(catalogue.router)
 
     def dispatcher_of(self, model: str) -> Dispatcher:
         """That of a model whose jobs are here."""
@@ -81,7 +88,10 @@ class ServedModels:
         return list(self._known.values())
 
     def model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
-        """How a model stands for a tenant; one that is not served here as if it were idle."""
+        """How a model stands for a tenant, of several versions the stable one; what is not served
+        here as if it were idle."""
+        if model in self._versions.models():
+            model = self._versions.stable(model, self._rollouts.rollouts)
         queue_estimate = self.queue_estimates.get(model)
         return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
 
@@ -104,42 +114,85 @@ class ServedModels:
         new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
         self._model_cache.change(catalogue.load, changed)
         self.orphan_reaper.known_models = _all_names(catalogue)
-        for name in [name for name in self.pullers if name not in self.dispatchers]:
-            await self._stop(name)
-        wanted = self._context.config.models or catalogue.names
-        for model in [model for model in self.dispatchers if model not in catalogue.names]:
-            await self._remove(model)
-        for model in sorted(set(wanted) & set(catalogue.names) - self.dispatchers.keys()):
+        before, self._versions = self._versions, Versions(catalogue.names)
+        # All are in place again before anything is waited for.
+        closing = [
+            self._remove(model) for model in list(self.dispatchers) if model not in catalogue.names
+        ]
+        for model in sorted(self._wanted(catalogue) - self.dispatchers.keys()):
             self._add(model)
-        self._route(catalogue.router)
+        outdated = [
+            name
+            for name in self.pullers
+            if name not in self.dispatchers or self._versions.of(name) != before.of(name)
+        ]
+        closing += map(self._detach, outdated)
+        self._pull_all(catalogue.router)
+        for tasks in closing:
+            await tasks.close()
+
+    def waits_for(self, puller: Puller) -> Dispatcher:
+        """The dispatcher that jobs wait for which are in the queue under the name of a puller, as
+        far as anybody knows: that of the stable version, where the name stands for several."""
+        if puller.model in self._versions.models():
+            stable = self._versions.stable(puller.model, self._rollouts.rollouts)
+            return self.dispatchers.get(stable, puller.dispatcher)
+        return puller.dispatcher
+
+    def has_versions(self, model: str) -> bool:
+        """Whether a model is one version of several, so that jobs of it come under other names."""
+        return self._versions.family(model) != (model,)
+
+    def is_candidate(self, model: str) -> bool:
+        """Whether a rollout is to give a model its requests."""
+        every = self._rollouts.rollouts.values()
+        return any(one.is_open and one.candidate == model for one in every)
+
+    def _wanted(self, catalogue: ModelCatalogue) -> set[str]:
+        """Who serves a version serves all of its model's: jobs come under the model's name."""
+        names = self._context.config.models or catalogue.names
+        family = self._versions.family
+        return {one for name in names for one in family(name)} & set(catalogue.names)
 
     def _add(self, model: str) -> None:
         self._gone.pop(model, None)
         self._context.withdrawn_models.discard(model)
         dispatcher = self.dispatchers[model] = Dispatcher(self._context, model)
         self.queue_estimates[model] = QueueEstimate(self._context, dispatcher)
-        self._add_puller(Puller(self._context, model, self._known, [model], self._preparation))
 
-    async def _remove(self, model: str) -> None:
-        await self._stop(model)
+    def _remove(self, model: str) -> Tasks:
         del self.queue_estimates[model]
         dispatcher = self._gone[model] = self.dispatchers.pop(model)
         self._context.withdrawn_models.add(model)
         dispatcher.finish_unwanted()
+        return self._detach(model)
 
-    def _route(self, router: Router | None) -> None:
+    def _pull_all(self, router: Router | None) -> None:
+        """Have a puller by every name that jobs may have, where there is none."""
+        versions = self._versions
+        chooser = VersionChooser(versions, self._rollouts, self._context.running_requests)
+        for model in versions.models():
+            served = [one for one in versions.of(model) if one in self.dispatchers]
+            for name in versions.names_of(model) if served else ():
+                if name not in self.pullers:
+                    self._add_puller(self._routing_puller(name, chooser, served))
+        for name in self.dispatchers.keys() - self.pullers.keys():
+            self._add_puller(Puller(self._context, name, self._known, [name], self._preparation))
+        self._route(router, chooser)
+
+    def _route(self, router: Router | None, versions: VersionChooser) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
         if router is None:
             return
-        chooser = ModelChooser(router, self.model_state, self._context.running_requests)
+        chooser = ModelChooser(router, self.model_state, self._context.running_requests, versions)
         for name in chooser.names:
-            models = [one for one in chooser.models_of(name) if one in self.dispatchers]
+            every = chain.from_iterable(map(self._versions.family, chooser.models_of(name)))
+            models = [one for one in every if one in self.dispatchers]
             if models:
-                self._add_puller(
-                    RoutingPuller(
-                        self._context, name, self._known, self._preparation, chooser, models
-                    )
-                )
+                self._add_puller(self._routing_puller(name, chooser, models))
+
+    def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> Puller:
+        return RoutingPuller(self._context, name, self._known, self._preparation, chooser, models)
 
     def _add_puller(self, puller: Puller) -> None:
         self.pullers[puller.model] = puller
@@ -154,11 +207,10 @@ class ServedModels:
         for loop in loops:
             loop.add_done_callback(self._note_failure)
 
-    async def _stop(self, name: str) -> None:
+    def _detach(self, name: str) -> Tasks:
+        """Pull under a name no more; what did so is to be closed."""
         self.pullers.pop(name).detach()
-        tasks = self._tasks.pop(name, None)
-        if tasks is not None:
-            await tasks.close()
+        return self._tasks.pop(name, None) or Tasks()
 
     def _note_failure(self, loop: asyncio.Task[None]) -> None:
         assert self._failure is not None
@@ -172,4 +224,6 @@ class ServedModels:
 
 def _all_names(catalogue: ModelCatalogue) -> frozenset[str]:
     routes = () if catalogue.router is None else catalogue.router.routes
-    return frozenset((*catalogue.names, *routes))
+    versions = Versions(catalogue.names)
+    several = chain.from_iterable(map(versions.names_of, versions.models()))
+    return frozenset((*catalogue.names, *several, *routes))

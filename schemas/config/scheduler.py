@@ -44,6 +44,10 @@ class AutoscaleConfig(Section, frozen=True, kw_only=True):
     max_workers: int = 0
     """Most workers of a model; 0: no autoscaling."""
 
+    warm: int = 0
+    """Workers of a model beyond those that it needs, loaded and idle, for a burst that is not to
+    wait for a start."""
+
     target_wait_s: float = 2.0
     """Predicted wait of a job above which there should be more workers."""
 

@@ -60,9 +60,10 @@ class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 class LoadLoraAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``lora_path`` is a folder in PEFT's layout, by its absolute path, there on the machines of
-    gateway and workers. ``base_model_name`` may be left out where there is one model. Only
-    ``tenants`` know of it, if any are named. With ``load_inplace`` it takes the place of an adapter
-    of that name; what runs with that one goes on with it."""
+    gateway and workers, its address in an object store, or its hub id. ``base_model_name`` may be
+    left out where there is one model. Only ``tenants`` know of it, if any are named. With
+    ``load_inplace`` it takes the place of an adapter of that name; what runs with that one goes on
+    with it."""
 
     lora_name: str
     lora_path: str

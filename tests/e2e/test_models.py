@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.clients import ask_sse
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.repository import ROOT
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -177,12 +180,122 @@ async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
     assert {part["name"] for part in millrace.status()["parts"]} == set(_PARTS)
 
 
+class Load:
+    """Clients that ask for ``demo`` again and again, until ``stop``; none of them may fail."""
+
+    def __init__(self, url: str, num_clients: int = 6) -> None:
+        self.answered: list[str] = []
+        self._stopping = asyncio.Event()
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", timeout=60.0, max_retries=0
+        )
+        self._tasks = [asyncio.create_task(self._run()) for _ in range(num_clients)]
+
+    async def stream(self, num_tokens: int) -> str:
+        """The version that answered, with as many tokens as were asked for."""
+        stream = await self._client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Go on."}],
+            max_tokens=num_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        models, usage = set(), None
+        async for chunk in stream:
+            models.add(chunk.model)
+            usage = chunk.usage or usage
+        assert usage is not None
+        assert usage.completion_tokens == num_tokens
+        (model,) = models  # never two of them
+        return model
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.answered.append(await self.stream(2))
+
+    async def has(self, version: str, *, alone: bool = False) -> None:
+        """Wait until requests that come now are answered by a version, or by it ``alone``."""
+
+        async def seen() -> bool:
+            start = len(self.answered)
+            await eventually(lambda: len(self.answered) >= start + 24, timeout_s=30.0)
+            latest = set(self.answered[-12:])
+            return latest == {version} if alone else version in latest
+
+        await eventually(seen, timeout_s=60.0)
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        await asyncio.gather(*self._tasks)
+        await self._client.close()
+
+
+async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -> None:
+    load = Load(millrace.system.http)
+    before = asyncio.create_task(load.stream(60))
+    await load.has("demo", alone=True)
+    promote = ("models", "promote", "demo@v2", "--min-requests", "3", "--canary", "30")
+    said = await millrace.background(
+        *promote,
+        *("--model", str(ROOT / "registry" / "demo" / "model"), "--step", "40"),
+        *("--interval", "1s", "--abort-if", "error_rate>0.5 or ttft_p99>60s"),
+    )
+    assert said.splitlines()[-3:] == [
+        "demo@v2 answers 30 % of the requests for demo",
+        "demo@v2 answers 70 % of the requests for demo",
+        "demo@v2 answers for demo; demo may be retired",
+    ]
+    await load.has("demo@v2", alone=True)
+    refusal = millrace.refusal("models", "retire", "demo@v2")
+    assert "demo@v2 answers requests for demo" in refusal
+    # What began with the old version ends with it; what begins now will end with the new one.
+    assert await before == "demo"
+    during = asyncio.create_task(load.stream(150))
+    published = ("publish", "--model", "demo", "--prompt", "Go on.", "--max-tokens", "2")
+    assert await millrace.background(*published)
+    said = await millrace.background("models", "rollback", "demo")
+    assert said == "aborted (by hand): demo answers for demo\n"
+    await load.has("demo", alone=True)
+
+    # One that does badly is left by itself.
+    rule = ("--abort-if", "error_rate>0.5 or ttft_p50>1us", "--interval", "30s")
+    ran = await asyncio.to_thread(millrace.run, *promote, *rule)
+    assert ran.returncode == 1, ran.stderr
+    last = ran.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"aborted \(ttft_p50 is .* ms, over 0.001 ms\): demo answers for demo", last
+    )
+    await load.has("demo", alone=True)
+    shown = json.loads(await millrace.background("models", "rollouts", "--json"))
+    assert [one["rollout"]["state"] for one in shown] == ["aborted"]
+    retiring = asyncio.create_task(millrace.background("models", "retire", "demo@v2"))
+    assert await during == "demo@v2"
+    assert "demo@v2 is removed; 1 worker drained" in await retiring
+    await load.stop()
+    assert set(load.answered) == {"demo", "demo@v2"}
+
+    counted = "SELECT model_served, count() FROM requests WHERE model_requested = 'demo' "
+    query = f"{counted} AND status = 'done' GROUP BY 1 ORDER BY 1"
+
+    def versions() -> set[str]:
+        shown = millrace("sql", query, "--format", "csv").splitlines()
+        return {line.split(",")[0].strip('"') for line in shown[1:]}
+
+    await eventually(lambda: versions() == {"demo", "demo@v2"}, timeout_s=30.0)
+
+
 def test_what_cannot_be_disturbs_nothing(millrace: Millrace) -> None:
     for arguments, says in (
         (("add", "x", "--model", "/nowhere/at/all"), "does not exist"),
         (("add", "x", "--model", "/tmp"), "config.json"),
         (("add", "x y", "--model", "demo"), "text without spaces"),
         (("add", "auto", "--model", "demo"), "is reserved"),
+        (("add", "demo@stable", "--model", "demo"), "The version stable"),
+        (("promote", "demo@v9"), "There is no version 'demo@v9'"),
+        (("promote", "demo@v9", "--abort-if", "slow>1"), "has no metric 'slow'"),
+        (("rollback", "nope"), "There is no rollout of 'nope'"),
+        (("retire", "demo@v9"), "There is no version 'demo@v9'"),
         (("add", "nope"), "There is no model 'nope'"),
         (("add", "x", "--model", "demo", "--workers", "0"), "--workers must be at least 1"),
         (("add", "x", "--model", "demo", "--engine-url", "http://a"), "go with --engine"),

@@ -206,6 +206,46 @@ def test_prices_are_prices(price: Decimal) -> None:
         book(output_per_million=price)
 
 
+def test_versions_stand_beside_their_model(tmp_path: Path) -> None:
+    models = "chat@v1: {source: org/a, tiers: [pro, free]}, chat@v2: {source: org/b, tiers: [pro]}"
+    small = "small: {source: org/c}"
+    route = "routes: {auto: {small: small, large: chat}}"
+    catalogue = written(tmp_path, f"models: {{{models}, {small}}}\n{route}")
+    assert catalogue.names() == ("chat@v1", "chat@v2", "small")
+    assert catalogue.routes["auto"].large == "chat"
+    # A revision of the hub may be called anything, and reads back.
+    reads_back = Catalogue({}).with_model("org/model@stable")
+    reads_back.write(tmp_path / "again.yaml")
+    assert load_catalogue(str(tmp_path / "again.yaml")).names() == ("org/model@stable",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: {chat@stable: {source: org/a}}", "The version stable of 'chat@stable'"),
+        (
+            (
+                "models: {chat@v1: {source: org/a}, b: {source: org/b}}\n"
+                "routes: {chat: {small: chat@v1, large: b}}"
+            ),
+            "its name must be text without spaces, and no model's",
+        ),
+        (
+            (
+                "models: {auto@v1: {source: org/a}, b: {source: org/b}}\n"
+                "routes: {auto: {small: auto@v1, large: b}}"
+            ),
+            "its name must be text without spaces, and no model's",
+        ),
+    ],
+)
+def test_names_that_would_stand_for_two_things_are_refused(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        written(tmp_path, text)
+
+
 def test_a_model_may_be_quantized_when_it_is_loaded(tmp_path: Path) -> None:
     entry = written(tmp_path, "models:\n  small:\n    source: ./a\n    quantization: int8\n").get(
         "small"

@@ -10,6 +10,7 @@ from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import (
+    AnswerTimes,
     Cancel,
     CancelReason,
     Dispatch,
@@ -23,7 +24,7 @@ from millrace.schemas.control import (
 )
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done, FinishReason
-from millrace.schemas.records import RequestRecord
+from millrace.schemas.records import RequestRecord, Status
 
 _HEARTBEAT_S = 0.5
 _LEASE_EXTEND_S = 2.0
@@ -34,7 +35,8 @@ _lives = itertools.count(1)
 class ScriptedWorker:
     """Holds up to ``num_slots`` requests. ``rejection`` is why it refuses them, ``mute``
     makes it answer nothing. ``history`` is every dispatch that it accepted. With ``device_us`` it
-    tells what runs took that others go on from, ``last_word_after_s`` they are over here."""
+    tells what runs took that others go on from, ``last_word_after_s`` they are over here.
+    ``answer`` is what it tells schedulers of how a request ended."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class ScriptedWorker:
         self.device_us = 0
         self.max_adapters = 0
         self.last_word_after_s = 0.0
+        self.answer = AnswerTimes(status=Status.DONE)
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
         self.cancels: list[Cancel] = []
@@ -155,6 +158,7 @@ class ScriptedWorker:
             tenant=job.tenant,
             tier=job.tier,
             epoch=dispatch.epoch,
+            answer=self.answer,
             started_ns=dispatch.sent_ns + 1,
             device_us=self.device_us,
             prompt_tokens=len(job.prompt_token_ids or ()),

@@ -10,6 +10,7 @@ from decimal import Decimal
 import msgspec
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest
@@ -27,6 +28,7 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
 
@@ -62,7 +64,7 @@ class FakeModel:
 
 
 def load_fake(model: str) -> FakeModel:
-    if model not in ("m", "small", "large"):
+    if model not in ("m", "m@v2", "small", "large"):
         raise ModelNotFoundError(f"no {model}")
     return FakeModel()
 
@@ -134,6 +136,7 @@ class World:
     ) -> None:
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
+        self.rollouts = MemoryRolloutStore()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
         self.running_requests = FakeRunningRequests()
@@ -159,7 +162,7 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
-            adapters=self.adapters,
+            directories=Directories(self.adapters, MemoryRollouts(self.rollouts, self.clock)),
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

@@ -10,12 +10,15 @@ from decimal import Decimal
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from playwright.async_api import Locator, Page, expect
 
 from millrace.runtime.alerts.watch import Condition
+from millrace.schemas.models.rollouts import Rollout, RolloutState, VersionFigures
 from millrace.schemas.records import RefusalRecord, RequestRecord
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REQUESTS
+from tests.bus.fleet.memory_rollouts import MemoryRolloutStore
 from tests.telemetry.ops_page import OpsPage, shoot
 from tests.telemetry.records import refusal_record, request_record
 from tests.telemetry.traffic import NUM_REQUESTS, fill
@@ -276,3 +279,40 @@ def _paid(records: list[RequestRecord], tenant: str | None = None) -> Decimal:
 def _plain(amount: Decimal) -> str:
     """As the store writes it."""
     return f"{amount.normalize():f}"
+
+
+async def test_rollouts_are_seen_with_what_each_version_does(
+    ops: OpsPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, _ = await ops.open()
+    await expect(page.locator("#alerts-note")).not_to_be_empty()
+    await expect(page.locator("#rollouts-panel")).to_be_hidden()
+
+    store = MemoryRolloutStore()
+    chat = Rollout(model="chat", stable="chat", candidate="chat@v2", abort_if="ttft_p95>1.5x")
+    figures = [
+        VersionFigures(version="chat@v2", num_requests=40, percentiles_ms={"ttft_p95": 120.0}),
+        VersionFigures(version="chat", num_requests=360, error_rate=0.005),
+    ]
+    started = await store.start(chat)
+    runs = await store.change(started, replace(started, state=RolloutState.RUNNING, percent=10.0))
+    assert runs is not None
+    await store.put_figures(runs, figures)
+    over = replace(chat, model="old", stable="old", candidate="old@v2", reason="it was slow")
+    await store.start(replace(over, state=RolloutState.ABORTED))
+    monkeypatch.setattr("millrace.gateway.api.ops.RolloutStore", lambda _link: store)
+    monkeypatch.setattr("millrace.gateway.api.ops.reachable", lambda link: link)
+    page, complaints = await ops.open()
+    rows = page.locator("#rollouts tbody tr")
+    await expect(rows).to_have_count(4)
+    for row, texts in (
+        (0, ["chat", "Running", "chat@v2", "10 %", "40", "0 %", "120 ms", "ttft_p95>1.5x"]),
+        (1, ["chat", "90 %", "360", "0.5 %"]),
+        (2, ["old", "Aborted", "old@v2", "0 %", "it was slow"]),
+        (3, ["old", "100 %"]),
+    ):
+        for text in texts:
+            await expect(rows.nth(row)).to_contain_text(text)
+    await page.locator("#rollouts").scroll_into_view_if_needed()
+    await shoot(page, "ops-rollouts")
+    assert complaints == []

@@ -55,8 +55,9 @@ class Runner(Protocol):
     @property
     def weight_size(self) -> WeightSize: ...
 
-    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most such a rank; for any thread. Raises AdapterError."""
+    def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
+        """Read an adapter of at most such a rank into a slot of this number, which no step that is
+        launched meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed."""

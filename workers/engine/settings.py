@@ -34,7 +34,7 @@ def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
     applied."""
     if config.max_adapters and not takes_adapters:
         raise ConfigError(
-            "engine.max_adapters: adapters are applied by the kernels for CPUs only; leave it out."
+            "engine.max_adapters: this engine's runner takes no adapters; leave it out."
         )
     if config.max_adapters is None:
         return _CPU_ADAPTERS if takes_adapters else 0

@@ -9,6 +9,7 @@ import { askAll, asked } from "./questions.js";
 import { makeRecent, showRecent, showRecentFilters } from "./recent.js";
 import { makeRefusals, showRefusalFilter, showRefusals } from "./refusals.js";
 import { makeRequest, showRequest } from "./request.js";
+import { showRollouts } from "./rollouts.js";
 import { makeTables, showTables } from "./tables.js";
 import { showTotals } from "./totals.js";
 import { makeUsage, showUsage } from "./usage.js";
@@ -66,6 +67,7 @@ function show(rows, frame) {
   board.show(rows, frame, totals.currency || board.currency);
   showTotals(rows, frame, rows.before?.words);
   showAlerts(rows);
+  showRollouts(rows);
   showTables(rows, addressOf);
   showUsage(rows, view, change);
   showRefusals(rows, frame);

@@ -17,7 +17,7 @@ const OF_TENANTS = new Set(["refusals", "refusals_over_time", "recent_refusals"]
 
 /** The parameters of a query for a view: workers serve all tenants, and who is refused has no model. */
 export function asked(query, { tenant, model, refused }, bounds) {
-  if (query === "alerts") return {};
+  if (query === "alerts" || query === "rollouts") return {};
   if (query === "workers_now") return { model };
   if (query === "tenants_models") return bounds;
   if (OF_TENANTS.has(query)) return { ...bounds, tenant, ...(refused ? { find: refused } : {}) };
@@ -53,6 +53,7 @@ export async function askAll(view, frame, signal) {
     totals: put("totals"),
     alerts: seldom("alerts", ALERTS_MS),
     budget: seldom("slo_budget", BUDGET_MS),
+    rollouts: put("rollouts"),
     traffic: put("traffic", fine),
     tokens: put("tokens", fine),
     latency: put("latency", fine),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millrace.cli.local.control import AddModelRequest, ControlError
@@ -120,6 +121,9 @@ class Host:
     async def serve_one(self, model: str) -> None:
         self.did.append(f"ask {model}")
 
+    async def wait_until_idle(self, model: str) -> None:
+        self.did.append(f"wait for {model}")
+
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         self.did.append(f"{part} {'knows' if is_there else 'forgets'} {model}")
         if self.is_late:
@@ -162,6 +166,32 @@ async def test_schedulers_know_a_model_before_and_after_gateways_offer_it(
     assert system.host.did == [
         *("scheduler knows new", "start 1 of new", "ask new", "gateway knows new"),
         *("gateway forgets new", "stop new", "scheduler forgets new"),
+    ]
+
+
+async def test_weights_are_rounded_as_the_command_says(tmp_path: Path, tiny: Path) -> None:
+    system = System(tmp_path)
+    request = AddModelRequest(name="new", model=str(tiny), quantization="int8")
+    await system.changes.add(request, system.said.append)
+    served = load_catalogue(str(tmp_path / "run" / "models.yaml"))
+    assert served.get("new").quantization == "int8"
+    assert read_saved(tmp_path).added["new"].entry.quantization == "int8"
+    simulated = msgspec.structs.replace(request, name="other", engine=EngineKind.SIMULATED)
+    with pytest.raises(ConfigError, match="quantization"):
+        await system.changes.add(simulated, system.said.append)
+
+
+async def test_versions_of_a_model_have_names_of_their_own(tmp_path: Path, tiny: Path) -> None:
+    system = System(tmp_path)
+    await system.add(tiny, "demo@v2")
+    with pytest.raises(ConfigError, match="The version canary of 'demo@canary' is reserved"):
+        await system.add(tiny, "demo@canary")
+    await system.changes.remove("demo@v2", system.said.append, when_idle=True)
+    assert system.host.did[-4:] == [
+        "gateway forgets demo@v2",
+        "wait for demo@v2",
+        "stop demo@v2",
+        "scheduler forgets demo@v2",
     ]
 
 

@@ -31,7 +31,9 @@ def test_lines_have_the_adapters_that_they_name(tmp_path: Path, checkpoint: Path
     ]
     # What one of them cached of the prompt is not taken by another.
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
-    _, (alone, base) = generate(tmp_path, checkpoint, [LINE, LINE | {"adapter": ""}], options[0])
+    # By the runner of GPUs, which has slots for as many as are given.
+    lines = [LINE, LINE | {"adapter": ""}]
+    _, (alone, base) = generate(tmp_path, checkpoint, lines, options[0], "--kernels=reference")
     assert alone["token_ids"] == expected["sql"]
     assert base["token_ids"] == expected[""]
 

@@ -20,27 +20,11 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.tenants import TenantRecord
+from tests.gateway.doors import DOORS, MESSAGES, WITHOUT_JOBS
 from tests.support.adapters import write_adapter
 from tests.support.running_gateway import ADAPTABLE, MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
-
-MESSAGES = [{"role": "user", "content": "abc"}]
-# What each door is asked, but for the model.
-DOORS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3},
-    "/v1/completions": {"prompt": "abc", "max_tokens": 3},
-    "/v1/responses": {"input": "abc", "max_output_tokens": 16, "store": False},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3},
-    "/v1/messages/count_tokens": {"messages": MESSAGES},
-    "/v1/embeddings": {"input": "abc"},
-    "/pooling": {"input": "abc"},
-    "/v1/score": {"text_1": "abc", "text_2": "abd"},
-    "/v1/rerank": {"query": "abc", "documents": ["abd"]},
-    "/v1/tokenize": {"prompt": "abc"},
-    "/v1/detokenize": {"tokens": [97]},
-}
-WITHOUT_JOBS = {"/v1/messages/count_tokens", "/v1/tokenize", "/v1/detokenize"}
 
 
 @pytest.fixture
@@ -214,7 +198,7 @@ async def test_who_may_add_and_what_is_refused(
     )
     for fields, status, told in (
         ({"lora_path": str(tmp_path)}, 400, "adapter_config.json cannot be read"),
-        ({"lora_path": "relative/folder"}, 400, "absolute path"),
+        ({"lora_path": "./relative/folder"}, 400, "absolute path"),
         ({"lora_path": str(tmp_path / "nowhere")}, 400, "is no folder"),
         ({"lora_path": str(wrong)}, 400, "another model"),
         ({"lora_name": "a b"}, 400, "An adapter's name must be"),

@@ -61,6 +61,14 @@ def test_full_slots_and_a_full_cache_want_more() -> None:
     assert desired(num_workers=4, num_held=4, kv_share=0.95) == 5
 
 
+def test_warm_workers_come_on_top_of_those_that_work() -> None:
+    warm = msgspec.structs.replace(CONFIG, min_workers=0, warm=2)
+    assert Autoscaler(warm).desired(QUIET, 1e6) == 2
+    assert desired(warm, num_held=1) == 3
+    assert desired(warm, num_held=10) == desired(num_held=10) + 2
+    assert desired(warm, num_held=1_000) == 8  # within the bounds
+
+
 def test_it_goes_up_at_once_and_down_late() -> None:
     scaler = Autoscaler(CONFIG)
     assert scaler.desired(QUIET._replace(num_workers=1, num_held=30), 0.0) == 4

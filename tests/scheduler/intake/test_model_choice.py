@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from millrace.bus.fleet.rollouts import RolloutDirectory
+from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Route, Router
 from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Job, Tier
 from millrace.schemas.pooling import Pooling
 from tests.scheduler.world import FakeRunningRequests
+from tests.support.manual_clock import ManualClock
 
 HARD = "Prove that the wheel turns, step by step."
 THERE = ModelState(num_workers=1)
@@ -33,16 +38,23 @@ def models() -> Models:
 @pytest.fixture
 def router(models: Models) -> ModelChooser:
     routes = Router({"auto": Route(small="s", large="l")})
-    return ModelChooser(routes, models.state_of, FakeRunningRequests())
+    index = FakeRunningRequests()
+    versions = VersionChooser(Versions(), RolloutDirectory(None, ManualClock()), index)
+    return ModelChooser(routes, models.state_of, index, versions)
+
+
+def _leased(job: Job) -> LeasedJob:
+    return LeasedJob(
+        job=job, lease="", num_deliveries=1, stream_sequence=1, tenant_queue=TenantQueue.of(job)
+    )
 
 
 def test_a_job_gets_a_model_and_says_what_it_asked_for(router: ModelChooser) -> None:
-    job = router.choose(Job(request_id="r", model="auto", prompt=HARD))
+    job = router.choose(_leased(Job(request_id="r", model="auto", prompt=HARD)))
     assert (job.model, job.model_requested, job.route_reason) == ("l", "auto", "reason")
     messages = (ChatMessage("user", "hi"),)
-    job = router.choose(
-        Job(request_id="r", model="auto", messages=messages, model_requested="best")
-    )
+    asked = Job(request_id="r", model="auto", messages=messages, model_requested="best")
+    job = router.choose(_leased(asked))
     assert (job.model, job.model_requested, job.route_reason) == ("s", "best", "short")
     assert set(router.names) == {"auto"}
     assert router.models_of("auto") == ("s", "l")
@@ -50,7 +62,7 @@ def test_a_job_gets_a_model_and_says_what_it_asked_for(router: ModelChooser) -> 
 
 def test_a_job_with_a_model_is_left_as_it_is(router: ModelChooser) -> None:
     job = Job(request_id="r", model="l", prompt_token_ids=(1,))
-    assert router.choose(job) is job
+    assert router.choose(_leased(job)) is job
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,7 @@ def test_a_job_with_a_model_is_left_as_it_is(router: ModelChooser) -> None:
 )
 def test_what_only_one_model_can_do_is_refused(router: ModelChooser, job: Job, param: str) -> None:
     with pytest.raises(ParameterError) as caught:
-        router.choose(job)
+        router.choose(_leased(job))
     assert caught.value.param == param
 
 
@@ -70,11 +82,10 @@ async def test_the_first_choice_holds_for_every_delivery(
     router: ModelChooser, models: Models
 ) -> None:
     job = Job(request_id="r", model="auto", prompt=HARD)
-    first = await router.settle(router.choose(job))
+    first = await router.settle(router.choose(_leased(job)))
     models.states["l"] = ModelState()
-    changed = router.choose(job)
+    changed = router.choose(_leased(job))
     assert (changed.model, changed.route_reason) == ("s", "reason:absent")
     assert await router.settle(changed) == first
-    assert (await router.settle(router.choose(Job(request_id="q", model="auto", prompt=HARD)))) == (
-        router.choose(Job(request_id="q", model="auto", prompt=HARD))
-    )
+    other = _leased(Job(request_id="q", model="auto", prompt=HARD))
+    assert await router.settle(router.choose(other)) == router.choose(other)

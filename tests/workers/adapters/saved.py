@@ -6,11 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import peft
 import torch
 
 from millrace.registry.checkpoints.adapters.outline import adapter_version
 from millrace.schemas.models.adapters import AdapterRef
+from millrace.schemas.prefix import salt_of
+from millrace.workers.engine.types import EngineRequest
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -41,3 +44,9 @@ def save_adapter(
 def engine_adapter(path: Path, name: str = "") -> AdapterRef:
     """The adapter in ``path``, as requests name it."""
     return AdapterRef(name=name or path.name, version=adapter_version(path), source=str(path))
+
+
+def with_adapter(adapter: AdapterRef | None, one: EngineRequest) -> EngineRequest:
+    """``one`` with an adapter, or with none, and the cache that goes with it."""
+    version = "" if adapter is None else adapter.version
+    return msgspec.structs.replace(one, adapter=adapter, cache_salt=salt_of("", "", version))

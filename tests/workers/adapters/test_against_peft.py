@@ -7,17 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
-from millrace.schemas.prefix import salt_of
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineRequest
-from tests.workers.adapters.saved import ALL_TARGETS, engine_adapter, save_adapter
+from tests.workers.adapters.saved import (
+    ALL_TARGETS,
+    engine_adapter,
+    save_adapter,
+    with_adapter,
+)
 from tests.workers.checkpoints import reference_greedy, save_llama, save_model
 from tests.workers.engine.support import (
     drain,
@@ -50,29 +53,24 @@ def engine(llama: tuple[Path, Any]) -> Engine:
 
 
 def _engine(path: Path, **config: Any) -> Engine:
-    chosen: dict[str, Any] = {"num_blocks": 128, "device": "cpu"} | config
+    chosen: dict[str, Any] = {"num_blocks": 128, "device": "cpu", "max_adapters": 4} | config
     return Engine.load(path, EngineConfig(**chosen))
 
 
-def _with(adapter: AdapterRef | None, one: EngineRequest) -> EngineRequest:
-    version = "" if adapter is None else adapter.version
-    return msgspec.structs.replace(one, adapter=adapter, cache_salt=salt_of("", "", version))
-
-
-def _logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
+def logprobs_of(model: Any, token_ids: list[int]) -> torch.Tensor:
     """Of each token of a prompt but its first."""
     with torch.inference_mode():
         rows: torch.Tensor = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
     return rows.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
-def _check_prompt(engine: Engine, model: Any, adapter: AdapterRef | None) -> None:
+def check_prompt(engine: Engine, model: Any, adapter: AdapterRef | None) -> None:
     token_ids = prompt(3, 40)
-    engine.add(_with(adapter, request("scored", token_ids, prompt_logprobs=0, max_tokens=1)))
+    engine.add(with_adapter(adapter, request("scored", token_ids, prompt_logprobs=0, max_tokens=1)))
     outputs = drain(engine)
     entries = next(o.prompt_logprobs for o in outputs if o.prompt_logprobs)
     found = torch.tensor([entry.logprob for entry in entries[1:] if entry is not None])
-    expected = _logprobs(model, token_ids)
+    expected = logprobs_of(model, token_ids)
     assert float((found - expected).abs().max() / expected.abs().max()) <= TOLERANCE
 
 
@@ -82,8 +80,8 @@ def test_each_subset_of_projections(
 ) -> None:
     model = llama[1]
     adapted = save_adapter(tmp_path / "one", model, targets=targets)
-    _check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
-    _check_prompt(engine, model, None)
+    check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
+    check_prompt(engine, model, None)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_ranks_and_scales(
     llama: tuple[Path, Any], engine: Engine, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     adapted = save_adapter(tmp_path / "one", llama[1], **config)
-    _check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
+    check_prompt(engine, adapted, engine_adapter(tmp_path / "one"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_each_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> No
     model = save_model(tmp_path / "base", family, **changes)
     targets = ALL_TARGETS[:4] if "num_experts" in changes else ALL_TARGETS
     adapted = save_adapter(tmp_path / "one", model, targets=targets)
-    _check_prompt(_engine(tmp_path / "base"), adapted, engine_adapter(tmp_path / "one"))
+    check_prompt(_engine(tmp_path / "base"), adapted, engine_adapter(tmp_path / "one"))
 
 
 def test_a_batch_mixes_adapters_of_any_rank_and_none(
@@ -136,7 +134,7 @@ def test_a_batch_mixes_adapters_of_any_rank_and_none(
     for round_ in ("cold", "warm"):
         for key, token_ids in prompts.items():
             adapter = engine_adapter(tmp_path / names[key]) if names[key] else None
-            engine.add(_with(adapter, request(round_ + key, token_ids, max_tokens=6)))
+            engine.add(with_adapter(adapter, request(round_ + key, token_ids, max_tokens=6)))
         tokens = tokens_by_request(drain(engine))
         for key, token_ids in prompts.items():
             expected = reference_greedy(models[names[key]], token_ids, 6)
@@ -152,7 +150,7 @@ def test_embeddings(llama: tuple[Path, Any], engine: Engine, tmp_path: Path) -> 
         one = EngineRequest(
             request_id=pooling.value, prompt_token_ids=tuple(token_ids), pooling=pooling
         )
-        engine.add(_with(engine_adapter(tmp_path / "one"), one))
+        engine.add(with_adapter(engine_adapter(tmp_path / "one"), one))
     with torch.inference_mode():
         states = adapted.base_model.model.model(torch.tensor([token_ids])).last_hidden_state[0]
     last = last_by_request(drain(engine))
@@ -179,7 +177,7 @@ def test_a_request_is_the_same_alone_and_preempted_among_others(
         save_adapter(tmp_path / f"a{number}", model, seed=number)
     adapters = [None, *(engine_adapter(tmp_path / f"a{number}") for number in range(3))]
     requests = [
-        _with(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
+        with_adapter(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
         for i, adapter in enumerate([*adapters, *adapters[:2]])
     ]
     alone: dict[tuple[str, int], list[int]] = {}
@@ -209,7 +207,7 @@ _QUANTIZED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", ["torch", "auto", "reference"])
 @pytest.mark.parametrize("weights", _QUANTIZED)
 def test_in_bfloat16_and_beside_quantized_weights(
     tmp_path: Path, weights: str, kernels: str
@@ -221,7 +219,7 @@ def test_in_bfloat16_and_beside_quantized_weights(
     token_ids = prompt(4, 48)
     adapter = engine_adapter(tmp_path / "one")
     for name, one in (("base", None), ("adapted", adapter)):
-        engine.add(_with(one, request(name, token_ids, prompt_logprobs=0, max_tokens=4)))
+        engine.add(with_adapter(one, request(name, token_ids, prompt_logprobs=0, max_tokens=4)))
     outputs = drain(engine)
     found = {
         o.request_id: torch.tensor([e.logprob for e in o.prompt_logprobs[1:] if e is not None])
@@ -230,7 +228,7 @@ def test_in_bfloat16_and_beside_quantized_weights(
     }
     bound = {"bfloat16": 0.05, "int8": 0.15, "int4": 0.5}[weights]
     for name, reference in (("base", model), ("adapted", adapted)):
-        expected = _logprobs(reference, token_ids)
+        expected = logprobs_of(reference, token_ids)
         error = float((found[name] - expected).abs().mean() / expected.abs().mean())
         assert error <= bound, name
     # What the adapter changes is far more than what rounding does.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
-from millrace.schemas.prefix import salt_of
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineRequest
-from tests.workers.adapters.saved import ALL_TARGETS, engine_adapter, save_adapter
+from tests.workers.adapters.saved import (
+    ALL_TARGETS,
+    engine_adapter,
+    save_adapter,
+    with_adapter,
+)
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.support import drain, prompt, request
 from tests.workers.kernels.compiled import compiled
@@ -23,11 +26,6 @@ _SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_atten
 # Of one adapter together, on panels of their own, and beside projections that have none.
 _TARGETS = (ALL_TARGETS, ("q_proj", "v_proj"), ("k_proj", "o_proj", "up_proj"), ("down_proj",))
 _NUM_TOKENS = 20
-
-
-def _with(adapter: AdapterRef | None, one: EngineRequest) -> EngineRequest:
-    version = "" if adapter is None else adapter.version
-    return msgspec.structs.replace(one, adapter=adapter, cache_salt=salt_of("", "", version))
 
 
 def _answers(engine: Engine, requests: list[EngineRequest]) -> dict[str, tuple[Any, ...]]:
@@ -54,7 +52,7 @@ def test_alone_and_together(tmp_path: Path, quantization: str | None) -> None:
         num_blocks=256, device="cpu", dtype="bfloat16", quantization=quantization, kernels="native"
     )
     requests = [
-        _with(
+        with_adapter(
             adapter,
             request(
                 f"r{i}",

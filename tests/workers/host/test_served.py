@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Drain, Ended, Served
 from millrace.schemas.frames import Delta, Done, FinishReason
 from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
 from millrace.workers.engine.types import EngineOutput
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
@@ -27,14 +29,16 @@ async def _heard(model: ServedModel, **settings: Any) -> AsyncIterator[tuple[Ben
 
 
 def _served(ended: list[Ended]) -> list[Served]:
-    return [served for notice in ended for served in notice.served]
+    """Without how they ended, which the tests of rollouts look at."""
+    every = [served for notice in ended for served in notice.served]
+    return [msgspec.structs.replace(served, answer=None) for served in every]
 
 
 def _ids(ended: list[Ended]) -> list[str]:
     return [request_id for notice in ended for request_id in notice.request_ids]
 
 
-def _run(request_id: str = "r1", **fields: int) -> Served:
+def _run(request_id: str = "r1", **fields: Any) -> Served:
     fields = {"epoch": 1, "started_ns": ManualClock().now_ns()} | fields
     return Served(request_id=request_id, tenant="local", tier=Tier.FREE, **fields)
 
@@ -243,3 +247,28 @@ async def test_proposed_tokens_are_added_up(demo: ServedModel) -> None:
         await b.ended()
         (record,) = await b.records()
         assert (record.proposed_tokens, record.accepted_tokens) == (7, 5)
+
+
+async def test_schedulers_hear_how_a_request_ended(demo: ServedModel) -> None:
+    async with _heard(demo) as (b, ended):
+        await b.dispatch(b.job("r1"))
+        b.engine.emit("r1:1", [20, 21])
+        b.engine.step(EngineOutput(request_id="r1:1", error=("engine_failed", "It broke.")))
+        await b.ended()
+        await eventually(lambda: bool(ended))
+        ((served,),) = [notice.served for notice in ended]
+        assert served.answer is not None
+        (record,) = await b.records()
+        assert served.answer.status == record.status == Status.FAILED
+        assert (served.answer.ttft_ms, served.answer.total_ms) == (record.ttft_ms, record.total_ms)
+
+
+async def test_a_request_that_expired_before_it_began_is_told_of(demo: ServedModel) -> None:
+    async with _heard(demo) as (b, ended):
+        await b.dispatch(b.job("r1", deadline_ns=b.clock.now_ns() + 10**9))
+        await b.settle(5.0)
+        await eventually(lambda: bool(ended))
+        ((served,),) = [notice.served for notice in ended]
+        assert served.answer is not None
+        assert served.answer.status == Status.EXPIRED
+        assert (served.started_ns, served.device_us, served.completion_tokens) == (0, 0, 0)

@@ -7,11 +7,11 @@ from decimal import Decimal
 import pytest
 
 from millrace.registry.served import ServedModel
-from millrace.schemas.control import Ended, QueueStatus, Served
+from millrace.schemas.control import AnswerTimes, Ended, QueueStatus, Served
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Tier
-from millrace.schemas.records import Record
+from millrace.schemas.records import Record, Status
 from millrace.workers.engine_like import EngineFailedError
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
@@ -96,6 +96,7 @@ async def test_ends_are_told_once_the_job_has_left_the_queue(demo: ServedModel) 
             started_ns=b.clock.now_ns(),
             prompt_tokens=3,
             completion_tokens=1,
+            answer=AnswerTimes(status=Status.DONE),
         )
         assert ended == [Ended(worker_id=b.worker.worker_id, request_ids=("r1",), served=(served,))]
 

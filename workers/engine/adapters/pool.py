@@ -20,17 +20,19 @@ _NICENESS = 10
 # Of the mean load time, what the latest one counts.
 _LATEST_SHARE = 0.3
 
-# Reads an adapter's files and makes of them what the runner multiplies with. Called on a thread of
-# its own. Raises AdapterError.
-LoadAdapter = Callable[[AdapterRef], Any]
+# Reads an adapter's files and makes of them what the runner multiplies with, in the slot of this
+# number, whose former contents no step reads any more that is launched from now on. Called on a
+# thread of its own. Raises AdapterError.
+LoadAdapter = Callable[[AdapterRef, int], Any]
 
 
 class _Slot:
     """``weights`` is None while they are loaded; ``waiting`` are sequences that wait for that."""
 
-    __slots__ = ("adapter", "num_running", "waiting", "weights")
+    __slots__ = ("adapter", "num_running", "number", "waiting", "weights")
 
-    def __init__(self, adapter: AdapterRef, waiting: dict[Sequence, None]) -> None:
+    def __init__(self, number: int, adapter: AdapterRef, waiting: dict[Sequence, None]) -> None:
+        self.number = number
         self.adapter = adapter
         self.waiting = waiting
         self.weights: Any = None
@@ -74,6 +76,7 @@ class AdapterPool:
         self._threads = threads or TaskThreads("adapter-load", _NUM_THREADS, niceness=_NICENESS)
         # By version, the least recently used first.
         self._slots: collections.OrderedDict[str, _Slot] = collections.OrderedDict()
+        self._free = list(range(num_slots))
         self._loaded: collections.deque[_Loaded] = collections.deque()
         self._queued: dict[Sequence, None] = {}
         # Those of each version that were prepared for and not forgotten.
@@ -150,7 +153,7 @@ class AdapterPool:
                 self.num_loads += 1
                 self.load_s += (load_s - self.load_s) * (_LATEST_SHARE if self.load_s else 1.0)
             else:
-                del self._slots[slot.adapter.version]
+                self._clear(slot.adapter.version)
                 failed += [(one, error) for one in waiting if not _is_over(one)]
             for sequence in waiting:
                 sequence.ready = True
@@ -198,11 +201,14 @@ class AdapterPool:
             victim = self._victim(rank)
             if victim is None:
                 return False
-            del self._slots[victim]
+            self._clear(victim)
             self.num_evictions += 1
-        slot = self._slots[adapter.version] = _Slot(adapter, waiting)
+        slot = self._slots[adapter.version] = _Slot(self._free.pop(), adapter, waiting)
         self._threads.submit(partial(self._load_now, slot))
         return True
+
+    def _clear(self, version: str) -> None:
+        self._free.append(self._slots.pop(version).number)
 
     def _victim(self, rank: Rank | None) -> str | None:
         """The version that goes first."""
@@ -221,7 +227,7 @@ class AdapterPool:
         begin_s = self._monotonic()
         weights, error = None, None
         try:
-            weights = self._load(slot.adapter)
+            weights = self._load(slot.adapter, slot.number)
         except Exception as caught:  # noqa: BLE001 (whatever it is, it ends those that wait only)
             error = caught
         self._loaded.append(_Loaded(slot, weights, error, self._monotonic() - begin_s))
@@ -229,7 +235,8 @@ class AdapterPool:
 
     def check_integrity(self, running: list[Sequence]) -> None:
         """Raise AssertionError unless slots and the sequences in the batch agree."""
-        assert len(self._slots) <= self.num_slots
+        numbers = [*self._free, *(slot.number for slot in self._slots.values())]
+        assert sorted(numbers) == list(range(self.num_slots))
         for version, slot in self._slots.items():
             users = [one for one in running if _version(one) == version]
             assert slot.num_running == len(users)
@@ -245,7 +252,7 @@ def _is_over(sequence: Sequence) -> bool:
     return sequence.state is SequenceState.FINISHED
 
 
-def _refuse(adapter: AdapterRef) -> Any:
+def _refuse(adapter: AdapterRef, slot: int) -> Any:  # noqa: ARG001 (there is none)
     raise AdapterError(f"This engine takes no adapters, and so not {adapter.name}.")
 
 

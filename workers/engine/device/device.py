@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from millrace.workers.engine.device.staging import PinnedStaging
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +33,7 @@ class MemoryInfo(NamedTuple):
 class Device(Protocol):
     """Does what it is told in the order it is told, possibly later than the call returns.
 
-    Only ``synchronize`` and what ``read_back`` returns wait for it.
+    Only ``synchronize``, ``fill`` and what ``read_back`` returns wait for it.
     """
 
     torch_device: torch.device
@@ -43,6 +46,11 @@ class Device(Protocol):
     def write(self, target: torch.Tensor, values: Array) -> None:
         """Have ``target`` hold ``values``, of the same size and type, which may change as soon as
         this returns."""
+
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        """Have ``target`` hold ``parts`` of the host, of its size and type together, one behind the
+        other; all are contiguous. It is written after what was told before and beside what is told
+        meanwhile, which must not use it, and is there when this returns. For any thread."""
 
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
         """The contents of new ``tensors`` (nobody else writes them), brought to the host beside the
@@ -74,6 +82,11 @@ class HostDevice:
     def write(self, target: torch.Tensor, values: Array) -> None:
         target.copy_(torch.from_numpy(values))
 
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        sizes = [part.numel() for part in parts]
+        for own, part in zip(torch.split(target.view(-1), sizes), parts, strict=True):
+            own.copy_(part.view(-1))
+
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
         arrays: list[Array] = [tensor.numpy() for tensor in tensors]
         return lambda: arrays
@@ -93,7 +106,8 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A CUDA device: one stream computes, another one brings results to the host."""
+    """A CUDA device: one stream computes, another one brings results to the host, a third one
+    brings what is to be used later."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -112,6 +126,13 @@ class CudaDevice:
 
     def write(self, target: torch.Tensor, values: Array) -> None:
         target.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        self._staging.fill(target, parts)
+
+    @cached_property
+    def _staging(self) -> PinnedStaging:
+        return PinnedStaging(self.torch_device)
 
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
         self._side.wait_stream(torch.cuda.current_stream(self.torch_device))

@@ -12,11 +12,14 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.workers.adapters.slots import AdapterSlots, slot_elements
+from millrace.workers.engine.device.adapters import DeviceAdapters
 from millrace.workers.engine.device.device import Device, Stopwatch
-from millrace.workers.engine.device.memory import cache_bytes
+from millrace.workers.engine.device.memory import cache_bytes, check_slots
 from millrace.workers.engine.device.operations import DeviceOperations
-from millrace.workers.engine.device.runner import Bounds, DeviceRunner
+from millrace.workers.engine.device.runner import Adapted, Bounds, DeviceRunner
 from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
 from millrace.workers.kernels.gpu.attention_shape import AttentionShape
 from millrace.workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from millrace.workers.kernels.gpu.step_inputs import StepShape
@@ -41,6 +44,7 @@ class _Plans(NamedTuple):
     device: Device
     engine: EngineConfig
     cache_dtype: torch.dtype
+    slots: AdapterSlots | None
 
 
 def load_device_runner(
@@ -76,8 +80,9 @@ def load_device_runner(
         quantize=at_load.layers,
         quantize_head=at_load.head,
     )
+    slots = _adapter_slots(config, engine, dtype, device)
     plans = _Plans(
-        config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype)
+        config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype), slots
     )
     _log.info("loaded the weights of %s in %.1f s", config.architecture, watch.lap_s())
     runner = _assemble(plans, _num_blocks(plans))
@@ -98,6 +103,21 @@ def load_device_runner(
     return runner
 
 
+def _adapter_slots(
+    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: Device
+) -> AdapterSlots | None:
+    num_slots, max_rank = engine.max_adapters or 0, engine.max_adapter_rank
+    if not num_slots:
+        return None
+    info = device.memory()
+    if info is not None:
+        slot_bytes = slot_elements(config, max_rank) * dtype.itemsize
+        check_slots(info, num_slots=num_slots, max_rank=max_rank, slot_bytes=slot_bytes)
+    return AdapterSlots(
+        config, num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device.torch_device
+    )
+
+
 def _num_blocks(plans: _Plans) -> int:
     """Blocks of the KV cache: as many as the settings say, or as the device has memory for."""
     config, engine = plans.config, plans.engine
@@ -113,7 +133,7 @@ def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
     engine, device = plans.engine, plans.device
     probe = _assemble(plans, 1)
     largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
-    work_bytes = device.peak_bytes(lambda: probe.warm_up(largest))
+    work_bytes = device.peak_bytes(lambda: probe.warm_up(largest, adapted=probe.takes_adapters))
     info = device.memory()
     assert info is not None, "settings leave the size to a device without memory of its own"
     _log.info(
@@ -126,7 +146,7 @@ def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
 
 
 def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
-    config, weights, kernels, device, engine, dtype = plans
+    config, weights, kernels, device, engine, dtype, slots = plans
     where = device.torch_device
     cache = KVCache(
         config,
@@ -160,6 +180,12 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
         num_tokens=engine.max_batch_tokens,
         num_blocks=-(-config.context_window_tokens // engine.block_size_tokens),
     )
+    adapted = None
+    if slots is not None:
+        tiling = AdapterTiling(len(slots.data), fixed=engine.deterministic)
+        adapters = DeviceAdapters(config, device, slots, tiling, max_tokens=bounds.num_tokens)
+        decoder = Decoder(config, adapters.weights(weights, kernels), operations)
+        adapted = Adapted(adapters, decoder)
     return DeviceRunner(
         config,
         Decoder(config, weights, operations),
@@ -167,4 +193,5 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
         kernels=kernels,
         device=device,
         bounds=bounds,
+        adapted=adapted,
     )

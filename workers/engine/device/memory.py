@@ -8,6 +8,16 @@ from millrace.workers.engine.device.device import MemoryInfo
 _GIB = float(1 << 30)
 
 
+def check_slots(info: MemoryInfo, *, num_slots: int, max_rank: int, slot_bytes: int) -> None:
+    """Raise ConfigError, with the numbers, if slots for adapters do not fit beside the weights."""
+    if num_slots * slot_bytes > info.free:
+        raise ConfigError(
+            f"engine.max_adapters: {num_slots} slots of {slot_bytes / _GIB:.2f} GiB each, for "
+            f"adapters of ranks up to {max_rank}, do not fit into the {info.free / _GIB:.2f} GiB "
+            f"that the device has left. Lower it, or engine.max_adapter_rank."
+        )
+
+
 def cache_bytes(info: MemoryInfo, *, fraction: float, work_bytes: int, block_bytes: int) -> int:
     """Bytes for the KV cache, so that it, all that is there now and the work of a step take
     ``fraction`` of the memory.

@@ -16,6 +16,7 @@ from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import BatchLayout, lay_out
+from millrace.workers.engine.device.adapters import DeviceAdapters, has_adapters
 from millrace.workers.engine.device.device import Array, Device, Stopwatch
 from millrace.workers.engine.device.graphs import RecordedSteps, ladder
 from millrace.workers.engine.device.inputs import (
@@ -52,6 +53,13 @@ class Bounds(NamedTuple):
     num_sequences: int
     num_tokens: int
     num_blocks: int
+
+
+class Adapted(NamedTuple):
+    """``decoder`` computes steps with ``adapters``."""
+
+    adapters: DeviceAdapters
+    decoder: DeviceDecoder
 
 
 class _Buffers(NamedTuple):
@@ -96,11 +104,11 @@ class DeviceRunner:
 
     A launch tells the device what the next step is and returns. Tokens that the device chose are
     the next step's inputs there before anybody has read them. Steps of shapes that were recorded
-    are padded to them and replayed.
+    are padded to them and replayed. Those with adapters are computed by another decoder of the same
+    weights, and recorded by themselves: a step without any costs what it does where there are none.
     """
 
     overlaps = True
-    takes_adapters = False
     is_row_exact = False
     likeliest = None
 
@@ -113,10 +121,13 @@ class DeviceRunner:
         kernels: KernelSet,
         device: Device,
         bounds: Bounds,
+        adapted: Adapted | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
+        self.takes_adapters = adapted is not None
         self._decoder = decoder
+        self._adapted = adapted
         self._kernels = kernels
         self._device = device
         self._bounds = bounds
@@ -131,6 +142,7 @@ class DeviceRunner:
         )
         self._buffers = _Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
         self._recorded = RecordedSteps()
+        self._recorded_adapted = RecordedSteps()
 
     @property
     def weight_size(self) -> WeightSize:
@@ -148,6 +160,8 @@ class DeviceRunner:
         watch = Stopwatch(self._device)
         for shape in shapes:
             self.warm_up(shape)
+            if self.takes_adapters:
+                self.warm_up(shape, adapted=True)
         if not self.config.has_head:
             _log.info("warmed up in %.1f s", watch.lap_s())
             return
@@ -157,12 +171,15 @@ class DeviceRunner:
         warm_s = watch.lap_s()
         with torch.inference_mode():
             self._recorded.record(self._device, shapes, self._compute)
+            if self.takes_adapters:
+                self._recorded_adapted.record(self._device, shapes, self._compute_adapted)
+        num_recorded = len(self._recorded) + len(self._recorded_adapted)
         _log.info(
             "warmed up in %.1f s, recorded %d steps of up to %d tokens in %.1f s",
-            *(warm_s, len(shapes), shapes[0].num_tokens, watch.lap_s()),
+            *(warm_s, num_recorded, shapes[0].num_tokens, watch.lap_s()),
         )
 
-    def warm_up(self, shape: StepShape) -> None:
+    def warm_up(self, shape: StepShape, *, adapted: bool = False) -> None:
         """Compute a step that is padding only, so that all its kernels are there; without logits
         where the model has none."""
         if not self.config.has_head:
@@ -170,12 +187,20 @@ class DeviceRunner:
         layout = lay_out(())
         with torch.inference_mode():
             self._tell(pack(layout, (), (), shape, self._state.padding_row))
-            self._compute(shape)
+            if self._adapted is not None and adapted:
+                self._adapted.adapters.tell(layout, shape)
+                self._compute_adapted(shape)
+            else:
+                self._compute(shape)
 
-    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
-        raise AdapterError(
-            f"{adapter.name} of rank {max_rank}: this device's engine takes no adapters."
-        )
+    def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
+        """Read an adapter of at most such a rank into a slot, which no step that is launched
+        meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
+        if self._adapted is None:
+            raise AdapterError(
+                f"This engine has no slot for {adapter.name}; engine.max_adapters says how many."
+            )
+        return self._adapted.adapters.load(adapter, slot, max_rank=max_rank)
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
@@ -191,19 +216,26 @@ class DeviceRunner:
         layout = lay_out(plan)
         rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
         exact = exact_shape(layout)
+        adapted = self._adapted
+        if adapted is not None and not has_adapters(layout):
+            adapted = None
+        steps = self._recorded if adapted is None else self._recorded_adapted
         keeps_states = bool(layout.pooled or layout.scored)
-        recorded = None if keeps_states else self._recorded.find(exact)
+        recorded = None if keeps_states else steps.find(exact)
         shape = exact if recorded is None else recorded
         choice = self._divide(layout, rows, shape)
         with torch.inference_mode():
             numbers = [row.number for row in rows.values()]
             self._tell(pack(layout, numbers, choice.rows, shape, self._state.padding_row))
+            if adapted is not None:
+                adapted.adapters.tell(layout, shape)
             pooled: list[PooledChunk] = []
             scored: list[ScoredChunk] = []
             if recorded is not None:
-                self._recorded.replay(recorded)
+                steps.replay(recorded)
             else:
-                states = self._compute(shape)
+                compute = self._compute if adapted is None else self._compute_adapted
+                states = compute(shape)
                 if layout.pooled:
                     normed = self._decoder.normed(states)
                     pooled = pool_rows(layout.pooled, normed, self._decoder.labels)
@@ -257,7 +289,12 @@ class DeviceRunner:
         self._sampler.upload(self._device.upload)
         self._device.write(self._buffers.packed[: len(packed)], packed)
 
-    def _compute(self, shape: StepShape) -> torch.Tensor:
+    def _compute_adapted(self, shape: StepShape) -> torch.Tensor:
+        """``_compute``, with the adapters that the device was told of."""
+        assert self._adapted is not None
+        return self._compute(shape, self._adapted.decoder)
+
+    def _compute(self, shape: StepShape, decoder: DeviceDecoder | None = None) -> torch.Tensor:
         """What the layers make of the step that the device was told of: [shape.num_tokens,
         hidden_size]. The rest is left in the buffers, chosen tokens in the state too."""
         packed, all_inputs, logits, tokens, finite = self._buffers
@@ -269,7 +306,7 @@ class DeviceRunner:
             shape,
             block_size=self.cache.block_size_tokens,
         )
-        states = self._decoder.forward(
+        states = (decoder or self._decoder).forward(
             DeviceBatch(
                 token_ids=inputs.token_ids,
                 positions=inputs.positions,

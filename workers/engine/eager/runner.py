@@ -149,7 +149,13 @@ class ModelRunner:
     def host_device(self) -> torch.device:
         return self._device
 
-    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> AdapterWeights:
+    def load_adapter(
+        self,
+        adapter: AdapterRef,
+        slot: int,  # noqa: ARG002 (adapters are wherever there is memory)
+        *,
+        max_rank: int,
+    ) -> AdapterWeights:
         """Read an adapter of at most such a rank. Raises AdapterError, ModelSourceError."""
         folder = adapter_folder(adapter.source, adapter.name, adapter.version)
         outline = read_adapter_outline(folder, self.config, max_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from millrace.registry.checkpoints.adapters.config import MAX_RANK
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import check_quantization, check_speculation
 from millrace.schemas.errors import AdapterError, ConfigError, ContextLengthError, ParameterError
@@ -56,8 +57,8 @@ def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
     """Raise AdapterError for an adapter where none can be loaded."""
     if request.adapter is not None and not max_adapters:
         raise AdapterError(
-            f"This worker takes no adapters, and so not {request.adapter.name}; on a CPU "
-            "engine.max_adapters says how many."
+            f"This worker takes no adapters, and so not {request.adapter.name}; "
+            "engine.max_adapters says how many, on a GPU none unless it is set."
         )
 
 
@@ -129,6 +130,12 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(
             f"engine.gpu_memory_fraction must be above 0 and at most 1, got "
             f"{config.gpu_memory_fraction}."
+        )
+    if config.max_adapters is not None and config.max_adapters < 0:
+        raise ConfigError(f"engine.max_adapters must be 0 or more, got {config.max_adapters}.")
+    if not 1 <= config.max_adapter_rank <= MAX_RANK:
+        raise ConfigError(
+            f"engine.max_adapter_rank must be from 1 to {MAX_RANK}, got {config.max_adapter_rank}."
         )
     for name, choices in (
         ("load_format", ("auto", "dummy")),

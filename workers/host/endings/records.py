@@ -14,9 +14,9 @@ from millrace.schemas.engines import CostMethod
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy
 from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.generations.state import since_ms
 
-_NS_PER_MS = 1e6
-_NS_PER_US = 1e3
+_US_PER_MS = 1e3
 
 
 def request_record(
@@ -35,17 +35,17 @@ def request_record(
     energy_j = sum_energy(
         [generation.device_use.settle_energy(), *(attempt.energy_j for attempt in lives)]
     )
-    decode_ns = timing.last_token_ns - timing.first_token_ns
+    answer = timing.answer(outcome.status, received_ns, num_own_tokens)
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        queue_ms=_since_ms(received_ns, timing.started_ns),
-        ttft_ms=_since_ms(received_ns, timing.first_token_ns),
-        tpot_us=decode_ns / _NS_PER_US / (num_own_tokens - 1) if num_own_tokens > 1 else 0.0,
-        total_ms=_since_ms(received_ns, timing.done_ns),
+        queue_ms=since_ms(received_ns, timing.started_ns),
+        ttft_ms=answer.ttft_ms,
+        tpot_us=answer.tpot_ms * _US_PER_MS,
+        total_ms=answer.total_ms,
         finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
@@ -123,7 +123,3 @@ def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
         error_code="payload_too_large",
         error_message=message,
     )
-
-
-def _since_ms(from_ns: int, to_ns: int) -> float:
-    return max(0, to_ns - from_ns) / _NS_PER_MS if to_ns else 0.0

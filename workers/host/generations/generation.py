@@ -342,29 +342,29 @@ class Generation:
         )
 
     def pop_served(self) -> Served | None:
-        """What this attempt used, returned once; None if it never started."""
-        if self.timing.started_ns == 0 or self._is_charged:
+        """What this attempt used, returned once; None if it never started, unless it failed so."""
+        if self._is_charged or not (self.timing.started_ns or outcomes.is_failure(self.outcome)):
             return None
         self._is_charged = True
-        num_resumed = self.num_resumed if self.known_outcome is None else 0
+        num_made = self.num_completion_tokens - self.num_resumed
         return Served(
             request_id=self.request_id,
             tenant=self.job.tenant,
             tier=self.job.tier,
+            answer=self.timing.answer_of(self.outcome, self.job.received_ns, num_made),
             epoch=self.epoch,
             started_ns=self.timing.started_ns,
             device_us=self.device_use.total_us,
             energy_j=self.device_use.settle_energy(),
-            prompt_tokens=len(self.prompt_token_ids) + num_resumed,
+            prompt_tokens=len(self.prompt_token_ids)
+            + (self.num_resumed if self.known_outcome is None else 0),
             cached_tokens=self._num_found_tokens,
-            completion_tokens=self.num_completion_tokens - self.num_resumed,
+            completion_tokens=num_made,
         )
 
     def _delta(self, start: int, end: int) -> Delta:
-        logprobs = self.logprobs
-        if logprobs:
-            skip = self.num_resumed
-            logprobs = logprobs[max(0, start - skip) : max(0, end - skip)]
+        skip = self.num_resumed
+        logprobs = self.logprobs and self.logprobs[max(0, start - skip) : max(0, end - skip)]
         tokens, pieces = self.token_ids[start:end], self.pieces[start:end]
         return delta(self.epoch, start, tokens, pieces, logprobs)
 

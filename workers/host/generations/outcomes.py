@@ -32,3 +32,8 @@ EXPIRED = GenerationOutcome(
 def failed(code: str, message: str) -> GenerationOutcome:
     """It could not go on; ``code`` is stable."""
     return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
+
+
+def is_failure(outcome: GenerationOutcome | None) -> bool:
+    """Whether it ended without what was asked for, and not because nobody wanted it any more."""
+    return outcome is not None and outcome.status not in (Status.DONE, Status.CANCELLED)

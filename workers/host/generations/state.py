@@ -7,8 +7,11 @@ from enum import IntEnum
 
 import msgspec
 
-from millrace.schemas.control import Dispatch, Reservation
+from millrace.schemas.control import AnswerTimes, Dispatch, Reservation
+from millrace.schemas.records import Status
+from millrace.workers.host.generations.outcomes import GenerationOutcome
 
+_NS_PER_MS = 1e6
 _MAX_LISTENERS = 4
 
 
@@ -33,6 +36,30 @@ class Timing:
     first_token_ns: int = 0
     last_token_ns: int = 0
     done_ns: int = 0
+
+    def answer(self, status: Status, received_ns: int, num_tokens: int) -> AnswerTimes:
+        """What the client saw of a request that was received at ``received_ns`` (0: when it was
+        accepted here) and got ``num_tokens`` of this attempt. The times of the first token and of
+        each further one are those of this attempt."""
+        since_ns = received_ns or self.accepted_ns
+        decode_ms = (self.last_token_ns - self.first_token_ns) / _NS_PER_MS
+        return AnswerTimes(
+            status=status,
+            ttft_ms=since_ms(since_ns, self.first_token_ns),
+            tpot_ms=decode_ms / (num_tokens - 1) if num_tokens > 1 else 0.0,
+            total_ms=since_ms(since_ns, self.done_ns),
+        )
+
+    def answer_of(
+        self, outcome: GenerationOutcome | None, received_ns: int, num_tokens: int
+    ) -> AnswerTimes | None:
+        """As ``answer``, if there is an outcome."""
+        return None if outcome is None else self.answer(outcome.status, received_ns, num_tokens)
+
+
+def since_ms(start_ns: int, end_ns: int) -> float:
+    """0 for what never happened, and where two machines' clocks disagree."""
+    return max(0.0, (end_ns - start_ns) / _NS_PER_MS) if end_ns else 0.0
 
 
 @dataclass(slots=True)

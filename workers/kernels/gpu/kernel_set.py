@@ -89,8 +89,9 @@ Stack = torch.Tensor | ExpertStack
 
 class KernelSet(NamedTuple):
     """Functions of tensors on one device, documented where they are: in ``workers.kernels.gpu`` the
-    modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention`` and ``experts``, and the same
-    of ``reference``. Triton's neither wait for the device nor read from it on the host."""
+    modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention``, ``experts`` and
+    ``adapters``, and the same of ``reference``. Triton's neither wait for the device nor read from
+    it on the host."""
 
     name: str
     prepare_inputs: Callable[..., None]
@@ -103,6 +104,7 @@ class KernelSet(NamedTuple):
     prefers_skinny: Callable[[int, int, int], bool]
     attention: Callable[..., Attention]
     experts: ExpertKernels
+    add_adapters: Callable[..., None]
 
 
 def choose_kernels(name: str, device: torch.device) -> KernelSet:
@@ -124,11 +126,19 @@ def is_interpreted() -> bool:
 
 def triton_kernels() -> KernelSet:
     """The Triton kernels: compiled on a CUDA device, else interpreted."""
-    from millrace.workers.kernels.gpu import attention, experts, heads, inputs, matmul, rows
+    from millrace.workers.kernels.gpu import (
+        adapters,
+        attention,
+        experts,
+        heads,
+        inputs,
+        matmul,
+        rows,
+    )
 
     return _gathered(
         "triton",
-        *(inputs, rows, heads, matmul, experts),
+        *(inputs, rows, heads, matmul, experts, adapters),
         prefers_skinny=matmul.prefers_skinny,
         attention=attention.PagedAttention,
     )
@@ -136,6 +146,7 @@ def triton_kernels() -> KernelSet:
 
 def _reference_kernels() -> KernelSet:
     from millrace.workers.kernels.gpu.reference import (
+        adapters,
         attention,
         experts,
         heads,
@@ -146,7 +157,7 @@ def _reference_kernels() -> KernelSet:
 
     return _gathered(
         "reference",
-        *(inputs, rows, heads, matmul, experts),
+        *(inputs, rows, heads, matmul, experts, adapters),
         prefers_skinny=lambda *_: False,
         attention=attention.ReferenceAttention,
     )
@@ -159,6 +170,7 @@ def _gathered(
     heads: Any,
     matmul: Any,
     experts: ExpertKernels,
+    adapters: Any,
     *,
     prefers_skinny: Callable[[int, int, int], bool],
     attention: Callable[..., Attention],
@@ -176,4 +188,5 @@ def _gathered(
         prefers_skinny=prefers_skinny,
         attention=attention,
         experts=experts,
+        add_adapters=adapters.add_adapters,
     )

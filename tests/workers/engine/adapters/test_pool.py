@@ -36,6 +36,7 @@ class _World:
         self.threads = _Threads()
         self.num_settled = 0
         self.broken = broken
+        self.slots = [""] * num_slots
         self.pool = AdapterPool(
             num_slots, self._load, self._on_loaded, lambda: 0.0, threads=self.threads
         )
@@ -44,10 +45,12 @@ class _World:
         self.failed: list[Sequence] = []
         self.num_made = 0
 
-    def _load(self, adapter: AdapterRef) -> object:
+    def _load(self, adapter: AdapterRef, slot: int) -> tuple[str, int]:
+        self.slots[slot] = "rests"
         if adapter.name in self.broken:
             raise AdapterError(f"{adapter.name} is broken")
-        return f"weights of {adapter.name}"
+        self.slots[slot] = adapter.name
+        return f"weights of {adapter.name}", slot
 
     def _on_loaded(self) -> None:
         self.num_settled += 1
@@ -83,7 +86,12 @@ class _World:
         self.pool.check_integrity(self.running)
         for sequence in self.running:
             adapter = sequence.request.adapter
-            assert sequence.adapter_weights == (adapter and f"weights of {adapter.name}")
+            if adapter is None:
+                assert sequence.adapter_weights is None
+            else:
+                weights, slot = sequence.adapter_weights
+                assert weights == f"weights of {adapter.name}"
+                assert self.slots[slot] == adapter.name
 
     def finish(self, sequence: Sequence) -> None:
         self.running.leave(sequence)

@@ -144,7 +144,7 @@ class DeviceRunner:
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
 
-    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> NoReturn:
+    def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> NoReturn:
         raise AssertionError("it takes none")
 
     def launch(self, plan: list[ScheduledSequence]) -> InFlightStep:

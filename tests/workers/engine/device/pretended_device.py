@@ -79,6 +79,13 @@ class PretendedDevice:
         assert target.is_contiguous()
         assert (target.shape, target.dtype) == (values.shape, self.upload(values).dtype)
 
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        assert target.is_cuda
+        assert target.is_contiguous()
+        assert all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
+        assert {part.dtype for part in parts} == {target.dtype}
+        assert sum(part.numel() for part in parts) == target.numel()
+
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
         assert all(tensor.is_cuda for tensor in tensors)
         assert not any(tensor._is_view() for tensor in tensors), "somebody else may write it"

@@ -111,6 +111,10 @@ def pretence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretence:
         pytest.param("Qwen3-30B-A3B", {"deterministic": True}, id="experts-deterministic"),
         pytest.param("head-dim-80", {}, id="windows"),
         pytest.param("head-dim-64", {"deterministic": True}, id="biases-deterministic"),
+        pytest.param("Llama-3.1-8B", {"max_adapters": 3}, id="adapters"),
+        pytest.param(
+            "Qwen3-30B-A3B", {"max_adapters": 2, "deterministic": True}, id="adapters-and-experts"
+        ),
     ],
 )
 def test_steps_are_recorded_without_the_host(
@@ -119,6 +123,8 @@ def test_steps_are_recorded_without_the_host(
     pretence.runner(model, **config)
     assert pretence.device.num_recorded > 5
     names = {"prepare_inputs_kernel", "prefill_kernel", "choose_kernel", "logprobs_kernel"}
+    if "max_adapters" in config:
+        names |= {"shrink_kernel", "expand_kernel"}
     assert all(pretence.kernels[name].num_launches for name in names)
 
 

@@ -142,6 +142,18 @@ def test_products_with_quantized_weights_compile_once_for_any_number_of_rows(cac
     assert all(variant["has_wgmma"] for variant in tiled)
 
 
+def test_what_adapters_add_compiles_once_for_any_number_of_rows(cache: Path) -> None:
+    wanted = ("--adapters", "head-dim-64", "--formats", "bf16")
+    done = run(cache, "-m", "benchmarks.gpu_compile", "--json", *wanted)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert done.returncode == 0
+    large = [v for v in found["variants"] if "BLOCK_ROWS=64" in v["constants"]]
+    assert {variant["kernel"] for variant in large} == {"shrink_kernel", "expand_kernel"}
+    assert all(variant["has_wgmma"] for variant in large)
+
+
 def test_the_tool_finds_what_it_is_there_to_find(tmp_path: Path, cache: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
@@ -162,6 +174,7 @@ def test_a_whole_engine_compiles_each_kernel_once(cache: Path) -> None:
     assert not found["problems"]
     kernels = {variant["kernel"] for variant in found["variants"]}
     assert {"prepare_inputs_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} <= kernels
+    assert {"shrink_kernel", "expand_kernel"} <= kernels
 
 
 def test_no_copy_of_keys_waits_for_the_lookup_of_its_blocks(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,275 @@
+"""``millrace models promote``, ``rollback``, ``retire`` and ``rollouts``: traffic moves from one
+version of a model to another, and back."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from millrace.cli.load_arguments import seconds
+from millrace.cli.operate.asking import change, from_anywhere
+from millrace.cli.store_access import (
+    add_store_arguments,
+    print_json,
+    served_catalogue,
+    with_store,
+)
+from millrace.schemas.errors import ConfigError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from millrace.bus.fleet.rollouts import RolloutStore
+    from millrace.runtime.redis.link import RedisLink
+    from millrace.schemas.models.rollouts import Rollout, RolloutReport
+
+ABORTED = 1
+_LOOK_EVERY_S = 0.5
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare them."""
+    promote = commands.add_parser(
+        "promote",
+        help="move a model's traffic to another version of it",
+        description="Give NAME@VERSION a share of the requests for NAME, once a worker of it is "
+        "up, and more of them step by step, until it has all. If --abort-if comes true the old "
+        "version has all of them again. Streams stay with the version that they began with. Shows "
+        "what happens until the end; interrupted, it goes on. The exit code is 1 if it is aborted.",
+    )
+    promote.add_argument("version", metavar="NAME@VERSION")
+    promote.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="serve the version first, as millrace models add does (default: it is served already)",
+    )
+    promote.add_argument("--workers", type=int, default=1, help="with --model (default: 1)")
+    promote.add_argument(
+        "--canary", type=float, default=100.0, metavar="PERCENT", help="first share (default: all)"
+    )
+    promote.add_argument(
+        "--step",
+        type=float,
+        default=20.0,
+        metavar="PERCENT",
+        help="what is added to it each time (default: 20)",
+    )
+    promote.add_argument(
+        "--interval",
+        default="5m",
+        metavar="TIME",
+        help="how long each share stays, as in 90s, 5m or 1h (default: %(default)s)",
+    )
+    promote.add_argument(
+        "--min-requests",
+        type=int,
+        default=10,
+        metavar="N",
+        help="how many requests of the version have to end before more follow (default: 10)",
+    )
+    promote.add_argument(
+        "--abort-if",
+        default="",
+        metavar="RULE",
+        help="conditions joined by or, such as 'error_rate>0.01 or ttft_p95>1.5x': error_rate, or "
+        "ttft, tpot or total with _p50, _p90, _p95 or _p99, over a share, a time (800ms), or so "
+        "many times (1.5x) what the old version has",
+    )
+    promote.add_argument("--no-wait", action="store_true", help="do not wait for the end")
+    add_store_arguments(promote, _promote)
+
+    rollback = commands.add_parser(
+        "rollback",
+        help="give a model's traffic back to the version that had it before",
+        description="Abort the rollout of NAME, or undo the last one.",
+    )
+    rollback.add_argument("name", metavar="NAME")
+    add_store_arguments(rollback, _rollback)
+
+    retire = commands.add_parser(
+        "retire",
+        help="serve a version no more, once nothing waits for it",
+        description="Stop the workers of a version that has no share of its model's requests, "
+        "after what they run and what waits for them.",
+    )
+    retire.add_argument("version", metavar="NAME@VERSION", help="or NAME for the first version")
+    add_store_arguments(retire, _retire)
+
+    listing = commands.add_parser("rollouts", help="the latest rollout of each model")
+    add_store_arguments(listing, _list)
+
+
+def _promote(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.rollouts import RolloutStore
+    from millrace.registry.rollouts.abort_rule import AbortRule
+    from millrace.registry.rollouts.decisions import begin
+    from millrace.schemas.models.rollouts import RolloutState, StartRolloutRequest
+
+    asked = StartRolloutRequest(
+        version=arguments.version,
+        canary_percent=arguments.canary,
+        step_percent=arguments.step,
+        interval_s=seconds("--interval", arguments.interval),
+        min_requests=arguments.min_requests,
+        abort_if=arguments.abort_if,
+    )
+    AbortRule.parse(asked.abort_if)  # before workers are started for it
+    if arguments.model is not None and asked.version not in served_catalogue(arguments).names():
+        _serve(arguments)
+
+    async def promote(link: RedisLink) -> RolloutReport:
+        store = RolloutStore(link)
+        known = {one.model: one for one in await store.all()}
+        names = served_catalogue(arguments).names()
+        begun = begin(asked, names, known, time.time_ns())
+        rollout = await store.start(begun, known.get(begun.model))
+        return await _follow(store, rollout, arguments)
+
+    report = with_store(arguments, promote)
+    if arguments.json:
+        print_json(report)
+    return ABORTED if report.rollout.state is RolloutState.ABORTED else 0
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from millrace.cli.local.control import AddModelRequest
+
+    if arguments.redis is not None or arguments.config is not None:
+        raise ConfigError("--model starts workers on this machine: it goes with --data alone.")
+    model = from_anywhere(arguments.model)
+    request = AddModelRequest(name=arguments.version, model=model, workers=arguments.workers)
+    change(arguments.data, request)
+
+
+async def _follow(
+    store: RolloutStore, rollout: Rollout, arguments: argparse.Namespace
+) -> RolloutReport:
+    """Tell what becomes of it, to its end."""
+    from millrace.schemas.models.rollouts import RolloutReport
+
+    report, told = RolloutReport(rollout=rollout), ""
+    while True:
+        text = _told(report.rollout)
+        if text != told and not arguments.json:
+            print(text, flush=True)
+        told = text
+        if not report.rollout.is_open or arguments.no_wait:
+            return report
+        await asyncio.sleep(_LOOK_EVERY_S)
+        latest = await store.report(rollout.model)
+        if latest is not None:
+            report = latest
+
+
+def _told(rollout: Rollout) -> str:
+    """How it stands, in a line."""
+    from millrace.schemas.models.rollouts import RolloutState
+
+    model, candidate = rollout.model, rollout.candidate
+    match rollout.state:
+        case RolloutState.WAITING:
+            return f"waiting for a worker of {candidate} …"
+        case RolloutState.RUNNING:
+            return f"{candidate} answers {rollout.percent:g} % of the requests for {model}"
+        case RolloutState.COMPLETED:
+            return f"{rollout.stable} answers for {model}; {rollout.former} may be retired"
+        case RolloutState.ABORTED:
+            return f"aborted ({rollout.reason}): {rollout.stable} answers for {model}"
+
+
+def _rollback(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.rollouts import RolloutStore
+    from millrace.registry.rollouts.decisions import returned
+
+    async def turn_back(link: RedisLink) -> Rollout:
+        names, now_ns = served_catalogue(arguments).names(), time.time_ns()
+        return await RolloutStore(link).apply(
+            arguments.name, lambda known: returned(known, names, now_ns)
+        )
+
+    rollout = with_store(arguments, turn_back)
+    if arguments.json:
+        print_json(rollout)
+    else:
+        print(_told(rollout))
+    return 0
+
+
+def _retire(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.rollouts import RolloutStore
+    from millrace.cli.local.control import RemoveModelRequest
+    from millrace.registry.rollouts.versions import INITIAL, Versions, split
+
+    versions = Versions(served_catalogue(arguments).names())
+    model, label = split(arguments.version)
+    name = model if label == INITIAL else arguments.version
+    if name not in versions.of(model):
+        raise ModelNotFoundError(_no_version(name, versions.of(model)))
+
+    async def read(link: RedisLink) -> Rollout | None:
+        return await RolloutStore(link).find(model)
+
+    rollout = with_store(arguments, read)
+    stable = versions.stable(model, {} if rollout is None else {model: rollout})
+    if name == stable or (rollout is not None and rollout.is_open and name == rollout.candidate):
+        raise ConfigError(
+            f"{name} answers requests for {model}; promote another version first, or roll back."
+        )
+    if arguments.redis or arguments.config:
+        raise ConfigError("The workers to stop are those of this machine: retire takes --data.")
+    return change(arguments.data, RemoveModelRequest(name, when_idle=True))
+
+
+def _no_version(name: str, known: Iterable[str]) -> str:
+    return f"There is no version {name!r:.200}. Versions: {', '.join(known) or 'none'}."
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from millrace.bus.fleet.rollouts import RolloutStore
+
+    async def read(link: RedisLink) -> list[RolloutReport]:
+        return await RolloutStore(link).reports()
+
+    reports = with_store(arguments, read)
+    if arguments.json:
+        print_json(reports)
+        return 0
+    if not reports:
+        print("no rollouts; begin one with millrace models promote NAME@VERSION")
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("model", "state", "version", "share", "requests", "errors", "ttft p95", "why"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        for row in _rows(report):
+            table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _rows(report: RolloutReport) -> list[tuple[str, ...]]:
+    """One for each version, the candidate first."""
+    rollout, seen = report.rollout, {one.version: one for one in report.figures}
+    shares = {rollout.candidate: rollout.percent, rollout.stable: 100.0 - rollout.percent}
+    rows: list[tuple[str, ...]] = []
+    for version, percent in shares.items():
+        first, figures = not rows, seen.get(version)
+        p95 = None if figures is None else figures.percentiles_ms.get("ttft_p95")
+        rows.append(
+            (
+                rollout.model if first else "",
+                rollout.state.value if first else "",
+                version,
+                f"{percent:g} %",
+                "" if figures is None else str(figures.num_requests),
+                "" if figures is None else f"{figures.error_rate:.1%}",
+                "" if p95 is None else f"{p95:.0f} ms",
+                rollout.reason if first else "",
+            )
+        )
+    return rows

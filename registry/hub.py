@@ -1,0 +1,62 @@
+"""Folders of the Hugging Face hub, by their ids: organisation/name[@revision]."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace.registry.artifacts.store import ModelSourceError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source is the id of a whole folder on the hub."""
+    return _HUB_ID.fullmatch(source) is not None and not source.startswith(".")
+
+
+def pinned(source: str, folder: Path) -> str:
+    """The hub id with the commit that ``folder`` is a copy of, where its name tells."""
+    repository = source.partition("@")[0]
+    return f"{repository}@{folder.name}" if _COMMIT.fullmatch(folder.name) else source
+
+
+def download(
+    source: str, about: str, wanted_files: Sequence[str], unwanted_files: Sequence[str] = ()
+) -> Path:
+    """The folder with the files of a hub id that match one of the patterns; what is not here is
+    fetched, with a progress bar on stderr. Raises ModelSourceError, which names ``about``, what the
+    files are for."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    path, _, revision = source.partition("@")
+    repository = "/".join(path.split("/")[:2])
+    about = f"{about}: {repository}"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=list(wanted_files),
+            ignore_patterns=list(unwanted_files),
+        )
+    except errors.GatedRepoError as error:
+        raise ModelSourceError(
+            f"{about} is gated: accept its terms on the hub and set HF_TOKEN."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelSourceError(
+            f"{about} is neither a local folder nor anything on the hub that you may read."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelSourceError(f"{about} has no revision {revision}.") from error
+    except errors.HFValidationError as error:
+        raise ModelSourceError(f"{about} is no hub id: {error}") from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+        raise ModelSourceError(
+            f"{about} cannot be fetched from the hub; check the network, or give a local folder. "
+            f"({type(error).__name__})"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,173 @@
+"""Drives rollouts by what is seen of their versions: on, further, or back."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+from msgspec.structs import replace
+
+from millrace.bus.fleet.rollouts import RolloutDirectory, RolloutStore
+from millrace.registry.rollouts.abort_rule import Outcome, Seen
+from millrace.registry.rollouts.decisions import Situation, decide
+from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.schemas.control import AnswerTimes
+from millrace.schemas.models.rollouts import Rollout, RolloutState, VersionFigures
+from millrace.schemas.records import Status
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+# Of a version; enough for percentiles, and an hour of one request a second.
+_MAX_OUTCOMES = 4_096
+_ERRORS = frozenset({Status.FAILED, Status.EXPIRED, Status.SHED})
+# What ends without a worker and says something of its version; the rest is the caller's doing.
+_CODES = frozenset({"queue_full", "overloaded", "poison"})
+
+
+class RolloutWatch:
+    """Every scheduler hears how requests end, decides by itself, and changes a rollout in the store
+    if nobody else has meanwhile: so one that sees too little turns nothing back, and any that sees
+    a breach does. What ends in another scheduler without a worker is not seen here, and of what
+    does here only what the version is to blame for. Times are this machine's: of a rollout since it
+    was first seen here as it is.
+
+    ``num_ended`` counts by model and state what this scheduler ended. Owns its task: ``start``
+    makes it, ``close`` ends it.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutDirectory,
+        fleet: Fleet,
+        finalizer: Finalizer,
+        num_waiting: Callable[[str], int],
+        clock: Clock,
+    ) -> None:
+        """``num_waiting`` says how many requests of a version wait for a worker."""
+        self._rollouts = rollouts
+        self._fleet = fleet
+        self._finalizer = finalizer
+        self._num_waiting = num_waiting
+        self._clock = clock
+        self._outcomes: dict[str, deque[Outcome]] = {}
+        self._num_finished: Counter[tuple[str, Status, str]] = Counter()
+        self._stranded_since_s: dict[str, float] = {}
+        # When a rollout was first seen as it is, by this machine's clock.
+        self._seen_ns: dict[tuple[str, int], int] = {}
+        self.num_ended: Counter[tuple[str, RolloutState]] = Counter()
+        self._tasks = Tasks()
+
+    def start(self) -> None:
+        if self._rollouts.store is not None:
+            self._tasks.repeat(self.look, _LOOK_EVERY_S, self._clock, "drive rollouts")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def open(self) -> Iterator[Rollout]:
+        """Those that go on."""
+        return (one for one in self._rollouts.rollouts.values() if one.is_open)
+
+    def note(self, version: str, answer: AnswerTimes | None) -> None:
+        """A worker of ``version`` has ended a request, or an attempt at one (None)."""
+        if answer is None or answer.status is Status.CANCELLED or not self._is_watched(version):
+            return
+        is_error = answer.status in _ERRORS
+        times = (answer.ttft_ms or None, answer.tpot_ms or None, answer.total_ms or None)
+        self._add(version, Outcome(self._clock.now_ns(), is_error, *times))
+
+    async def look(self) -> None:
+        """Decide on every rollout that goes on."""
+        await self._rollouts.look()
+        self._count_finished()
+        rollouts, store = list(self.open()), self._rollouts.store
+        watched = {name for one in rollouts for name in (one.stable, one.candidate)}
+        for version in self._outcomes.keys() - watched:
+            del self._outcomes[version]
+        current = {(one.model, one.revision) for one in rollouts}
+        self._seen_ns = {key: at_ns for key, at_ns in self._seen_ns.items() if key in current}
+        assert store is not None
+        try:
+            for rollout in rollouts:
+                await self._decide(store, rollout)
+        except RedisUnreachableError:
+            return  # the link logs that, once
+
+    async def _decide(self, store: RolloutStore, rollout: Rollout) -> None:
+        now_ns = self._clock.now_ns()
+        seen_ns = self._seen_ns.setdefault((rollout.model, rollout.revision), now_ns)
+        situation = self._situation(rollout, seen_ns)
+        changed = decide(replace(rollout, stepped_ns=seen_ns), situation, now_ns)
+        if changed is None:
+            seen = {rollout.candidate: situation.candidate, rollout.stable: situation.stable}
+            figures = [_figures(version, one) for version, one in seen.items()]
+            await store.put_figures(rollout, figures)
+            return
+        stored = await store.change(rollout, changed)
+        await self._rollouts.look()
+        if stored is None:
+            return
+        log = logger.warning if stored.state is RolloutState.ABORTED else logger.info
+        log(
+            "a rollout has changed",
+            extra={
+                "model": stored.model,
+                "candidate": rollout.candidate,
+                "state": stored.state.value,
+                "percent": stored.percent,
+                "reason": stored.reason,
+            },
+        )
+        if not stored.is_open:
+            self.num_ended[stored.model, stored.state] += 1
+
+    def _situation(self, rollout: Rollout, since_ns: int) -> Situation:
+        has_worker = self._fleet.num_accepting(rollout.candidate) > 0
+        now_s = self._clock.monotonic()
+        if has_worker or not self._num_waiting(rollout.candidate):
+            self._stranded_since_s.pop(rollout.candidate, None)
+            stranded_s = 0.0
+        else:
+            since_s = self._stranded_since_s.setdefault(rollout.candidate, now_s)
+            stranded_s = now_s - since_s
+        candidate = Seen.of(self._since(rollout.candidate, since_ns))
+        stable = Seen.of(self._since(rollout.stable, since_ns))
+        if stable.num_requests < max(rollout.min_requests, 1):
+            # The candidate has nearly all of them: what came before is better than a few.
+            stable = Seen.of(self._since(rollout.stable, 0))
+        return Situation(has_worker, stranded_s, candidate, stable)
+
+    def _since(self, version: str, since_ns: int) -> list[Outcome]:
+        return [one for one in self._outcomes.get(version, ()) if one.at_ns >= since_ns]
+
+    def _count_finished(self) -> None:
+        """What ended here without a worker since the last look."""
+        now_ns = self._clock.now_ns()
+        for key, count in self._finalizer.num_ended.items():
+            version, _, code = key
+            num_new, self._num_finished[key] = count - self._num_finished[key], count
+            if code in _CODES and self._is_watched(version):
+                for _ in range(min(num_new, _MAX_OUTCOMES)):
+                    self._add(version, Outcome(now_ns, is_error=True))
+
+    def _add(self, version: str, outcome: Outcome) -> None:
+        self._outcomes.setdefault(version, deque(maxlen=_MAX_OUTCOMES)).append(outcome)
+
+    def _is_watched(self, version: str) -> bool:
+        return any(version in (one.stable, one.candidate) for one in self.open())
+
+
+def _figures(version: str, seen: Seen) -> VersionFigures:
+    times = {name: value for name, value in seen.figures.items() if name != "error_rate"}
+    return VersionFigures(
+        version=version,
+        num_requests=seen.num_requests,
+        error_rate=seen.figures.get("error_rate", 0.0),
+        percentiles_ms=times,
+    )

@@ -1,0 +1,1 @@
+"""What runs on a CUDA device alone: `make test-gpu`."""

@@ -1,0 +1,1 @@
+"""Versions of a model and how traffic moves among them."""

@@ -1,0 +1,107 @@
+"""Adapters on a device: their slots, and which rows of a step have which of them."""
+
+from __future__ import annotations
+
+import collections
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from millrace.registry.adapters import adapter_folder
+from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.models.adapters import AdapterRef
+from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
+from millrace.workers.adapters.weights import read_adapter_weights
+from millrace.workers.engine.batch import BatchLayout
+from millrace.workers.engine.device.device import Array, Device
+from millrace.workers.engine.device.inputs import shifted
+from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
+from millrace.workers.kernels.gpu.kernel_set import KernelSet
+from millrace.workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.models.adapted_linear import AddAdapters, adapted_weights
+from millrace.workers.models.decoder import DecoderWeights
+
+_adapter_weights = attrgetter("adapter_weights")
+
+
+class SlotAdapter(NamedTuple):
+    """An adapter in a slot; ``num_weights`` are those of all its matrices."""
+
+    slot: int
+    num_weights: int
+
+
+class DeviceAdapters:
+    """Owns the slots, and the buffer from which the kernels of a step read who has which. Which
+    adapter is in which slot is the pool's to say."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        slots: AdapterSlots,
+        tiling: AdapterTiling,
+        *,
+        max_tokens: int,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._slots = slots
+        self._tiling = tiling
+        longest = max(map(tiling.num_packed, range(1, max_tokens + 1)))
+        self._packed = torch.zeros(longest, dtype=torch.int32, device=device.torch_device)
+        # What the device needs for it, it takes now, not while steps run.
+        device.fill(slots.table, [torch.zeros(slots.table.shape, dtype=torch.int64)])
+
+    def weights(self, weights: DecoderWeights, kernels: KernelSet) -> DecoderWeights:
+        """``weights`` with what adapters add to them, to be multiplied by all rows of the step that
+        was told of last."""
+
+        def adder(layer: int, kind: Product) -> AddAdapters:
+            product = self._slots.product(layer, kind)
+
+            def add(rows: torch.Tensor, out: torch.Tensor) -> None:
+                step = self._tiling.views(self._packed, len(rows))
+                kernels.add_adapters(rows, out, product, step, self._tiling)
+
+            return add
+
+        return adapted_weights(weights, adder)
+
+    def load(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> SlotAdapter:
+        """Read an adapter of at most such a rank into a slot. Raises AdapterError,
+        ModelSourceError."""
+        folder = adapter_folder(adapter.source, adapter.name, adapter.version)
+        outline = read_adapter_outline(folder, self._config, max_rank)
+        data, table = self._slots.data[slot], self._slots.table[slot]
+        with torch.inference_mode():
+            packed = packed_slot(read_adapter_weights(outline, self._config, data.dtype))
+            self._device.fill(data[: packed.num_elements], packed.parts)
+            self._device.fill(table, [packed.numbers])
+        return SlotAdapter(slot, packed.num_weights)
+
+    def tell(self, layout: BatchLayout, shape: StepShape) -> None:
+        """Bring the device who has which adapter in a step that is padded to ``shape``."""
+        packed = pack_adapters(layout, shape, self._tiling)
+        self._device.write(self._packed[: len(packed)], packed)
+
+
+def has_adapters(layout: BatchLayout) -> bool:
+    """Whether a row of the step has an adapter."""
+    return any(map(_adapter_weights, layout.sequences))
+
+
+def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> Array:
+    """``AdapterTiling.pack`` of a step that is padded to ``shape``."""
+    rows_of_slots: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
+    count = layout.num_single
+    for row, weights in enumerate(map(_adapter_weights, layout.sequences[:count])):
+        if weights is not None:
+            rows_of_slots[weights.slot].append(row)
+    for sequence, query in zip(layout.sequences[count:], layout.ranges[count:], strict=True):
+        if sequence.adapter_weights is not None:
+            first = shifted(query.start, layout, shape)
+            rows_of_slots[sequence.adapter_weights.slot] += range(first, first + query.num_tokens)
+    return tiling.pack(rows_of_slots, shape.num_tokens)
