@@ -16,6 +16,7 @@ from millrace.schemas.engines import (
     EngineKind,
     check_quantization,
     check_speculation,
+    speculation_option,
 )
 from millrace.schemas.errors import ConfigError
 
@@ -30,10 +31,11 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--speculation",
-        choices=SPECULATIONS,
+        type=speculation_option,
+        metavar="|".join(SPECULATIONS),
         help="whether Millrace's own engine proposes tokens and checks several a step, which "
-        "changes none of them (default: as the catalogue says, else where a row is computed the "
-        "same in all company)",
+        "changes none of them, and by which draft (default: as the catalogue says, else ngram "
+        "where a row is computed the same in all company)",
     )
 
 

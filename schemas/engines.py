@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
@@ -12,8 +13,10 @@ from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
 # What wide weights can be rounded to when they are loaded.
 QUANTIZATIONS = ("int8", "int4", "fp8")
-# What proposes tokens: what was met before, what a grammar forces and a request predicts; nothing.
-SPECULATIONS = ("ngram", "off")
+# What proposes tokens: what was met before, what a grammar forces and a request predicts; and,
+# where that has nothing, the checkpoint at a path; or nothing does.
+SPECULATIONS = ("ngram", "draft=PATH", "off")
+DRAFT_PREFIX = "draft="
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
@@ -175,12 +178,29 @@ def check_quantization(quantization: str | None, kind: EngineKind) -> None:
         )
 
 
+def draft_of(speculation: str | bool | None) -> str | None:
+    """The path of the draft's checkpoint; None without one."""
+    if not isinstance(speculation, str) or not speculation.startswith(DRAFT_PREFIX):
+        return None
+    return speculation.removeprefix(DRAFT_PREFIX) or None
+
+
+def speculation_option(text: str) -> str:
+    """What an option says, with the path of a draft as it is from any folder. Raises ValueError."""
+    draft = draft_of(text)
+    if draft is not None:
+        return DRAFT_PREFIX + str(Path(draft).expanduser().resolve())
+    if text not in ("ngram", "off"):
+        raise ValueError(text)
+    return text
+
+
 def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
     """Raise ConfigError for a speculation that there is not, or that an engine of this kind does
     not have. False is how YAML reads a bare off."""
     if speculation is None or speculation is False:
         return
-    if speculation not in SPECULATIONS:
+    if speculation not in ("ngram", "off") and draft_of(speculation) is None:
         raise ConfigError(
             f"speculation is {speculation!r:.80}; choose {', '.join(SPECULATIONS)}, or leave it "
             "out to have tokens proposed where that changes none."

@@ -3,9 +3,9 @@ token differs.
 
     OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--save]
 
-Runs with and without take turns, so that both meet the same machine; a ratio is the median of those
-of two runs beside one another, and with it comes that of the CPU time, which what else runs here
-does not touch. The texts are made by a model with random weights whose head knows what follows
+Engines with and without take turns step by step, so that both meet the same machine; a ratio is the
+median of several runs, and with it comes that of the CPU time, which what else runs here does not
+touch. The texts are made by a model with random weights whose head knows what follows
 what: so what a prompt or a prediction says comes, but for what was changed there.
 
 Then ``--requests`` of all kinds (greedy, drawn, penalties, grammars, several completions,
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from benchmarks.checkpoints import write_llama
+from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load
@@ -34,6 +34,11 @@ from millrace.workers.engine.engine import Engine
 
 _RESULTS = Path(__file__).parents[1] / "results" / "speculation.json"
 _NUM_WARM_UP = 2
+# A twentieth of the target, with the same vocabulary.
+_DRAFT_SHAPE = LLAMA_100M._replace(
+    hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512
+)
+_AGREEMENT = 0.8
 
 
 class Rate(NamedTuple):
@@ -85,8 +90,17 @@ def main() -> None:
             True: write_copier(Path(folder) / "copier"),
             False: write_llama(Path(folder) / "plain"),
         }
+        draft = write_copier(Path(folder) / "draft", _DRAFT_SHAPE, agreement=_AGREEMENT)
         print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
-        loads = [_measure(load, paths[load.copies], arguments.runs) for load in LOADS]
+        loads = [
+            _measure(
+                load,
+                paths[load.copies],
+                f"draft={draft}" if load.has_draft else "ngram",
+                arguments.runs,
+            )
+            for load in LOADS
+        ]
         equality = compare(paths[True], arguments.requests)
     print(
         f"{equality.num_requests} requests, {equality.num_moved} of them moved: "
@@ -97,13 +111,13 @@ def main() -> None:
     write_json(_RESULTS if arguments.save else None, results)
 
 
-def _measure(load: Load, path: Path, num_runs: int) -> Measured:
-    engines = [_engine(path, "off"), _engine(path, "ngram")]
+def _measure(load: Load, path: Path, speculation: str, num_runs: int) -> Measured:
+    engines = [_engine(path, "off"), _engine(path, speculation)]
     rates: list[list[Rate]] = [[], []]
     for run in range(_NUM_WARM_UP + num_runs):
-        for engine, own in zip(engines, rates, strict=True):
-            rate = _run(engine, load, run)
-            if run >= _NUM_WARM_UP:
+        both = _run(engines, load, run)
+        if run >= _NUM_WARM_UP:
+            for own, rate in zip(rates, both, strict=True):
                 own.append(rate)
     pairs = list(zip(*rates, strict=True))
     without, with_ = (statistics.median(rate.per_s for rate in own) for own in rates)
@@ -133,21 +147,33 @@ def _engine(path: Path, speculation: str) -> Engine:
     return Engine.load(path, msgspec.structs.replace(config, dtype="bfloat16", kernels="native"))
 
 
-def _run(engine: Engine, load: Load, run: int) -> Rate:
-    """Answer a run's requests, and time what comes behind their first tokens."""
+def _run(engines: list[Engine], load: Load, run: int) -> list[Rate]:
+    """Answer a run's requests on each engine, step by step in turns, and time what comes behind
+    their first tokens."""
     requests = load.requests(run)
-    for request in requests:
-        engine.add(request)
-    waiting = {request.request_id for request in requests}
-    num_tokens, begin = 0, (time.perf_counter(), time.process_time())
-    while engine.has_work:
-        outputs = engine.step()
-        if waiting:
-            waiting.difference_update(o.request_id for o in outputs if o.token_ids)
-            begin = (time.perf_counter(), time.process_time())
-        else:
-            num_tokens += sum(len(output.token_ids) for output in outputs)
-    return Rate(num_tokens, time.perf_counter() - begin[0], time.process_time() - begin[1])
+    for engine in engines:
+        for request in requests:
+            engine.add(request)
+    waiting = [{request.request_id for request in requests} for _ in engines]
+    rates = [Rate(0, 0.0, 0.0)] * len(engines)
+    while any(engine.has_work for engine in engines):
+        for index, engine in enumerate(engines):
+            if not engine.has_work:
+                continue
+            begin = time.perf_counter(), time.process_time()
+            outputs = engine.step()
+            end = time.perf_counter(), time.process_time()
+            if waiting[index]:
+                waiting[index].difference_update(o.request_id for o in outputs if o.token_ids)
+                continue
+            num_tokens = sum(len(output.token_ids) for output in outputs)
+            before = rates[index]
+            rates[index] = Rate(
+                before.num_tokens + num_tokens,
+                before.wall_s + end[0] - begin[0],
+                before.cpu_s + end[1] - begin[1],
+            )
+    return rates
 
 
 if __name__ == "__main__":

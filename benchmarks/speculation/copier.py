@@ -17,15 +17,23 @@ _EMBEDDING_SCALE = 200.0
 _PREFERENCE = 0.02
 
 
-def write_copier(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Path:
-    """``write_llama``'s checkpoint, whose head knows one successor of each text token."""
+def write_copier(
+    path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0, agreement: float = 1.0
+) -> Path:
+    """``write_llama``'s checkpoint, whose head knows one successor of each text token; below an
+    ``agreement`` of 1 it knows no more than so many of them."""
     write_llama(path, shape, seed)
     file = path / "model.safetensors"
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"].float()
     common = torch.randn(shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = torch.zeros_like(embedding)
-    for token, following in successors(shape, seed).items():
+    generator = random.Random(seed)
+    known = successors(shape, seed)
+    unsaid = [token for token in known if generator.random() >= agreement]
+    for token in unsaid:
+        known[token] = known[generator.choice(unsaid)]
+    for token, following in known.items():
         head[following] = embedding[token] + _PREFERENCE * common
     tensors["lm_head.weight"] = head.bfloat16()
     embedding = embedding * _EMBEDDING_SCALE + common

@@ -19,12 +19,14 @@ _MAX_TOKENS = 256
 
 class Load(NamedTuple):
     """``requests`` of a run, which are all sent at once, on the copying model or on the plain one;
-    ``goal``: how many times as many tokens a second proposals are to make."""
+    ``goal``: how many times as many tokens a second proposals are to make; ``has_draft``: of a
+    draft that agrees in 80 of 100 tokens."""
 
     name: str
     copies: bool
     goal: float
     requests: Callable[[int], list[EngineRequest]]
+    has_draft: bool = False
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, **more: Any) -> EngineRequest:
@@ -64,6 +66,12 @@ def _predicted(run: int) -> list[EngineRequest]:
     prompt = _random_tokens(generator, 128)
     text = _with_others(generator, text_from(prompt[-1], _MAX_TOKENS), _WRONG)
     return [_request(f"predict{run}", prompt, _MAX_TOKENS, prediction=text)]
+
+
+def _draftable(run: int) -> list[EngineRequest]:
+    """Nothing of the text is known but to a draft."""
+    generator = random.Random(4_000 + run)
+    return [_request(f"draft{run}", _random_tokens(generator, 128), _MAX_TOKENS)]
 
 
 _RECORD = {
@@ -110,5 +118,6 @@ LOADS = (
     Load("a text with edits, 1 stream", True, 2.0, _edited_text),
     Load("a prediction that is 90 % right, 1 stream", True, 2.5, _predicted),
     Load("JSON Schema, 1 stream", True, 1.3, _schema),
+    Load("a draft that agrees in 80 %, 1 stream", True, 1.6, _draftable, has_draft=True),
     Load("text that cannot be guessed, 32 streams", False, 0.98, _unguessable),
 )

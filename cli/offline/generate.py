@@ -26,7 +26,7 @@ from millrace.cli.offline.engine_options import (
     speculating_as,
 )
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import SPECULATIONS
+from millrace.schemas.engines import SPECULATIONS, speculation_option
 
 if TYPE_CHECKING:
     from millrace.cli.offline.generated import OfflineRequest
@@ -62,9 +62,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     engine = add_engine_options(parser, "requests")
     engine.add_argument(
         "--speculation",
-        choices=SPECULATIONS,
-        help="whether tokens are proposed and checked several a step, which changes none of them "
-        "(default: as the catalogue says, else where a row is computed the same in all company)",
+        type=speculation_option,
+        metavar="|".join(SPECULATIONS),
+        help="whether tokens are proposed and checked several a step, which changes none of them, "
+        "and by which draft (default: as the catalogue says, else ngram where a row is computed "
+        "the same in all company)",
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(

@@ -270,10 +270,19 @@ def test_a_model_says_whether_tokens_are_proposed(
     assert entry.engine_config(EngineConfig(speculation="off")).speculation == "off"
 
 
+def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path) -> None:
+    text = "models:\n  big:\n    source: ./a\n    speculation: draft=./small\n"
+    entry = written(tmp_path, text).get("big")
+    assert entry.speculation == f"draft={tmp_path.resolve() / 'small'}"
+
+
 @pytest.mark.parametrize(
     ("says", "told"),
     [
-        ("speculation: eagle", "model small: speculation is 'eagle'; choose ngram, off"),
+        (
+            "speculation: eagle",
+            "speculation is 'eagle'; choose ngram, draft=PATH, off",
+        ),
         ("speculation: on", "speculation is True"),
         ("speculation: ngram\n    engine: {kind: vllm}", "vllm runs this model"),
         ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),

@@ -39,7 +39,7 @@ from millrace.workers.engine.outputs import (
     refusal,
     started_output,
 )
-from millrace.workers.engine.runners import Runner, device_work_of, load_runner
+from millrace.workers.engine.runners import Runner, device_work_of, load_draft, load_runner
 from millrace.workers.engine.sampling.sampler import Sampler
 from millrace.workers.engine.scheduling.admission import (
     check_adapter,
@@ -54,6 +54,7 @@ from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
+from millrace.workers.engine.speculation.draft import Draft
 from millrace.workers.engine.speculation.speculator import Speculator
 from millrace.workers.engine.statistics import engine_stats
 from millrace.workers.engine.types import (
@@ -93,6 +94,7 @@ class Engine:
         seed_source: Callable[[], int] = draw_seed,
         monotonic: Callable[[], float] = time.perf_counter,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+        draft: Runner | None = None,
     ) -> None:
         config = with_device_defaults(config, runner.cache.data.device)
         self._runner = runner
@@ -132,7 +134,10 @@ class Engine:
         self._speculator: Speculator | None = None
         if speculates(config, is_row_exact=runner.is_row_exact):
             bound_s = config.itl_bound_ms / 1e3
-            self._speculator = Speculator(self._tables, costs, config.max_batch_tokens, bound_s)
+            draft_model = None if draft is None else Draft(draft, costs)
+            self._speculator = Speculator(
+                self._tables, costs, config.max_batch_tokens, bound_s, draft_model
+            )
         self._seed_source = seed_source
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)
@@ -166,7 +171,8 @@ class Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
         check_config(config)
         runner = load_runner(path, config)
-        engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path))
+        draft = load_draft(runner, config)
+        engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
         if config.disk_cache_path:
             engine.keep_on_disk(block_file(path, config, runner.cache))
@@ -313,9 +319,7 @@ class Engine:
                 begin_s = self._monotonic()
                 for sequence in fresh:
                     sequence.queued_s = begin_s - sequence.added_s
-            if self._speculator is not None:
-                self._speculator.propose(plan)
-            self._executor.execute(plan, outputs)
+            self._executor.execute(plan, outputs, self._speculator)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
                     sequence.started = True

@@ -19,6 +19,7 @@ from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.scheduling.step_speed import StepSpeed
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from millrace.workers.engine.speculation.speculator import Speculator
 from millrace.workers.engine.speculation.verification import Verification, Verified
 from millrace.workers.engine.types import EngineOutput
 
@@ -85,9 +86,14 @@ class Executor:
         """Whether a step is in flight whose outputs have not been returned."""
         return self._unread is not None
 
-    def execute(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Launch a plan, then process the step before it, and this one too unless it may be read
-        later. [] only processes the step in flight.
+    def execute(
+        self,
+        plan: list[ScheduledSequence],
+        outputs: list[EngineOutput],
+        speculator: Speculator | None = None,
+    ) -> None:
+        """Launch a plan, with what a speculator proposes for it, then process the step before it,
+        and this one too unless it may be read later. [] only processes the step in flight.
 
         When the model fails on a plan, the plan is bisected down to the sequences at fault.
         """
@@ -95,6 +101,9 @@ class Executor:
         before, self._unread = self._unread, None
         if before is None:
             self.meter.start(begin_s)
+        if speculator is not None and plan:
+            speculator.propose(plan)
+            begin_s = self._monotonic()
         pending = self._launch(plan, begin_s) if plan else None
         charged = before
         if isinstance(pending, Exception):

@@ -10,6 +10,8 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import draft_of
+from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.device import device_of
@@ -74,6 +76,45 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
             path, config, with_device_defaults(engine, device), device_of(device)
         )
     return ModelRunner.load(path, engine)
+
+
+def load_draft(target: Runner, engine: EngineConfig) -> Runner | None:
+    """The draft that the settings name, in as many blocks as its target has; None if they name
+    none. Raises CheckpointError or ConfigError."""
+    path = draft_of(engine.speculation)
+    if path is None or not target.is_row_exact:
+        return None
+    cache = target.cache
+    draft = ModelRunner.load(
+        Path(path),
+        EngineConfig(
+            device="cpu",
+            kernels=engine.kernels,
+            speculation="ngram",
+            num_blocks=cache.num_blocks,
+            block_size_tokens=cache.block_size_tokens,
+            max_num_sequences=engine.max_num_sequences,
+        ),
+    )
+    _check_draft(target, draft)
+    return draft
+
+
+def _check_draft(target: Runner, draft: Runner) -> None:
+    """Raise ConfigError for a draft that cannot speak for a target."""
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"engine.speculation: the draft has {draft.config.vocab_size} tokens and the model "
+            f"{target.config.vocab_size}: a draft needs the same vocabulary."
+        )
+    if draft.config.context_window_tokens < target.config.context_window_tokens:
+        raise ConfigError(
+            f"engine.speculation: the draft's context window of "
+            f"{draft.config.context_window_tokens} tokens is shorter than the model's, "
+            f"{target.config.context_window_tokens}."
+        )
+    if not draft.config.has_head or draft.host_device != torch.device("cpu"):
+        raise ConfigError("engine.speculation: a draft is a language model on the same CPU.")
 
 
 def device_work_of(runner: Runner) -> DeviceWork:

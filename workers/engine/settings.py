@@ -43,7 +43,7 @@ def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
 
 def speculates(config: EngineConfig, *, is_row_exact: bool) -> bool:
     """Whether tokens are proposed. Raises ConfigError where they would change what is drawn."""
-    if config.speculation == "ngram" and not is_row_exact:
+    if config.speculation not in (None, "off", False) and not is_row_exact:
         raise ConfigError(
             "engine.speculation: several tokens of a sequence are computed in one step, bit for "
             "bit as one by one, by the compiled kernels of a CPU in bfloat16 and without experts "

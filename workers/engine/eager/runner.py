@@ -81,7 +81,8 @@ class ModelRunner:
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
         # Where rows have to be exact, or weights are rounded, no other products are tried.
-        packs = engine.quantization is not None or engine.speculation == "ngram"
+        speculates = engine.speculation not in (None, "off", False)
+        packs = engine.quantization is not None or speculates
         dtype = choose_dtype(config, engine.dtype, device, packs=packs)
         if engine.kv_cache_dtype == "fp8" or engine.deterministic:
             raise ConfigError(

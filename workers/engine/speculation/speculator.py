@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.speculation.acceptance import Acceptance
+from millrace.workers.engine.speculation.draft import Draft
 from millrace.workers.engine.speculation.suggestions import Suggestions
 
 # What a row adds to a step of one, as a share of it, before steps have told.
@@ -18,7 +20,19 @@ _MARGIN = 1.1
 # To look at a sequence takes so long, and where nothing pays, this share of a step at most.
 _LOOK_S, _LOOK_SHARE = 10e-6, 0.005
 
+# More of a draft's tokens in a step are never worth its own steps.
+MOST_DRAFTED = 8
+
 _log = logging.getLogger(__name__)
+
+
+class _Rates(NamedTuple):
+    """What the decoding part of a step takes, what a row adds to it, and how many tokens it makes,
+    with what is proposed already."""
+
+    step_s: float
+    row_s: float
+    num_tokens: float
 
 
 class Speculator:
@@ -39,7 +53,9 @@ class Speculator:
         costs: CostModel,
         max_batch_tokens: int,
         itl_bound_s: float = 0.0,
+        draft: Draft | None = None,
     ) -> None:
+        self._draft = draft
         self._tables = tables
         self._costs = costs
         self._max_batch_tokens = max_batch_tokens
@@ -55,9 +71,10 @@ class Speculator:
         budget = self._budget(plan, row_s)
         num_tokens = float(len(decoding))
         most_rests = int(len(decoding) * _LOOK_S / (_LOOK_SHARE * step_s))
+        others: list[Sequence] = []
         for sequence in decoding:
             if row_s * _MARGIN * num_tokens >= step_s or budget <= 0:
-                return  # not even for a token that is sure to come
+                break  # not even for a token that is sure to come
             chances = self._chances(sequence)
             num_taken = 0
             for chance in (chances or [])[: min(budget, _room(sequence))]:
@@ -71,7 +88,64 @@ class Speculator:
                 sequence.proposed = sequence.suggestions.token_ids[:num_taken]
                 budget -= num_taken
             elif chances is not None:
-                sequence.suggestions.rest(most_rests)
+                others.append(sequence)
+        rates = _Rates(step_s, row_s, num_tokens)
+        for sequence in self._propose_drafts(others, rates, budget):
+            sequence.suggestions.rest(most_rests)
+
+    def _propose_drafts(
+        self, sequences: list[Sequence], rates: _Rates, budget: int
+    ) -> list[Sequence]:
+        """Have a draft say what comes next, as far as that pays; those for which it does not."""
+        counts = self._draft_counts(sequences, rates, budget)
+        wanted = [
+            (sequence, self._tables.allocate_ahead(sequence, count))
+            for sequence, count in zip(sequences, counts, strict=True)
+            if count
+        ]
+        if self._draft is not None and wanted:
+            try:
+                said = self._draft.draft(wanted)
+            except Exception:  # noqa: BLE001 (whatever it is, the sequences go on without)
+                _log.exception("the draft failed")
+                said = [[] for _ in wanted]
+            for (sequence, _), token_ids in zip(wanted, said, strict=True):
+                if sequence.matcher is not None:
+                    del token_ids[sequence.matcher.num_fitting(token_ids) :]
+                self._tables.free_ahead(sequence, 1 + len(token_ids))
+                sequence.suggestions.draft(token_ids)
+                sequence.proposed = list(token_ids)
+        left = [one for one, count in zip(sequences, counts, strict=True) if not count]
+        for sequence in left:
+            sequence.suggestions.do_not_draft()
+        return left
+
+    def _draft_counts(self, sequences: list[Sequence], rates: _Rates, budget: int) -> list[int]:
+        """How many tokens to draft for each: a step of the draft makes one more for all those for
+        whom it may come."""
+        counts = [0] * len(sequences)
+        if self._draft is None:
+            return counts
+        step_s, row_s, num_tokens = rates
+        chances = [sequence.suggestions.draft_chance() for sequence in sequences]
+        levels = [1.0] * len(sequences)
+        alive = list(range(len(sequences)))
+        for count in range(1, MOST_DRAFTED + 1):
+            alive = [i for i in alive if _room(sequences[i]) >= count][:budget]
+            for i in alive:
+                levels[i] *= chances[i]
+            alive = [i for i in alive if levels[i] * step_s >= row_s * _MARGIN * num_tokens]
+            context = sum([sequences[i].num_computed_tokens for i in alive])
+            gained = sum([levels[i] for i in alive])
+            taken_s = self._draft.step_s(len(alive), context) + row_s * len(alive)
+            if not alive or gained * step_s < taken_s * _MARGIN * num_tokens:
+                break
+            budget -= len(alive)
+            num_tokens += gained
+            step_s += taken_s
+            for i in alive:
+                counts[i] = count
+        return counts
 
     def _budget(self, plan: list[ScheduledSequence], row_s: float) -> int:
         """How many rows more a step may have."""

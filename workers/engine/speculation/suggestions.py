@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.speculation.acceptance import FORCED, Acceptance, match_class
+from millrace.workers.engine.speculation.acceptance import DRAFTED, FORCED, Acceptance, match_class
 from millrace.workers.engine.speculation.lookup import Lookup
 
 # More are never worth their rows: the chance that all come has fallen too far.
@@ -14,8 +16,9 @@ class Suggestions:
     """Of a sequence that decodes. First come the tokens that its grammar forces; else what a lookup
     finds.
 
-    Each suggestion is held against the tokens that come, whether or not these were computed ahead:
-    so it costs no step to learn that a text cannot be guessed, or that it can again.
+    ``drafted`` is what a draft keeps of it. Each suggestion is held against the tokens that come,
+    whether or not these were computed ahead: so it costs no step to learn that a text cannot be
+    guessed, or that it can again.
     """
 
     __slots__ = (
@@ -26,6 +29,7 @@ class Suggestions:
         "_num_rests",
         "_place",
         "_rests_left",
+        "drafted",
         "token_ids",
     )
 
@@ -37,6 +41,7 @@ class Suggestions:
             sequence.num_output_tokens,
             sequence.max_total_tokens,
         )
+        self.drafted: Any = None
         self.token_ids: list[int] = []
         self._kinds: list[int] = []
         self._place = 0
@@ -75,6 +80,18 @@ class Suggestions:
             self.token_ids = found
             self._kinds = [match_class(match + ahead) for ahead in range(len(found))]
         self._place = len(sequence.token_ids)
+
+    def draft_chance(self) -> float:
+        """That a token of a draft comes."""
+        return self._acceptance.chance(DRAFTED)
+
+    def draft(self, token_ids: list[int]) -> None:
+        """Suggest what a draft said in place of what was found."""
+        self.token_ids, self._kinds = token_ids, [DRAFTED] * len(token_ids)
+
+    def do_not_draft(self) -> None:
+        """Nobody sees in this step whether a draft's token would have come."""
+        self._acceptance.forget(DRAFTED)
 
     def chances(self) -> list[float]:
         """That each of the suggested tokens comes, and all before it."""

@@ -1,0 +1,157 @@
+"""A second, smaller model that says what the first may say next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+
+import msgspec
+
+from millrace.workers.engine.runners import Runner
+from millrace.workers.engine.sampling.sampler import Sampler, SamplingState
+from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.workers.engine.scheduling.schedule import ScheduledSequence
+from millrace.workers.engine.sequence import Sequence
+
+# Of a long prompt the draft computes so many tokens a step before it says anything.
+_CATCH_UP_TOKENS = 256
+# What a draft's step takes beside the target's, before one was measured.
+_ASSUMED_SHARE = 0.3
+
+
+class _Drafted:
+    """A sequence as the draft has it: with the target's blocks, of which it has keys and values of
+    its own for the first ``copy.num_computed_tokens``."""
+
+    __slots__ = ("blocks", "copy", "num_followed", "num_preemptions")
+
+    def __init__(self, sequence: Sequence) -> None:
+        sampling = msgspec.structs.replace(sequence.request.sampling, logprobs=None)
+        request = msgspec.structs.replace(
+            sequence.request, adapter=None, output_token_ids=(), sampling=sampling
+        )
+        self.copy = Sequence(
+            request,
+            arrival=sequence.arrival,
+            key=sequence.key,
+            max_total_tokens=sequence.max_total_tokens,
+        )
+        self.copy.sampling_state = SamplingState(sampling, sequence.key, None)
+        self.copy.token_ids = list(sequence.token_ids)
+        self.num_followed = len(sequence.token_ids)
+        self.blocks: list[int] = []
+        self.num_preemptions = sequence.num_preemptions
+
+    def follow(self, sequence: Sequence, block_size: int) -> None:
+        """Go on from the tokens and blocks that the target has now."""
+        copy, tokens = self.copy, sequence.token_ids
+        valid = copy.num_computed_tokens
+        if self.num_preemptions != sequence.num_preemptions:
+            self.num_preemptions, valid = sequence.num_preemptions, 0
+        valid = min(valid, _num_equal(self.blocks, sequence.block_table) * block_size)
+        # Of what it said itself, that much came.
+        begin, end = self.num_followed, min(len(copy.token_ids), len(tokens))
+        while begin < end and copy.token_ids[begin] == tokens[begin]:
+            begin += 1
+        copy.num_computed_tokens = min(valid, begin, len(tokens) - 1)
+        copy.token_ids[self.num_followed :] = tokens[self.num_followed :]
+        self.num_followed = len(tokens)
+        copy.block_table = sequence.block_table
+        self.blocks = list(sequence.block_table)
+
+
+class Draft:
+    """Runs a second checkpoint of the same vocabulary on sequences that decode.
+
+    Its keys and values are in a cache of as many blocks as the target's, by the same block tables,
+    so nobody allocates or frees anything for it. It draws with the target's parameters and from the
+    same random stream, without penalties and grammars: where both models think alike, they also
+    draw alike, at any temperature. Whatever it says, or fails to say, changes no token.
+    """
+
+    def __init__(
+        self, runner: Runner, costs: CostModel, monotonic: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._runner = runner
+        self._sampler = Sampler(
+            runner.config.vocab_size, runner.host_device, likeliest=runner.likeliest
+        )
+        self._target_costs = costs
+        self._costs = CostModel()
+        self._monotonic = monotonic
+        self._block_size = runner.cache.block_size_tokens
+
+    def step_s(self, num_rows: int, num_context_tokens: int) -> float:
+        """What it takes to draft one more token of each of so many sequences."""
+        work = StepWork(0, num_rows, num_context_tokens)
+        if self._costs.is_warm:
+            return self._costs.step_s(work)
+        return _ASSUMED_SHARE * (self._target_costs.step_s(work) or 1.0)
+
+    def draft(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
+        """Up to so many tokens for each of the sequences, whose slots are allocated."""
+        drafted = [self._followed(sequence) for sequence, _ in wanted]
+        said: list[list[int]] = [[] for _ in wanted]
+        alive = self._caught_up([one.copy for one in drafted])
+        while alive := [i for i in alive if len(said[i]) < wanted[i][1]]:
+            copies = [drafted[i].copy for i in alive]
+            tokens = self._next_tokens(copies)
+            going = []
+            for i, copy, token in zip(alive, copies, tokens, strict=True):
+                if token is not None:
+                    copy.token_ids.append(token)
+                    said[i].append(token)
+                    going.append(i)
+            alive = going
+        return said
+
+    def _followed(self, sequence: Sequence) -> _Drafted:
+        drafted: _Drafted | None = sequence.suggestions.drafted
+        if drafted is None:
+            drafted = sequence.suggestions.drafted = _Drafted(sequence)
+        drafted.follow(sequence, self._block_size)
+        return drafted
+
+    def _caught_up(self, copies: list[Sequence]) -> list[int]:
+        """Those that are near the end of what there is; others get nearer."""
+        budget = _CATCH_UP_TOKENS
+        near: list[int] = []
+        plan: list[ScheduledSequence] = []
+        for index, copy in enumerate(copies):
+            behind = copy.num_uncomputed_tokens
+            taken = min(behind - 1, budget)
+            if behind <= self._block_size:
+                near.append(index)
+            elif taken > 0:
+                plan.append(ScheduledSequence(copy, taken))
+                budget -= taken
+        if plan:
+            self._runner.launch(plan)
+            for copy, num_tokens in plan:
+                copy.num_computed_tokens += num_tokens
+        return near
+
+    def _next_tokens(self, copies: list[Sequence]) -> list[int | None]:
+        """The next token of each; None where none can be drawn."""
+        plan = [ScheduledSequence(copy, copy.num_uncomputed_tokens) for copy in copies]
+        work = StepWork(
+            decodes=sum([item.num_tokens for item in plan]),
+            context_tokens=sum([copy.num_computed_tokens for copy in copies]),
+        )
+        begin_s = self._monotonic()
+        step = self._runner.launch(plan)
+        sampled = self._sampler.sample(step.by_host, step.logits)
+        self._costs.observe(work, self._monotonic() - begin_s)
+        for copy, num_tokens in plan:
+            copy.num_computed_tokens += num_tokens
+        outcomes = dict(zip(map(id, step.by_host), sampled.outcomes, strict=True))
+        return [token if isinstance(token := outcomes[id(copy)], int) else None for copy in copies]
+
+
+def _num_equal(some: list[int], others: list[int]) -> int:
+    """How many of the first are the same."""
+    for index, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return index
+    return min(len(some), len(others))
