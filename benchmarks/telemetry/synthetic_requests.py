@@ -178,6 +178,8 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
         "prompt_tokens": prompt.tolist(),
         "cached_tokens": cached.tolist(),
         "completion_tokens": completion.tolist(),
+        "proposed_tokens": [0] * size,
+        "accepted_tokens": [0] * size,
         "queue_ms": _where(ran, queue_ms, None),
         "ttft_ms": _where(ran, ttft_ms, None),
         "tpot_us": _where(ran & (completion > 1), tpot_ms * 1e3, None),

@@ -148,7 +148,7 @@ def test_logs_are_told_in_the_order_of_time(millrace: Millrace) -> None:
 
 async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
     async with httpx.AsyncClient(base_url=millrace.system.http, timeout=60.0) as http:
-        streaming = asyncio.create_task(ask_sse(http, "Go on.", max_tokens=40))
+        streaming = asyncio.create_task(ask_sse(http, "Go on.", max_tokens=120))
         said = await millrace.background("models", "add", "small", "--model", str(tiny))
         assert "small is served, by 1 worker" in said
         assert not streaming.done()
@@ -163,7 +163,7 @@ async def test_a_model_comes_and_goes(millrace: Millrace, tiny: Path) -> None:
         assert "small" in await millrace.background("models", "list")
         assert "is taken" in millrace.refusal("models", "add", "small", "--model", str(tiny))
         # The demo model was not disturbed.
-        assert (await streaming).completion_tokens == 40
+        assert (await streaming).completion_tokens == 120
 
         body = {"model": "small", "prompt": "a", "max_tokens": 100, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body) as response:

@@ -173,6 +173,7 @@ def kept(served: Served) -> Iterator[dict[str, str]]:
         "conversation_id": conversation["id"],
         "item_id": item["id"],
         "name": MODEL,
+        "model": MODEL,
         "query": _KEPT,
     }
     with httpx.Client(base_url=served.url, timeout=_ANSWER_TIMEOUT_S) as http:

@@ -27,6 +27,8 @@ _GAUGES = {
     "num_idle_blocks",
     "num_host_blocks",
     "num_used_host_blocks",
+    "num_disk_blocks",
+    "num_used_disk_blocks",
     "outstanding_tokens",
     "outstanding_prompt_tokens",
     "prefill_tokens_per_s",
