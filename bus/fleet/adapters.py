@@ -113,15 +113,12 @@ class AdapterDirectory(WatchedStore[Adapter]):
     def __init__(self, link: RedisLink | None, clock: Clock) -> None:
         """Without a link there are none."""
         self.store = None if link is None else AdapterStore(link)
-        super().__init__(self.store, clock, "adapters")
+        super().__init__(self.store, clock, "adapters", lambda one: one.name)
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """All that are known, by name."""
         return self._known
-
-    def _name_of(self, item: Adapter) -> str:
-        return item.name
 
     def known(self, name: str, tenant: str) -> Adapter | None:
         """What a client calls so, an adapter by its own name or as ``model:adapter``, as far as

@@ -133,12 +133,9 @@ class RolloutDirectory(WatchedStore[Rollout]):
     def __init__(self, link: RedisLink | None, clock: Clock) -> None:
         """Without a link there are none."""
         self.store = None if link is None else RolloutStore(link)
-        super().__init__(self.store, clock, "rollouts")
+        super().__init__(self.store, clock, "rollouts", lambda one: one.model)
 
     @property
     def rollouts(self) -> Mapping[str, Rollout]:
         """The latest of each model, by name."""
         return self._known
-
-    def _name_of(self, item: Rollout) -> str:
-        return item.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from millrace.runtime.clock import Clock
@@ -29,11 +29,18 @@ class WatchedStore(Generic[_ItemT]):
     """All items of a store, as they were at most a second ago; while Redis is unreachable they stay
     as they were. Owns the task that looks, which ``close`` ends."""
 
-    def __init__(self, store: ChangingStore[_ItemT] | None, clock: Clock, what: str) -> None:
-        """Without a store there are none. ``what`` they are called."""
+    def __init__(
+        self,
+        store: ChangingStore[_ItemT] | None,
+        clock: Clock,
+        what: str,
+        name_of: Callable[[_ItemT], str],
+    ) -> None:
+        """Without a store there are none. ``what`` they are called, and each by ``name_of``."""
         self._watched = store
         self._clock = clock
         self._what = what
+        self._name_of = name_of
         self._items: dict[str, _ItemT] = {}
         self._changes = -1
         self._tasks = Tasks()
@@ -60,6 +67,3 @@ class WatchedStore(Generic[_ItemT]):
     @property
     def _known(self) -> Mapping[str, _ItemT]:
         return self._items
-
-    def _name_of(self, item: _ItemT) -> str:
-        raise NotImplementedError
