@@ -9,6 +9,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,8 @@ _PAGE_BYTES = 4096
 _MAGIC = b"mrkv0001"
 # Magic, key, stamp, checksum of the contents, and one of what comes before it.
 _HEADER = struct.Struct("<8s16sQII")
-_IDENTITY_BYTES = 256
 _MAX_FILES = 256
-_ENDING = ".kv"
+_ENDING, _LOCK = ".kv", "lock"
 
 
 class StoredBlock(NamedTuple):
@@ -50,11 +50,14 @@ class BlockFile:
             raise ConfigError(
                 f"engine.disk_cache_bytes is {max_bytes}, but one block takes {self._slot_bytes}."
             )
-        head = f"{identity};{block_bytes}".encode()[:_IDENTITY_BYTES].ljust(_IDENTITY_BYTES, b"\0")
+        head = blake2b(f"{identity};{block_bytes}".encode()).digest()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._fd = _open(folder, head)
-            _make_room(folder, max_bytes)
+            # One process after the other, as those of a system begin at the same moment.
+            with (folder / _LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._fd = _open(folder, head)
+                _make_room(folder, max_bytes)
         except OSError as error:
             raise ConfigError(
                 f"engine.disk_cache_path: {folder} cannot be used: {error.strerror or error}."

@@ -123,6 +123,8 @@ class DiskCache:
         self.num_failed_blocks = 0
         host.below = self
         host.on_stored = self._keep
+        for key in self._slot_of:
+            host.on_change(key)
 
     def __len__(self) -> int:
         return len(self._slot_of) + len(self._reading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_what_was_written_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert _read(again, 2, _key(7)) == b"".join(_contents(7))
     assert _read(again, 0, _key(8)) is None
     assert _read(again, 1, _key(7)) is None
-    (made,) = (tmp_path / "kv").iterdir()
+    (made,) = (tmp_path / "kv").glob("*.kv")
     assert made.stat().st_mode & 0o77 == 0
 
 
@@ -64,7 +65,7 @@ def test_a_block_of_which_a_byte_has_changed_is_none(
     file = _open(folder)
     file.write(1, _key(7), 1, _contents(7))
     file.close()
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.kv")
     data = bytearray(path.read_bytes()).ljust(4096 + 2 * SLOT_BYTES, b"\0")
     data[4096 + SLOT_BYTES + offset] ^= change
     path.write_bytes(data)
@@ -83,7 +84,7 @@ def test_a_file_that_ends_early_has_what_came_before(tmp_path: Path) -> None:
     for slot in range(3):
         file.write(slot, _key(slot), slot, _contents(slot))
     file.close()
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.kv")
     os.truncate(path, 4096 + 2 * SLOT_BYTES + 50)
     again = _open(tmp_path)
     assert [one.slot for one in again.blocks()] == [0, 1]
@@ -95,12 +96,23 @@ def test_each_process_has_a_file_and_takes_an_earlier_one_of_its_kind(tmp_path: 
     first.write(0, _key(1), 1, _contents(1))
     other = _open(tmp_path, "b")
     assert (second.blocks(), other.blocks()) == ([], [])
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.kv"))) == 3
     for file in (first, second, other):
         file.close()
     again = _open(tmp_path, "a", 1 << 20)
     assert [one.key for one in again.blocks()] == [_key(1)]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.kv"))) == 3
+
+
+def test_processes_that_begin_at_the_same_moment_take_all_earlier_files(tmp_path: Path) -> None:
+    earlier = [_open(tmp_path) for _ in range(4)]
+    for number, file in enumerate(earlier):
+        file.write(0, _key(number), 1, _contents(number))
+        file.close()
+    with ThreadPoolExecutor(4) as processes:
+        again = list(processes.map(lambda _: _open(tmp_path), range(4)))
+    assert {one.key for file in again for one in file.blocks()} == set(map(_key, range(4)))
+    assert len(list(tmp_path.glob("*.kv"))) == 4
 
 
 def test_files_of_others_make_room_when_they_are_too_many(tmp_path: Path) -> None:
@@ -112,7 +124,7 @@ def test_files_of_others_make_room_when_they_are_too_many(tmp_path: Path) -> Non
         os.utime(tmp_path / f"{number}.kv", ns=(number, number))
     # The first two go: one of the size of the third may stay.
     held = _open(tmp_path, "another", (tmp_path / "2.kv").stat().st_blocks * 512)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.kv", "3.kv"]
+    assert sorted(path.name for path in tmp_path.glob("*.kv")) == ["2.kv", "3.kv"]
     held.close()
 
 
