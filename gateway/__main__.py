@@ -37,7 +37,7 @@ from millrace.runtime.tasks import wait_unless_done
 from millrace.runtime.tracing_setup import open_tracing
 from millrace.schemas.config import Config, GatewayConfig, TierPolicies
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.openai import EngineCard, ModelCard
+from millrace.schemas.models.cards import EngineCard, ModelCard
 
 _log = logging.getLogger("millrace.gateway")
 

@@ -25,8 +25,8 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.adapters import Adapter
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.models.rollouts import Rollout
-from millrace.schemas.openai import ModelCard
 from millrace.schemas.pooling import ModelTask
 from millrace.schemas.sampling import SamplingDefaults
 from millrace.schemas.tools import ToolDefinition, ToolFormat

@@ -31,7 +31,7 @@ from millrace.schemas.chat.tokenizing import (
 )
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
-from millrace.schemas.openai import ModelCard, ModelList
+from millrace.schemas.models.cards import ModelCard, ModelList
 from millrace.schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)

@@ -64,12 +64,11 @@ from millrace.schemas.embeddings import (
     ScoreRequest,
 )
 from millrace.schemas.files import FileDeleted, FileList, FileObject
+from millrace.schemas.models.cards import ModelCard, ModelList
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
-    ModelCard,
-    ModelList,
 )
 from millrace.schemas.response_events import ResponseEvent
 from millrace.schemas.responses import (

@@ -146,7 +146,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     has a file there. Empty: none."""
 
     disk_cache_bytes: int = 10 << 30
-    """Most bytes of a worker's file, and of those in the folder that no worker holds."""
+    """Most bytes of a worker's file, and of those of other kinds that no worker holds."""
 
     ageing_s: float = 10.0
     """Wait for which a request gains a level of priority; 0: never."""

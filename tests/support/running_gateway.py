@@ -30,7 +30,7 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import ModelTask, Pooling
 from millrace.schemas.sampling import SamplingDefaults
 from millrace.schemas.tools import ToolDefinition, ToolFormat

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.gateway.models import Models
 from millrace.schemas.chat.reasoning import ReasoningFormat
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 
 TEXT = "<think>\nIs it?\n</think>\n\nIt is."

@@ -18,7 +18,7 @@ from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.support.running_gateway import (
     MODEL,

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from millrace.gateway.models import Models
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import RedisConfig
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 

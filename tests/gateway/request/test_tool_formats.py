@@ -19,7 +19,7 @@ from millrace.gateway.models import Models
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
 from millrace.registry.tool_formats.written import calls_as_text
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tools import ToolCall, ToolFormat
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
 from tests.support.tool_server import reply, tool_server

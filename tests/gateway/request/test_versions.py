@@ -20,8 +20,8 @@ from millrace.registry.routing.router import Route, Router
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.jobs import Job
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.models.rollouts import Rollout, RolloutState
-from millrace.schemas.openai import ModelCard
 from tests.gateway.doors import DOORS, MESSAGES, WITHOUT_JOBS
 from tests.support.echo_worker import EchoWorker
 from tests.support.running_gateway import ByteModel, RunningGateway, running_gateway

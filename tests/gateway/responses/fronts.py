@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.gateway.models import Models
 from millrace.schemas.jobs import ChatMessage, Job
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 from tests.support.running_gateway import (
     MODEL,

@@ -18,7 +18,7 @@ from millrace.runtime.clock import Clock, SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig, SessionContexts
 from millrace.schemas.jobs import ChatMessage
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.sampling import SamplingParams
 
 MODEL = "demo"

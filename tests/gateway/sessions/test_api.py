@@ -16,7 +16,7 @@ from millrace.gateway.models import Models
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.frames import Failed
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.websocket import SUBPROTOCOL
 from tests.gateway.sessions.fronts import LONG, SESSION, assistant, user
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

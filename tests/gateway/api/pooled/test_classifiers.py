@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from millrace.gateway.models import Models
 from millrace.gateway.rendering.activation import activated
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
-from millrace.schemas.openai import ModelCard
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import Pooling
 from tests.gateway.test_openapi import validator
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
