@@ -40,9 +40,9 @@ class BlockFile:
     """
 
     def __init__(self, folder: Path, identity: str, block_bytes: int, max_bytes: int) -> None:
-        """Opens ``folder``, where files that no process holds are removed, the oldest first, until
-        they take ``max_bytes`` at most, as this one will. Raises ConfigError if it cannot be used.
-        """
+        """Opens ``folder``, where files of other identities that no process holds are removed, the
+        oldest first, until they take ``max_bytes`` at most, as this one will. Raises ConfigError if
+        it cannot be used."""
         self.block_bytes = block_bytes
         self._slot_bytes = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES) * _PAGE_BYTES
         self.num_slots = max(0, max_bytes - _PAGE_BYTES) // self._slot_bytes
@@ -57,7 +57,7 @@ class BlockFile:
             with (folder / _LOCK).open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._fd = _open(folder, head)
-                _make_room(folder, max_bytes)
+                _make_room(folder, head, max_bytes)
         except OSError as error:
             raise ConfigError(
                 f"engine.disk_cache_path: {folder} cannot be used: {error.strerror or error}."
@@ -124,14 +124,16 @@ def _new(folder: Path, head: bytes) -> int:
     raise BlockingIOError(errno.EAGAIN, "too many processes use it")
 
 
-def _make_room(folder: Path, spare_bytes: int) -> None:
-    """Remove files that nobody holds until the others take ``spare_bytes`` at most."""
-    sizes = {folder / name: (folder / name).stat() for name in _names(folder)}
+def _make_room(folder: Path, head: bytes, spare_bytes: int) -> None:
+    """Remove files of other kinds that nobody holds until they take ``spare_bytes`` at most. Those
+    of this kind are for processes that may begin in a moment."""
     idle = []
-    for path, status in sizes.items():
+    for path in (folder / name for name in _names(folder)):
         fd = _locked(path)
         if fd is not None:
-            idle.append((status.st_mtime_ns, status.st_blocks * 512, path))
+            status = os.fstat(fd)
+            if os.pread(fd, len(head), 0) != head:
+                idle.append((status.st_mtime_ns, status.st_blocks * 512, path))
             os.close(fd)
     total = sum(size for _, size, _ in idle)
     for _, size, path in sorted(idle):
