@@ -145,7 +145,8 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
             engine._disk._file.close()
         engines.clear()
         engine = Engine(runner, config, monotonic=lambda: clock_s + time.perf_counter())
-        engine.keep_on_disk(block_file(model, config, runner))
+        exact = runner.is_row_exact
+        engine.keep_on_disk(block_file(model, config, runner.cache, is_row_exact=exact))
         engines.append(engine)
 
     def restart_cold() -> None:

@@ -175,7 +175,8 @@ class Engine:
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
         if config.disk_cache_path:
-            engine.keep_on_disk(block_file(path, config, runner))
+            exact = runner.is_row_exact
+            engine.keep_on_disk(block_file(path, config, runner.cache, is_row_exact=exact))
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:

@@ -13,15 +13,18 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.block_file import BlockFile
-from millrace.workers.engine.runners import Runner
+from millrace.workers.engine.kv.cache import KVCache
 
 _CPUINFO = Path("/proc/cpuinfo")
 _KERNELS = Path(__file__).parents[2] / "kernels"
 
 
-def block_file(path: Path, config: EngineConfig, runner: Runner) -> BlockFile:
-    """The file of ``config`` for an engine of the checkpoint folder ``path``, run by ``runner``.
-    Raises ConfigError if there can be none."""
+def block_file(
+    path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+) -> BlockFile:
+    """The file of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact`` as
+    its runner has it, which tells what was chosen for its products. Raises ConfigError if there can
+    be none."""
     if not (config.prefix_cache and config.host_cache_bytes):
         raise ConfigError(
             "engine.disk_cache_path needs engine.prefix_cache, to find blocks again, and "
@@ -33,31 +36,29 @@ def block_file(path: Path, config: EngineConfig, runner: Runner) -> BlockFile:
             "engine.disk_cache_path is for weights that can be told from others, which random ones "
             "cannot."
         )
-    num_layers, _, layer_bytes = runner.cache.blocks.shape
+    num_layers, _, layer_bytes = cache.blocks.shape
     return BlockFile(
         Path(config.disk_cache_path).expanduser(),
-        f"{weights};{_identity(config, runner)}",
+        f"{weights};{_identity(config, cache)};own products: {is_row_exact}",
         num_layers * layer_bytes,
         config.disk_cache_bytes,
     )
 
 
-def _identity(config: EngineConfig, runner: Runner) -> str:
-    """All that the bytes of a block depend on beside its tokens and the weights: the types, the
-    device and what computes on it, as far as it was chosen by measuring, too."""
+def _identity(config: EngineConfig, cache: KVCache) -> str:
+    """What else the bytes of a block depend on: the types, the device and what computes on it."""
     kernels = hashlib.sha256()
     for source in sorted(_KERNELS.rglob("*")):
         if source.suffix in (".py", ".h", ".cpp"):
             kernels.update(source.read_bytes())
-    device = runner.cache.blocks.device
+    device = cache.blocks.device
     parts = (
         config.dtype,
         config.kernels,
-        str(runner.cache.data.dtype),
-        f"{runner.cache.block_size_tokens} tokens",
+        str(cache.data.dtype),
+        f"{cache.block_size_tokens} tokens",
         torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         f"{torch.get_num_threads()} threads",
-        f"own products: {runner.is_row_exact}",
         torch.__version__,
         metadata.version("millrace"),
         kernels.hexdigest(),

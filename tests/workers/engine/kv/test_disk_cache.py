@@ -40,7 +40,8 @@ class World:
         settings = self.settings(**config)
         self._runner.cache.blocks.zero_()
         engine = Engine(self._runner, settings, monotonic=lambda: self.now_s)
-        engine.keep_on_disk(block_file(self.model, settings, self._runner))
+        cache, exact = self._runner.cache, self._runner.is_row_exact
+        engine.keep_on_disk(block_file(self.model, settings, cache, is_row_exact=exact))
         self._engines.append(engine)
         return engine
 
