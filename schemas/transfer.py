@@ -1,0 +1,30 @@
+"""Where blocks of a worker's KV cache can be pulled from, and by whom (``docs/kv-cache.md``)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TransferEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a worker's engine serves blocks of its KV cache; it travels in ``WorkerStatus``.
+
+    ``layout`` is equal where blocks have the same bytes: weights, types, kernels, block size.
+    ``host`` tells machines apart: a peer on the same one may use ``socket``, the path of a Unix
+    socket; others use ``address``, ``host:port`` (empty: not served across machines). A peer shows
+    ``token`` before it may read, which only this cluster's bus tells.
+    """
+
+    layout: str
+    token: str
+    host: str = ""
+    socket: str = ""
+    address: str = ""
+
+
+class KvSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which worker has the leading blocks of a request's tokens, about ``num_tokens`` of them; it
+    travels in ``Dispatch``. What cannot be pulled from there in time is computed."""
+
+    worker_id: str
+    endpoint: TransferEndpoint
+    num_tokens: int = 0
