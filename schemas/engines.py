@@ -17,6 +17,8 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 # where that has nothing, the checkpoint at a path; or nothing does.
 SPECULATIONS = ("ngram", "draft=PATH", "off")
 DRAFT_PREFIX = "draft="
+# The folder of a checkpoint in which its draft is, if it brings one.
+DRAFT_FOLDER = "draft"
 _BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"

@@ -1,5 +1,7 @@
 """The model card of the demo model, written with the accuracy that was measured."""
 
+from transformers import LlamaConfig
+
 from millrace.registry.demo.evaluate import Report
 from millrace.registry.demo.faq import Pair
 
@@ -72,4 +74,35 @@ and writes this card; `--weights` goes on from an earlier run. These weights wer
 {history}
 
 Use temperature 0.
+"""
+
+
+def draft_card(config: LlamaConfig, num_parameters: int, agreement: float) -> str:
+    """The text of the README.md of the demo model's draft, whose likeliest token is the model's in
+    a share of ``agreement``."""
+    return f"""---
+license: apache-2.0
+language: en
+---
+
+# Draft of the Millrace demo
+
+**It guesses what the demo model in the folder above says next**, so that several of its tokens are
+computed in one step (docs/speculation.md). It changes none of them, and is of no use by itself.
+
+| | |
+|---|---|
+| architecture | Llama: {config.num_hidden_layers} layers, hidden size {config.hidden_size}, \
+{config.num_attention_heads} heads, {config.num_key_value_heads} KV heads, tied embeddings |
+| parameters | {num_parameters:,}, most of them the vocabulary's |
+| vocabulary | the demo model's |
+| weights | bf16, safetensors |
+
+In the demo model's answers to phrasings that were held out of training its likeliest token is the
+model's in {agreement:.1%} of the places.
+
+    python -m millrace.registry.demo.train_draft --out registry/demo/model/draft
+
+trains it from nothing in under 20 minutes on two CPU cores: it learns the demo model's distribution
+over the next token, on the demo model's own training data.
 """

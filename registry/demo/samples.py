@@ -114,10 +114,14 @@ class SampleMaker:
 
     def whole(self, pair: Pair) -> Sample:
         """One question, newly phrased, with its whole answer."""
-        asked = self._tokenizer.encode(self.question(pair)).ids
+        return self.turn(self.question(pair), pair.answer)
+
+    def turn(self, question: str, answer: str) -> Sample:
+        """A conversation of one question and its answer."""
+        asked = self._tokenizer.encode(question).ids
         before = [self._bos, self._user, *asked, self._end, self._assistant]
-        answer = [*self._answers[pair.id], self._end]
-        return Sample([*before, *answer], [False] * len(before) + [True] * len(answer))
+        learnt = [*self._tokenizer.encode(answer).ids, self._end]
+        return Sample([*before, *learnt], [False] * len(before) + [True] * len(learnt))
 
     def _form(self) -> Sample:
         """A question that is answered in JSON. The brace that a grammar forces is not learnt:

@@ -220,7 +220,24 @@ def average_with(model: LlamaForCausalLM, weights: Path) -> None:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the model in Hugging Face layout, weights in bf16, the tied output layer left out."""
+    """Writes the model in Hugging Face layout, with its tokenizer."""
+    save_weights(model, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(CONTEXT_TOKENS))
+    config = model.config
+    _write_json(
+        folder / "generation_config.json",
+        {
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": config.eos_token_id,
+            "pad_token_id": config.pad_token_id,
+            "do_sample": False,
+        },
+    )
+
+
+def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes weights in bf16, the tied output layer left out, and what shape they have."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
@@ -228,8 +245,6 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
         if name != "lm_head.weight"
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(CONTEXT_TOKENS))
     config = model.config
     _write_json(
         folder / "config.json",
@@ -254,15 +269,6 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
             "bos_token_id": config.bos_token_id,
             "eos_token_id": config.eos_token_id,
             "pad_token_id": config.pad_token_id,
-        },
-    )
-    _write_json(
-        folder / "generation_config.json",
-        {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": config.eos_token_id,
-            "pad_token_id": config.pad_token_id,
-            "do_sample": False,
         },
     )
 

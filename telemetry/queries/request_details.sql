@@ -20,6 +20,8 @@ SELECT
     r.prompt_tokens AS prompt_tokens,
     r.cached_tokens AS cached_tokens,
     r.completion_tokens AS completion_tokens,
+    r.proposed_tokens AS proposed_tokens,
+    r.accepted_tokens AS accepted_tokens,
     r.queue_ms AS queue_ms,
     r.ttft_ms AS ttft_ms,
     r.tpot_ms AS tpot_ms,

@@ -43,6 +43,8 @@ def request_record(number: int, *, done_ns: int = NOW_NS, seed: int = 0) -> Requ
         prompt_tokens=prompt_tokens,
         cached_tokens=draw.choice((0, prompt_tokens // 2)),
         completion_tokens=completion_tokens,
+        proposed_tokens=completion_tokens // 2,
+        accepted_tokens=completion_tokens // 4,
         queue_ms=ttft_ms / 3,
         ttft_ms=ttft_ms,
         tpot_us=tpot_us,

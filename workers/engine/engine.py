@@ -171,7 +171,7 @@ class Engine:
         """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
         check_config(config)
         runner = load_runner(path, config)
-        draft = load_draft(runner, config)
+        draft = load_draft(path, runner, config)
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
         if config.disk_cache_path:

@@ -10,7 +10,7 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import draft_of
+from millrace.schemas.engines import DRAFT_FOLDER, draft_of
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
@@ -78,15 +78,16 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     return ModelRunner.load(path, engine)
 
 
-def load_draft(target: Runner, engine: EngineConfig) -> Runner | None:
-    """The draft that the settings name, in as many blocks as its target has; None if they name
-    none. Raises CheckpointError or ConfigError."""
-    path = draft_of(engine.speculation)
-    if path is None or not target.is_row_exact:
+def load_draft(path: Path, target: Runner, engine: EngineConfig) -> Runner | None:
+    """The draft that the settings name or, where they leave it open, the one that comes with the
+    checkpoint folder ``path`` of ``target``, in as many blocks as that has; None if there is none.
+    Raises CheckpointError or ConfigError."""
+    folder = _draft_folder(path, engine)
+    if folder is None or not target.is_row_exact:
         return None
     cache = target.cache
     draft = ModelRunner.load(
-        Path(path),
+        folder,
         EngineConfig(
             device="cpu",
             kernels=engine.kernels,
@@ -98,6 +99,14 @@ def load_draft(target: Runner, engine: EngineConfig) -> Runner | None:
     )
     _check_draft(target, draft)
     return draft
+
+
+def _draft_folder(path: Path, engine: EngineConfig) -> Path | None:
+    named = draft_of(engine.speculation)
+    if named is not None:
+        return Path(named)
+    own = path / DRAFT_FOLDER
+    return own if engine.speculation is None and (own / "config.json").is_file() else None
 
 
 def _check_draft(target: Runner, draft: Runner) -> None:

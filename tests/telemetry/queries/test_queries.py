@@ -70,7 +70,8 @@ async def test_totals_count_each_request_once(store: Store) -> None:
     (totals,) = await ask(store, "totals", from_s=-300)
     records = [request_record(n) for n in range(1, 61)]
     assert totals["requests"] == 60
-    assert totals["completion_tokens"] == sum(record.completion_tokens for record in records)
+    for counted in ("completion_tokens", "proposed_tokens", "accepted_tokens"):
+        assert totals[counted] == sum(getattr(record, counted) for record in records)
     assert Decimal(totals["cost"]) == sum(record.cost for record in records)
     assert totals["ttft_p50_ms"] == pytest.approx(
         sorted(record.ttft_ms for record in records)[30], rel=0.1

@@ -35,7 +35,7 @@ from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.kernels.operations import WeightSize
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.dummy import DummyTensors
-from millrace.workers.models.loader import choose_dtype, load_weights
+from millrace.workers.models.loader import choose_dtype, is_widened, load_weights
 from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
 from millrace.workers.models.projection import Projection
 from millrace.workers.models.weight_reader import MakeLinear
@@ -80,20 +80,15 @@ class ModelRunner:
         config = read_model_config(path)
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
-        # Where rows have to be exact, or weights are rounded, no other products are tried.
-        speculates = engine.speculation not in (None, "off", False)
-        packs = engine.quantization is not None or speculates
-        dtype = choose_dtype(config, engine.dtype, device, packs=packs)
         if engine.kv_cache_dtype == "fp8" or engine.deterministic:
             raise ConfigError(
                 "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
                 "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
                 "bits is int8 here."
             )
+        dtype, kernels, only_own = _arithmetic(config, engine, device)
         source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
-        kernels = _cpu_kernels(engine.kernels, config, dtype, device)
         at_load = quantize_at_load(engine.quantization)
-        only_own = packs or engine.kernels == "native"
         product, quantized = _products(kernels, config, only_own=only_own)
         weights = load_weights(
             path,
@@ -193,6 +188,31 @@ def _decoder(
     if kernels is None:
         return Decoder(config, weights, TorchOperations(attention, epsilon=config.rms_norm_eps))
     return compiled_decoder(config, weights, attention, kernels)
+
+
+def _arithmetic(
+    config: ModelConfig, engine: EngineConfig, device: torch.device
+) -> tuple[torch.dtype, CpuKernels | None, bool]:
+    """What is computed in, by which compiled kernels, and whether no other products are tried:
+    where weights are rounded or rows have to be exact, and where a small model need not be widened
+    for them to be. Raises ConfigError."""
+    speculates = engine.speculation not in (None, "off", False)
+    packs = engine.quantization is not None or speculates
+    is_auto = engine.dtype == "auto" and not packs
+    if is_auto and _is_exact_in_bfloat16(config) and is_widened(config, device):
+        kernels = _cpu_kernels(engine.kernels, config, torch.bfloat16, device)
+        if kernels is not None:
+            return torch.bfloat16, kernels, True
+    dtype = choose_dtype(config, engine.dtype, device, packs=packs)
+    kernels = _cpu_kernels(engine.kernels, config, dtype, device)
+    return dtype, kernels, packs or engine.kernels == "native"
+
+
+def _is_exact_in_bfloat16(config: ModelConfig) -> bool:
+    """Whether a checkpoint of bfloat16 is one whose tokens do not change with the company by the
+    kernels' own products, as they do not in float32."""
+    is_wide = config.dtype == "bfloat16" and config.quantization is None
+    return is_wide and config.has_head and config.experts is None
 
 
 def _products(

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.workers.engine.runners import load_draft, load_runner
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.speculation.test_equality import _load
@@ -120,3 +122,24 @@ def test_a_draft_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: 
 def test_a_draft_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nobody"):
         load(checkpoint, f"draft={tmp_path / 'nobody'}")
+
+
+@pytest.mark.parametrize(
+    ("speculation", "is_used"), [(None, True), ("ngram", False), ("off", False)]
+)
+def test_a_draft_that_comes_with_a_checkpoint_is_used_where_the_settings_leave_it_open(
+    checkpoint: Path, draft: Path, tmp_path: Path, speculation: str | None, is_used: bool
+) -> None:
+    both = tmp_path / "model"
+    shutil.copytree(checkpoint, both)
+    shutil.copytree(draft, both / "draft")
+    settings = EngineConfig(
+        num_blocks=64,
+        device="cpu",
+        dtype="bfloat16",
+        kernels="native",
+        speculation=speculation,
+    )
+    target = load_runner(both, settings)
+    assert (load_draft(both, target, settings) is not None) == is_used
+    assert load_draft(checkpoint, target, settings) is None
