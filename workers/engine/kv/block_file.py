@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.kv.checksum import checksum_of
 
 _PAGE_BYTES = 4096
-_MAGIC = b"mrkv0001"
+_MAGIC = b"mrkv0002"
 # Magic, key, stamp, checksum of the contents, and one of what comes before it.
-_HEADER = struct.Struct("<8s16sQII")
+_HEADER = struct.Struct("<8s16sQQI")
 _MAX_FILES = 256
 _ENDING, _LOCK = ".kv", "lock"
 
@@ -78,7 +79,7 @@ class BlockFile:
 
     def write(self, slot: int, key: bytes, stamp: int, pieces: Sequence[memoryview]) -> None:
         """Put the bytes of ``pieces`` into a slot. Raises OSError; the slot is empty then."""
-        offset, checksum = self._offset(slot), _checksum(pieces)
+        offset, checksum = self._offset(slot), checksum_of(pieces)
         os.pwrite(self._fd, bytes(_HEADER.size), offset)
         done = os.pwritev(self._fd, pieces, offset + _HEADER.size)
         if done != self.block_bytes:
@@ -95,7 +96,7 @@ class BlockFile:
         if header is None or header[0] != key:
             return False
         done = os.preadv(self._fd, pieces, offset + _HEADER.size)
-        return done == self.block_bytes and _checksum(pieces) == header[2]
+        return done == self.block_bytes and checksum_of(pieces) == header[2]
 
     def close(self) -> None:
         """Let another process have the file."""
@@ -155,13 +156,6 @@ def _locked(path: Path) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def _checksum(pieces: Iterable[memoryview]) -> int:
-    checksum = 0
-    for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
 
 
 def _parsed(header: bytes) -> tuple[bytes, int, int] | None:

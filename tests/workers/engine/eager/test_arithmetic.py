@@ -18,7 +18,7 @@ from tests.workers.engine.eager.test_fused_decoder import LLAMA
 
 
 def _load(path: Path, **settings: Any) -> ModelRunner:
-    return ModelRunner.load(path, EngineConfig(**{"num_blocks": 8, "device": "cpu"} | settings))
+    return ModelRunner.load(path, EngineConfig(num_blocks=8, device="cpu", **settings))
 
 
 def _save(path: Path, family: str = "Llama", **changes: Any) -> Path:

@@ -70,7 +70,7 @@ def test_a_block_of_which_a_byte_has_changed_is_none(
     data[4096 + SLOT_BYTES + offset] ^= change
     path.write_bytes(data)
     again = _open(folder)
-    header_bytes = 40
+    header_bytes = 44
     if offset < header_bytes:
         assert again.blocks() == []
     read = _read(again, 1, _key(7))
