@@ -1,5 +1,5 @@
-"""What a CPU computes a checkpoint in: a small one is widened where its tokens would change with the
-company in bfloat16."""
+"""What a CPU computes a checkpoint in: a small one is widened where its tokens would change with
+the company in bfloat16."""
 
 from __future__ import annotations
 
