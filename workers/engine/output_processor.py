@@ -20,7 +20,7 @@ from millrace.workers.engine.live_requests import LiveRequests
 from millrace.workers.engine.outputs import as_millrace_error, embedding_output, token_output
 from millrace.workers.engine.pooling import PooledChunk, add_chunk
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
-from millrace.workers.engine.sampling.sampler import Sampler
+from millrace.workers.engine.sampling.sampler import Sampled, Sampler
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence, SequenceState
@@ -206,7 +206,19 @@ class OutputProcessor:
                 self.fail_sequence(sequence, error, outputs)
             self.sample(sequences, logits, outputs, ahead)
             return
-        sampled = self._sampler.sample(sequences, logits, masks)
+        self.accept(sequences, self._sampler.sample(sequences, logits, masks), outputs, ahead)
+
+    def choose_ahead(
+        self, sequences: list[Sequence], logits: torch.Tensor, ahead: list[int]
+    ) -> Sampled:
+        """What comes behind ``ahead`` tokens after the next one, of sequences that need nothing but
+        the logits to tell: see ``Sampler.sample_ahead``."""
+        return self._sampler.sample_ahead(sequences, logits, ahead)
+
+    def accept(
+        self, sequences: list[Sequence], sampled: Sampled, outputs: list[EngineOutput], ahead: int
+    ) -> None:
+        """Give each sequence the token that was chosen for it, ``ahead`` behind the next."""
         for sequence, outcome, logprob in zip(
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):

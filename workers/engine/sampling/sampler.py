@@ -122,6 +122,21 @@ class Sampler:
         """Forget what was kept for a sequence; it may have been forgotten before."""
         sequence.sampling_state = None
 
+    def sample_ahead(
+        self, sequences: Rows[Sequence], logits: torch.Tensor, ahead: Rows[int]
+    ) -> Sampled:
+        """As ``sample``, of sequences whose logits nothing edits, which may be there several times:
+        the token that comes behind so many after the next one."""
+        sampled = Sampled([], [])
+        with torch.inference_mode():
+            for start in range(0, len(sequences), self._chunk_rows):
+                rows = slice(start, start + self._chunk_rows)
+                layout = self._laid_out([one.sampling_state for one in sequences[rows]])
+                chosen = self._sample_rows(sequences[rows], logits[rows], None, layout, ahead[rows])
+                sampled.outcomes.extend(chosen.outcomes)
+                sampled.logprobs.extend(chosen.logprobs)
+        return sampled
+
     def sample(
         self, sequences: Rows[Sequence], logits: torch.Tensor, masks: torch.Tensor | None = None
     ) -> Sampled:
@@ -152,7 +167,8 @@ class Sampler:
     ) -> None:
         """Sample a chunk; if that fails, halve it until those at fault stand alone."""
         try:
-            outcomes, logprobs = self._sample_chunk(sequences, logits, masks, index)
+            layout = self._layout(sequences, index)
+            outcomes, logprobs = self._sample_rows(sequences, logits, masks, layout)
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(sequences) > 1:
                 middle = len(sequences) // 2
@@ -165,14 +181,14 @@ class Sampler:
         sampled.outcomes.extend(outcomes)
         sampled.logprobs.extend(logprobs)
 
-    def _sample_chunk(
+    def _sample_rows(
         self,
         sequences: Rows[Sequence],
         raw: torch.Tensor,
         masks: torch.Tensor | None,
-        index: int,
+        layout: _Layout,
+        ahead: Rows[int] | None = None,
     ) -> Sampled:
-        layout = self._layout(sequences, index)
         if layout.only_likeliest and self._likeliest is not None:
             best = self._likeliest(raw)
             if min(best) >= 0:
@@ -188,19 +204,27 @@ class Sampler:
             for row in _not_finite(logits.best):
                 outcomes[row] = NoTokenAllowedError(sequences[row].num_output_tokens)
                 _neutralise(logits, row)
-        tokens = self._choose(logits, sequences, layout)
+        tokens = self._choose(logits, sequences, layout, ahead)
         logprobs = _report(raw, layout, table, tokens)
         for row in outcomes:
             logprobs[row] = None
         return Sampled([outcomes.get(row, token) for row, token in enumerate(tokens)], logprobs)
 
     def _choose(
-        self, logits: GroupedLogits, sequences: Rows[Sequence], layout: _Layout
+        self,
+        logits: GroupedLogits,
+        sequences: Rows[Sequence],
+        layout: _Layout,
+        ahead: Rows[int] | None,
     ) -> list[int]:
         if layout.draws is None:
             chosen = logits.likeliest()
         else:
             indices = [sequences[row].num_output_tokens for row in layout.drawn_rows]
+            if ahead is not None:
+                indices = [
+                    i + ahead[row] for i, row in zip(indices, layout.drawn_rows, strict=True)
+                ]
             token_indices = torch.tensor(indices, device=self._device)
             chosen = draw(logits, layout.draws, token_indices)
             if len(indices) < len(sequences):
@@ -221,11 +245,16 @@ class Sampler:
         states: list[SamplingState] = [sequence.sampling_state for sequence in sequences]
         if index < len(self._layouts) and _same(self._layouts[index].states, states):
             return self._layouts[index]
+        layout = self._laid_out(states)
+        self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
+        return layout
+
+    def _laid_out(self, states: list[SamplingState]) -> _Layout:
         drawn = [i for i, s in enumerate(states) if s.sampling.temperature > 0]
         reported = [i for i, s in enumerate(states) if s.sampling.logprobs is not None]
         processed = [i for i, s in enumerate(states) if s.logits_processor is not None]
         masked = [i for i, s in enumerate(states) if s.sampling.is_guided]
-        layout = _Layout(
+        return _Layout(
             states=states,
             drawn_rows=drawn,
             draws=draws_of(
@@ -243,8 +272,6 @@ class Sampler:
             masked_rows=masked,
             only_likeliest=not (drawn or reported or processed or masked),
         )
-        self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
-        return layout
 
     def _table(self, logits: GroupedLogits, layout: _Layout) -> LogprobTable | None:
         if not layout.logprob_rows:

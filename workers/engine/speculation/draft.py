@@ -94,9 +94,11 @@ class Draft:
         drafted = [self._followed(sequence) for sequence, _ in wanted]
         said: list[list[int]] = [[] for _ in wanted]
         alive = self._caught_up([one.copy for one in drafted])
+        is_timed = True  # one step of each time tells enough, and to note it takes time
         while alive := [i for i in alive if len(said[i]) < wanted[i][1]]:
             copies = [drafted[i].copy for i in alive]
-            tokens = self._next_tokens(copies)
+            tokens = self._next_tokens(copies, is_timed=is_timed)
+            is_timed = False
             going = []
             for i, copy, token in zip(alive, copies, tokens, strict=True):
                 if token is not None:
@@ -132,17 +134,18 @@ class Draft:
                 copy.num_computed_tokens += num_tokens
         return near
 
-    def _next_tokens(self, copies: list[Sequence]) -> list[int | None]:
+    def _next_tokens(self, copies: list[Sequence], *, is_timed: bool) -> list[int | None]:
         """The next token of each; None where none can be drawn."""
         plan = [ScheduledSequence(copy, copy.num_uncomputed_tokens) for copy in copies]
-        work = StepWork(
-            decodes=sum([item.num_tokens for item in plan]),
-            context_tokens=sum([copy.num_computed_tokens for copy in copies]),
-        )
         begin_s = self._monotonic()
         step = self._runner.launch(plan)
         sampled = self._sampler.sample(step.by_host, step.logits)
-        self._costs.observe(work, self._monotonic() - begin_s)
+        if is_timed:
+            work = StepWork(
+                decodes=sum([item.num_tokens for item in plan]),
+                context_tokens=sum([copy.num_computed_tokens for copy in copies]),
+            )
+            self._costs.observe(work, self._monotonic() - begin_s)
         for copy, num_tokens in plan:
             copy.num_computed_tokens += num_tokens
         outcomes = dict(zip(map(id, step.by_host), sampled.outcomes, strict=True))

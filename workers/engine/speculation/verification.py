@@ -11,6 +11,7 @@ import torch
 from millrace.workers.engine.grammar.grammars import Grammars
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.output_processor import OutputProcessor
+from millrace.workers.engine.sampling.sampler import Sampled
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence, SequenceState
@@ -34,14 +35,21 @@ class _Span(NamedTuple):
     row: int
     num_usable: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing edits its rows by the tokens that come before them."""
+        sequence = self.sequence
+        return sequence.matcher is None and sequence.sampling_state.logits_processor is None
+
 
 class Verification:
     """Samples the sequences of a step. Where a token is drawn that was proposed, the row behind it
     was computed with the right token, so the next is drawn from that one at once.
 
-    Each draw is made when the sequence has the tokens before it, by the same sampler, with its
-    grammar, penalties and random stream as they are then: so it is the one that would have been
-    made without proposals, as long as a row's logits are the same in all company. What was proposed
+    Each draw is made by the same sampler, with the random numbers of its place, and with grammar
+    and penalties as they are when the sequence has the tokens before it: so it is the one that
+    would have been made without proposals, as long as a row's logits are the same in all company.
+    Where there is neither grammar nor penalty all rows are drawn from at once. What was proposed
     and not drawn was computed for nothing; the blocks behind it are given back here.
     """
 
@@ -61,20 +69,56 @@ class Verification:
         if not spans:
             return Verified()
         num_accepted = ahead = 0
-        alive = spans
-        while alive := [span for span in alive if self._is_accepted(span, ahead)]:
-            own = _select(logits, [span.row + ahead for span in alive])
-            if own is None:
-                break
+        alive = [span for span in spans if self._is_accepted(span, 0)]
+        chosen = self._choose_ahead([span for span in alive if span.is_plain], logits)
+        while alive:
+            edited = [span for span in alive if span.row not in chosen]
+            own = _select(logits, [span.row + ahead for span in edited]) if edited else None
+            if edited and own is None:
+                alive = [span for span in alive if span.row in chosen]
+                edited = []
             ahead += 1
             num_accepted += len(alive)
             self._planner.advance([ScheduledSequence(span.sequence, 1) for span in alive])
-            self._output_processor.sample([span.sequence for span in alive], own, outputs, ahead)
+            for span in alive:
+                if span.row in chosen:
+                    self._accept(span, chosen[span.row], outputs, ahead)
+            if own is not None:
+                self._output_processor.sample([s.sequence for s in edited], own, outputs, ahead)
+            alive = [span for span in alive if self._is_accepted(span, ahead)]
         for span in spans:
             span.sequence.proposed = []
             if span.sequence.state is SequenceState.RUNNING:
                 self._planner.tables.free_ahead(span.sequence)
         return Verified(len(logits) - num_first, num_accepted)
+
+    def _choose_ahead(self, spans: list[_Span], logits: torch.Tensor) -> dict[int, Sampled]:
+        """What all rows of spans say, by their first rows; nothing if that cannot be found out, and
+        then it is drawn row by row."""
+        if not spans:
+            return {}
+        places = [(span, ahead) for span in spans for ahead in range(span.num_usable)]
+        own = _select(logits, [span.row + ahead for span, ahead in places])
+        if own is None:
+            return {}
+        sequences, ahead = [span.sequence for span, _ in places], [ahead for _, ahead in places]
+        try:
+            said = self._output_processor.choose_ahead(sequences, own, ahead)
+        except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one by one then)
+            _log.exception("proposed tokens could not be drawn at once")
+            return {}
+        chosen: dict[int, Sampled] = {}
+        begin = 0
+        for span in spans:
+            end = begin + span.num_usable
+            chosen[span.row] = Sampled(said.outcomes[begin:end], said.logprobs[begin:end])
+            begin = end
+        return chosen
+
+    def _accept(self, span: _Span, said: Sampled, outputs: list[EngineOutput], ahead: int) -> None:
+        place = slice(ahead - 1, ahead)
+        one = Sampled(said.outcomes[place], said.logprobs[place])
+        self._output_processor.accept([span.sequence], one, outputs, ahead)
 
     def drop(self, plan: Iterable[ScheduledSequence]) -> None:
         """Propose nothing for a plan that is not computed yet."""

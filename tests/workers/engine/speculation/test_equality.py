@@ -187,7 +187,7 @@ def test_what_fails_in_between_changes_nothing_else(
         "look": (verification, "_finite"),
         "select": (verification, "_select"),
         "launch": (engine._runner, "launch"),
-        "sample": (Sampler, "_sample_chunk"),
+        "sample": (Sampler, "_sample_rows"),
     }[what]
     working = getattr(owner, name)
 
