@@ -301,7 +301,7 @@ class OutputProcessor:
                 logprob,
                 finish_reason,
                 num_proposed=0 if ahead else len(proposed),
-                num_accepted=ahead < len(proposed) and token == proposed[ahead],
+                num_accepted=int(ahead < len(proposed) and token == proposed[ahead]),
             )
         else:
             output = token_output(sequence, token, logprob, finish_reason)

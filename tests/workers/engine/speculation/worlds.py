@@ -14,6 +14,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.speculation.speculator import Speculator
 from millrace.workers.engine.types import EngineRequest
+from millrace.workers.process.wire import Stepped, Unpacker, pack, report_decoder
 
 VOCAB_SIZE = 448
 NAN_TOKEN = 440
@@ -57,7 +58,12 @@ def run(engine: Engine, requests: list[EngineRequest], gaps: list[int] | None = 
         wait -= 1
         if not engine.has_work and not queued:
             return answers
-        for output in engine.step():
+        outputs = engine.step()
+        (told,) = Unpacker().feed(pack(Stepped(outputs, engine.stats())))
+        read = report_decoder.decode(told)
+        assert isinstance(read, Stepped)
+        assert len(read.outputs) == len(outputs), "the bus side cannot read it"
+        for output in outputs:
             key = output.request_id, output.choice
             answer = answers.setdefault(key, Answer([], [], [], []))
             assert not answer.ends, "an output after the last one"
