@@ -25,7 +25,7 @@ from millrace.registry.demo.samples import ANSWERS, QUESTIONS, Sample, SampleMak
 from millrace.registry.demo.tokens import PAD, known_token_id
 from millrace.registry.demo.train import learning_rate, save_weights
 
-_MEASURED_PAIRS: Final[int] = 200
+_MEASURED_QUESTIONS: Final[int] = 200
 
 
 def draft_config(model: LlamaConfig) -> LlamaConfig:
@@ -108,12 +108,13 @@ def agreement(
     pairs: list[Pair],
     tokenizer: Tokenizer,
     answerer: Answerer,
+    max_questions: int = _MEASURED_QUESTIONS,
 ) -> float:
-    """In what share of places of the target's answers to held-out questions the likeliest token is
-    the same for both."""
+    """In what share of places of the target's answers to held-out questions, or a fixed draw of
+    them, the likeliest token is the same for both."""
     maker = SampleMaker(pairs, tokenizer, random.Random(0))
     asked = [(pair, question) for pair in pairs for question in pair.held_out]
-    asked = random.Random(0).sample(asked, min(len(asked), _MEASURED_PAIRS))
+    asked = random.Random(0).sample(asked, min(len(asked), max_questions))
     answers = answerer([[{"role": "user", "content": question}] for _, question in asked])
     num_places = num_same = 0
     for (_, question), answer in zip(asked, answers, strict=True):

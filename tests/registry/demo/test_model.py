@@ -32,6 +32,8 @@ from millrace.registry.demo.faq import (
 )
 from millrace.registry.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
 from millrace.registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
+from millrace.registry.demo.train_draft import agreement
+from millrace.schemas.engines import DRAFT_FOLDER
 
 MODEL_FILES = (
     "README.md",
@@ -42,6 +44,7 @@ MODEL_FILES = (
     "tokenizer_config.json",
     "training_runs.json",
 )
+DRAFT_FILES = ("README.md", "config.json", "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +150,21 @@ class TestSamples:
 
 class TestFiles:
     def test_the_folder_is_complete_and_small(self) -> None:
-        assert {path.name for path in MODEL_DIR.iterdir()} == set(MODEL_FILES)
+        assert {path.name for path in MODEL_DIR.iterdir()} == {*MODEL_FILES, DRAFT_FOLDER}
         assert (MODEL_DIR / "model.safetensors").stat().st_size <= 16 * 2**20
         assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= 16 * 2**20
+
+    def test_its_draft_is_small_and_says_what_it_says(
+        self, pairs: list[Pair], tokenizer: Tokenizer, answerer: Answerer
+    ) -> None:
+        folder = MODEL_DIR / DRAFT_FOLDER
+        assert {path.name for path in folder.iterdir()} == set(DRAFT_FILES)
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 3_000_000
+        target, draft = (
+            LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            for path in (MODEL_DIR, folder)
+        )
+        assert agreement(target, draft, pairs, tokenizer, answerer, max_questions=12) > 0.95
 
     def test_the_weights_are_bf16_and_match_the_config(self) -> None:
         config = json.loads((MODEL_DIR / "config.json").read_text())
