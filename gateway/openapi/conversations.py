@@ -12,7 +12,7 @@ from millrace.schemas.chat.conversations import (
     ConversationUpdate,
     NewItems,
 )
-from millrace.schemas.responses import Item, ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 _ONE = "/v1/conversations/{conversation_id}"
 _HELLO = {"type": "message", "role": "user", "content": "Hello!"}

@@ -23,7 +23,7 @@ from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
 from millrace.schemas.openai import ErrorBody
-from millrace.schemas.responses import GivenItem
+from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -13,7 +13,7 @@ from millrace.gateway.responses import input as responses_input
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
-from millrace.schemas.responses import GivenItem
+from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,

@@ -70,8 +70,8 @@ from millrace.schemas.openai import (
     Completion,
     CompletionRequest,
 )
-from millrace.schemas.response_events import ResponseEvent
-from millrace.schemas.responses import (
+from millrace.schemas.responses.events import ResponseEvent
+from millrace.schemas.responses.items import (
     InputTokens,
     ItemList,
     Response,

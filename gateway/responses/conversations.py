@@ -16,7 +16,7 @@ from millrace.schemas.chat.conversations import Conversation
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS
-from millrace.schemas.responses import Item
+from millrace.schemas.responses.items import Item
 
 _HEAD = b"head"
 _ITEM = b"i:"

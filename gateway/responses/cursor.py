@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec.structs import replace
 
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.response_events import (
+from millrace.schemas.responses.events import (
     ArgumentsDelta,
     ReasoningDelta,
     ResponseEvent,

@@ -30,7 +30,7 @@ from millrace.schemas.openai import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     Content,
     EchoedText,
     FlatFunctionTool,

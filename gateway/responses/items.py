@@ -15,7 +15,7 @@ from millrace.gateway.streams.parts import (
 )
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.response_events import (
+from millrace.schemas.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPartAdded,
@@ -28,7 +28,7 @@ from millrace.schemas.response_events import (
     TextDelta,
     TextDone,
 )
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from millrace.gateway.responses.store import ResponseStore, conversation_of, is_over
 from millrace.schemas.errors import MillraceError, ParameterError
-from millrace.schemas.responses import Item, ItemReference
+from millrace.schemas.responses.items import Item, ItemReference
 
 # Made by ``items.OutputItems`` and ``input.named``: the middle is that of the answer's own id.
 _OURS = re.compile(r"[a-z]+_([0-9a-f]{24})_(?:in)?[0-9]+")

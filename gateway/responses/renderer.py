@@ -19,7 +19,7 @@ from millrace.gateway.streams.parts import Part
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
 from millrace.schemas.openai import TextFormat
-from millrace.schemas.response_events import (
+from millrace.schemas.responses.events import (
     ResponseCompleted,
     ResponseCreated,
     ResponseEvent,
@@ -28,7 +28,7 @@ from millrace.schemas.response_events import (
     ResponseInProgress,
     StreamError,
 )
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     ConversationReference,
     FailureInfo,
     IncompleteDetails,

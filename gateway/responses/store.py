@@ -18,7 +18,7 @@ from millrace.runtime.tasks import in_thread_if
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     Item,
     Response,
     ResponsesRequest,

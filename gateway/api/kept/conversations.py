@@ -30,7 +30,7 @@ from millrace.schemas.chat.conversations import (
     NewItems,
 )
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.responses import Item, ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 MAX_NEW_ITEMS = 20
 _NS_PER_S = 1_000_000_000

@@ -51,7 +51,7 @@ from millrace.gateway.transport.http import (
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ParameterError, PayloadTooLargeError
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     InputTokens,
     Item,
     ItemReference,

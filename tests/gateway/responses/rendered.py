@@ -23,7 +23,7 @@ from millrace.gateway.tenancy.caller import LOCAL
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.frames import TokenLogprob, Usage
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.responses import Item, ItemReference, ResponsesRequest
+from millrace.schemas.responses.items import Item, ItemReference, ResponsesRequest
 from millrace.schemas.sampling import SamplingDefaults
 
 DECODER = msgspec.json.Decoder(ResponsesRequest)

@@ -16,7 +16,7 @@ from millrace.gateway.responses.input import check_fields, messages_of
 from millrace.gateway.streams.parts import ChoiceEnd
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.errors import GrammarError, ParameterError
-from millrace.schemas.responses import FunctionCallItem, Item, ResponsesRequest
+from millrace.schemas.responses.items import FunctionCallItem, Item, ResponsesRequest
 from tests.gateway.responses.rendered import (
     DECODER,
     asked,

@@ -25,7 +25,7 @@ from millrace.gateway.transport.decoding import decode
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.responses import MessageItem
+from millrace.schemas.responses.items import MessageItem
 from tests.gateway.responses.rendered import (
     DECODER,
     events_of,

@@ -16,7 +16,7 @@ from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import PayloadTooLargeError
 from millrace.schemas.openai import TextFormat
-from millrace.schemas.responses import (
+from millrace.schemas.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     InputText,

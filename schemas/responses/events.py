@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.responses import Item, OutputText, ReasoningText, Response
+from millrace.schemas.responses.items import Item, OutputText, ReasoningText, Response
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: requests, items, answers, and the events of a stream."""
