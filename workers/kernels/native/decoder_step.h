@@ -44,7 +44,8 @@ struct DecoderShape {
 // hidden] is read and becomes the result. The first `num_single` rows are sequences of one new token
 // each, by rising length; then come `num_chunks` sequences of several, of which `chunk_ends` has the
 // row behind each. `starts` and `lengths` are those of all sequences. `adapters` are null if no row has
-// one, else `most_ranks` are the most that a product of one has.
+// one, else `most_ranks` are the most that a product of one has. Of each row, `features` [count,
+// num_features, hidden] gets what is in `hidden` before the layers `feature_layers`.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;
@@ -56,6 +57,9 @@ struct StepRows {
   const int64_t* chunk_ends;
   const StepAdapters* adapters;
   int64_t most_ranks;
+  BFloat16* features;
+  const int64_t* feature_layers;
+  int64_t num_features;
 
   int64_t count() const { return num_chunks > 0 ? chunk_ends[num_chunks - 1] : num_single; }
 };
@@ -88,6 +92,17 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
   for (int64_t row = begin; row < end; ++row) {
     rms_norm_row(rows.hidden + row * shape.hidden, weight, out + row * shape.hidden, shape.hidden,
                  shape.epsilon);
+  }
+}
+
+// What a row brings into a layer goes where it is wanted.
+inline void keep_features(const DecoderShape& shape, const StepRows& rows, int64_t layer,
+                          int64_t row) {
+  for (int64_t i = 0; i < rows.num_features; ++i) {
+    if (rows.feature_layers[i] != layer) continue;
+    std::memcpy(rows.features + (row * rows.num_features + i) * shape.hidden,
+                rows.hidden + row * shape.hidden,
+                static_cast<size_t>(shape.hidden) * sizeof(BFloat16));
   }
 }
 
@@ -347,7 +362,10 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
       norm(layer->attention_norm);
       multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size, Finish::kWrite},
                at, &AdapterLayer::qkv, {query_size, (query_size + head_size) / 2, head_size});
-      share(count, [&](int64_t row, int64_t) { attention->rotate_store(*layer, row); });
+      share(count, [&](int64_t row, int64_t) {
+        keep_features(shape, rows, at, row);
+        attention->rotate_store(*layer, row);
+      });
       if (rows.num_chunks > 0) {
         share(attention->num_sections(),
               [&](int64_t item, int64_t) { attention->pack(*layer, item); });
