@@ -49,7 +49,6 @@ def read_eagle_head(path: Path, target: ModelConfig) -> tuple[EagleHeadConfig, T
     file = path / "config.json"
     fields = JsonFields(file, read_json_object(file))
     architecture = _architecture(fields)
-    _refuse_unsupported(fields)
     if not (path / SINGLE_FILE).exists() and (path / _PICKLED_FILE).exists():
         raise CheckpointError(
             f"{path} has its tensors in {_PICKLED_FILE}, which may run code when it is read: save "
@@ -57,6 +56,7 @@ def read_eagle_head(path: Path, target: ModelConfig) -> tuple[EagleHeadConfig, T
         )
     tensors = open_tensors(path)
     layer_prefix = _layer_prefix(tensors, architecture)
+    _refuse_unsupported(fields)
     config = config_of(fields, architecture, FAMILIES["Llama"])
     _check_config(fields, config, target)
     # Heads are trained on short texts, and plain RoPE goes on behind them.
@@ -65,13 +65,11 @@ def read_eagle_head(path: Path, target: ModelConfig) -> tuple[EagleHeadConfig, T
     head = EagleHeadConfig(
         **known,
         draft_vocab_size=fields.positive_int("draft_vocab_size", config.vocab_size),
-        target_hidden_size=fields.positive_int("target_hidden_size", config.hidden_size),
+        target_hidden_size=target.hidden_size,
         feature_layers=_feature_layers(fields, target.num_hidden_layers),
         norm_before_residual=fields.boolean("norm_before_residual", default=False),
         layer_prefix=layer_prefix,
     )
-    if head.target_hidden_size != target.hidden_size:
-        raise _made_for_another(fields, "target_hidden_size", "hidden_size", target.hidden_size)
     if head.draft_vocab_size > head.vocab_size:
         raise fields.bad("draft_vocab_size", f"at most vocab_size ({head.vocab_size})")
     return head, tensors
@@ -121,6 +119,8 @@ def _refuse_unsupported(fields: JsonFields) -> None:
 def _check_config(fields: JsonFields, config: ModelConfig, target: ModelConfig) -> None:
     if config.vocab_size != target.vocab_size:
         raise _made_for_another(fields, "vocab_size", "vocab_size", target.vocab_size)
+    if fields.positive_int("target_hidden_size", config.hidden_size) != target.hidden_size:
+        raise _made_for_another(fields, "target_hidden_size", "hidden_size", target.hidden_size)
     if (config.rope_scaling or {}).get("rope_type") == "dynamic":
         raise fields.bad("rope_scaling", "of another kind than dynamic")
 
