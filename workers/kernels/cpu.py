@@ -33,7 +33,7 @@ _SIGNATURES = {
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
         *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT, _POINTER, _INT64, _POINTER, _INT64),
-        *(*(_POINTER,) * 2, _INT64),
+        *(*(_POINTER,) * 2, _INT64, _POINTER, _INT64),
     ),
 }
 
@@ -228,6 +228,7 @@ class CpuKernels(CpuProducts):
         has_int8_cache: bool,
         adapters: StepAdapters | None = None,
         features: StepFeatures | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
@@ -235,7 +236,9 @@ class CpuKernels(CpuProducts):
         (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
         ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
         all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
-        row behind each of the others; ``has_int8_cache``: see ``PagedCache``.
+        row behind each of the others; ``has_int8_cache``: see ``PagedCache``. ``inputs``
+        [num_tokens, any] are what the attention of the first layer takes in place of the norm of
+        ``hidden``.
         """
         self._decoder_step(
             layers.data_ptr(),
@@ -250,6 +253,7 @@ class CpuKernels(CpuProducts):
             has_int8_cache,
             *((None, 0, None, 0) if adapters is None else _arguments(adapters)),
             *((None, None, 0) if features is None else _feature_arguments(features)),
+            *((None, 0) if inputs is None else (inputs.data_ptr(), inputs.shape[1])),
         )
 
 

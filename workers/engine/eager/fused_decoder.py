@@ -74,12 +74,31 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
                 out[:, index] = hidden
         return hidden, out.flatten(1)
 
+    def forward_from(
+        self, batch: FlatBatch, hidden: torch.Tensor, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden`` [num_tokens, hidden_size], replaced by what becomes of it where ``inputs``
+        are what the first attention takes."""
+        self._step(batch, hidden, inputs=inputs)
+        return hidden
+
     def _forward(
         self, batch: FlatBatch, adapters: RowAdapters | None, features: StepFeatures | None
     ) -> torch.Tensor:
+        hidden = self._weights.embedding.index_select(0, batch.token_ids)
+        self._step(batch, hidden, adapters, features)
+        return hidden
+
+    def _step(
+        self,
+        batch: FlatBatch,
+        hidden: torch.Tensor,
+        adapters: RowAdapters | None = None,
+        features: StepFeatures | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> None:
         operations = self._cpu_operations
         rotation = self._rope.rotation(batch.positions)
-        hidden = self._weights.embedding.index_select(0, batch.token_ids)
         chunks = batch.ranges[batch.num_single :]
         self._kernels.decoder_step(
             self._layers,
@@ -92,8 +111,8 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             has_int8_cache=self._has_int8_cache,
             adapters=None if adapters is None else step_adapters(adapters),
             features=features,
+            inputs=inputs,
         )
-        return hidden
 
 
 def compiled_decoder(

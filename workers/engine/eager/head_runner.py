@@ -14,7 +14,8 @@ from millrace.registry.checkpoints.eagle_head import EagleHeadConfig, read_eagle
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.batch import FlatBatch, QueryRange
 from millrace.workers.engine.eager.attention import TorchAttention
-from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations, suits
+from millrace.workers.engine.eager.cpu_operations import CpuOperations, suits
+from millrace.workers.engine.eager.fused_head import FusedHead
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.features import HeadInputs
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
@@ -24,7 +25,7 @@ from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.cpu import CpuKernels
-from millrace.workers.models.eagle_head import EagleHead, load_eagle_head
+from millrace.workers.models.eagle_head import load_eagle_head
 from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
 from millrace.workers.models.weight_reader import Makers
 
@@ -47,7 +48,7 @@ class HeadRunner:
     def __init__(
         self,
         config: EagleHeadConfig,
-        head: EagleHead[FlatBatch, CpuMetadata],
+        head: FusedHead,
         cache: KVCache,
         likeliest: Likeliest,
     ) -> None:
@@ -92,7 +93,9 @@ class HeadRunner:
         operations = CpuOperations(attention, kernels, epsilon=config.rms_norm_eps)
         target.keep_features(config.feature_layers)
         _log.info("drafting by the EAGLE-3 head %s from layers %s", path, config.feature_layers)
-        return cls(config, EagleHead(config, weights, operations), cache, kernels.likeliest)
+        return cls(
+            config, FusedHead(config, weights, operations, kernels), cache, kernels.likeliest
+        )
 
     @property
     def host_device(self) -> torch.device:

@@ -89,7 +89,14 @@ def _whole_vocabulary() -> tuple[dict[str, Any], Tensors]:
     return config, tensors
 
 
+def _another_order() -> tuple[dict[str, Any], Tensors]:
+    size = HEAD["vocab_size"]
+    config, tensors = _layout({"draft_vocab_size": size})
+    return config, tensors | {"d2t": torch.arange(size).flip(0) - torch.arange(size)}
+
+
 _LAYOUTS = {
+    "another order": _another_order(),
     "midlayer": _layout({}),
     "layers.0": _layout({"architectures": ["Eagle3LlamaForCausalLM"]}, prefix="layers.0."),
     "an older name": _layout({"architectures": ["LlamaForCausalLM"]}),
