@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def head_tensors(config: Mapping[str, Any], *, prefix: str = "midlayer.") -> Ten
     fused = 3 * config.get("target_hidden_size", hidden)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 2 / columns**0.5).bfloat16()
+        return (
+            torch.randn(rows, columns, generator=generator) * (2 / math.sqrt(columns))
+        ).bfloat16()
 
     def norm() -> torch.Tensor:
         return (1 + 0.3 * torch.randn(hidden, generator=generator)).bfloat16()
@@ -111,7 +114,8 @@ def reference_logits(
 
 
 def _norm(config: Mapping[str, Any], rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rows * (rows.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight
+    epsilon: float = config["rms_norm_eps"]
+    return rows * (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
 
 
 def _layer(

@@ -18,7 +18,7 @@ from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.speculation.head_draft import HeadDraft
 from millrace.workers.engine.types import EngineRequest
 from tests.workers.eagle_heads import HEAD, head_tensors, save_head
-from tests.workers.engine.speculation.test_equality import _load
+from tests.workers.engine.speculation.test_equality import _behind, _load
 from tests.workers.engine.speculation.worlds import VOCAB_SIZE, Answers, load, run
 from tests.workers.engine.support import prompt, request
 
@@ -82,16 +82,41 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"num_blocks": 20, "max_batch_tokens": 24},
         {"num_blocks": 16, "host_cache_bytes": 0, "prefix_cache": False},
         {"num_blocks": 40, "block_size_tokens": 8},
+        {"num_blocks": 24, "block_size_tokens": 8, "kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
     ],
 )
 def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
     gaps = [random.Random(3).randrange(4) for _ in range(26)]
+    known = world.known
+    other = {
+        name: settings[name] for name in ("kv_cache_dtype", "quantization") if name in settings
+    }
+    if other:
+        known = run(load(world.target, "off", **other), _load(0))
     engine = world.engine(**settings)
-    assert run(engine, _load(0), gaps) == world.known
+    assert run(engine, _load(0), gaps) == known
     stats = engine.stats()
     assert stats.proposed_tokens > 50
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_preemptions > 0 or settings.get("num_blocks", 40) == 40
+
+
+def test_a_request_goes_on_behind_any_of_its_tokens(world: _World) -> None:
+    """As after a failover from an engine without a head."""
+    generator = random.Random(1)
+    requests = [
+        _behind(one, tokens[: generator.randrange(len(tokens) + 1)])
+        for one in _load(0)
+        if one.sampling.n == 1
+        and one.sampling.prompt_logprobs is None
+        and (tokens := world.known[one.request_id, 0].token_ids)
+    ]
+    answers = run(world.engine(), requests)
+    for one in requests:
+        whole, rest = world.known[one.request_id, 0], answers[one.request_id, 0]
+        assert [*one.output_token_ids, *rest.token_ids] == whole.token_ids
+        assert rest.ends == whole.ends
 
 
 def _texts(temperature: float, num_tokens: int = 300, **more: Any) -> list[EngineRequest]:
