@@ -34,8 +34,8 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
         help="whether Millrace's own engine proposes tokens and checks several a step, which "
-        "changes none of them, and by which draft (default: as the catalogue says, else ngram "
-        "where a row is computed the same in all company)",
+        "changes none of them, and by which draft or EAGLE-3 head (default: as the catalogue says, "
+        "else ngram where a row is computed the same in all company)",
     )
 
 

@@ -20,11 +20,10 @@ from millrace.registry.routing.router import Route, Router
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import EngineConfig, TierPolicies
 from millrace.schemas.engines import (
-    DRAFT_PREFIX,
     EngineKind,
     check_quantization,
     check_speculation,
-    draft_of,
+    with_path,
 )
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
 from millrace.schemas.jobs import PUBLIC_MODEL_AUTO, Tier
@@ -265,9 +264,9 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
         entry = msgspec.convert(raw, _Entry)
         fields = {field: getattr(entry, field) for field in entry.__struct_fields__}
         fields["source"] = _source(file.resolve().parent, entry.source)
-        draft = draft_of(entry.speculation)
-        if draft is not None:
-            fields["speculation"] = DRAFT_PREFIX + _source(file.resolve().parent, draft)
+        if isinstance(entry.speculation, str):
+            folder = file.resolve().parent
+            fields["speculation"] = with_path(entry.speculation, lambda path: _source(folder, path))
         whole = ModelEntry(name=checked_name(name), **fields)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error

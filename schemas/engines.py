@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from millrace.schemas.sampling import GrammarKind, SamplingOptions
 # What wide weights can be rounded to when they are loaded.
 QUANTIZATIONS = ("int8", "int4", "fp8")
 # What proposes tokens: what was met before, what a grammar forces and a request predicts; and,
-# where that has nothing, the checkpoint at a path; or nothing does.
-SPECULATIONS = ("ngram", "draft=PATH", "off")
+# where that has nothing, the smaller checkpoint or the EAGLE-3 head at a path; or nothing does.
+SPECULATIONS = ("ngram", "draft=PATH", "eagle3=PATH", "off")
 DRAFT_PREFIX = "draft="
+EAGLE3_PREFIX = "eagle3="
 # The folder of a checkpoint in which its draft is, if it brings one.
 DRAFT_FOLDER = "draft"
 _BUDGET = "max_reasoning_tokens"
@@ -182,19 +184,38 @@ def check_quantization(quantization: str | None, kind: EngineKind) -> None:
 
 def draft_of(speculation: str | bool | None) -> str | None:
     """The path of the draft's checkpoint; None without one."""
-    if not isinstance(speculation, str) or not speculation.startswith(DRAFT_PREFIX):
+    return _path_behind(DRAFT_PREFIX, speculation)
+
+
+def eagle3_of(speculation: str | bool | None) -> str | None:
+    """The path of the EAGLE-3 head's checkpoint; None without one."""
+    return _path_behind(EAGLE3_PREFIX, speculation)
+
+
+def with_path(speculation: str, absolute: Callable[[str], str]) -> str:
+    """The same, with the path that it names, if any, as ``absolute`` makes it."""
+    for prefix in (DRAFT_PREFIX, EAGLE3_PREFIX):
+        path = _path_behind(prefix, speculation)
+        if path is not None:
+            return prefix + absolute(path)
+    return speculation
+
+
+def _path_behind(prefix: str, speculation: str | bool | None) -> str | None:
+    if not isinstance(speculation, str) or not speculation.startswith(prefix):
         return None
-    return speculation.removeprefix(DRAFT_PREFIX) or None
+    return speculation.removeprefix(prefix) or None
+
+
+def _names_path(speculation: str | bool | None) -> bool:
+    return draft_of(speculation) is not None or eagle3_of(speculation) is not None
 
 
 def speculation_option(text: str) -> str:
-    """What an option says, with the path of a draft as it is from any folder. Raises ValueError."""
-    draft = draft_of(text)
-    if draft is not None:
-        return DRAFT_PREFIX + str(Path(draft).expanduser().resolve())
-    if text not in ("ngram", "off"):
+    """What an option says, with the path in it as it is from any folder. Raises ValueError."""
+    if text not in ("ngram", "off") and not _names_path(text):
         raise ValueError(text)
-    return text
+    return with_path(text, lambda path: str(Path(path).expanduser().resolve()))
 
 
 def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
@@ -202,7 +223,7 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
     not have. False is how YAML reads a bare off."""
     if speculation is None or speculation is False:
         return
-    if speculation not in ("ngram", "off") and draft_of(speculation) is None:
+    if speculation not in ("ngram", "off") and not _names_path(speculation):
         raise ConfigError(
             f"speculation is {speculation!r:.80}; choose {', '.join(SPECULATIONS)}, or leave it "
             "out to have tokens proposed where that changes none."

@@ -1,7 +1,8 @@
 """Tokens per second with proposed tokens and without, on a 100M Llama in bfloat16, and whether any
 token differs.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--save]
+    OMP_NUM_THREADS=2 python -m benchmarks.speculation [--runs N] [--requests N] [--only NAME]
+        [--save]
 
 Engines with and without take turns step by step, so that both meet the same machine; a ratio is the
 median of several runs, and with it comes that of the CPU time, which what else runs here does not
@@ -26,8 +27,9 @@ import torch
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier
+from benchmarks.speculation.copier_head import write_copier_head
 from benchmarks.speculation.equality import Equality, compare
-from benchmarks.speculation.loads import LOADS, Load
+from benchmarks.speculation.loads import LOADS, Load, Proposer
 from benchmarks.support.command import command_parser, write_json
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.engine import Engine
@@ -83,6 +85,7 @@ def main() -> None:
     parser = command_parser("speculation", __doc__)
     parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--requests", type=int, default=2_000)
+    parser.add_argument("--only", default="", help="measure loads with this in their name alone")
     parser.add_argument("--save", action="store_true", help=f"write {_RESULTS}")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,15 +94,17 @@ def main() -> None:
             False: write_llama(Path(folder) / "plain"),
         }
         draft = write_copier(Path(folder) / "draft", _DRAFT_SHAPE, agreement=_AGREEMENT)
+        head = write_copier_head(Path(folder) / "head", paths[True], agreement=_AGREEMENT)
+        speculations = {
+            Proposer.NGRAM: "ngram",
+            Proposer.DRAFT: f"draft={draft}",
+            Proposer.EAGLE3: f"eagle3={head}",
+        }
         print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
         loads = [
-            _measure(
-                load,
-                paths[load.copies],
-                f"draft={draft}" if load.has_draft else "ngram",
-                arguments.runs,
-            )
+            _measure(load, paths[load.copies], speculations[load.proposer], arguments.runs)
             for load in LOADS
+            if arguments.only in load.name
         ]
         equality = compare(paths[True], arguments.requests)
     print(

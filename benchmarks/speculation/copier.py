@@ -28,12 +28,7 @@ def write_copier(
     embedding = tensors["model.embed_tokens.weight"].float()
     common = torch.randn(shape.hidden_size, generator=torch.Generator().manual_seed(seed))
     head = torch.zeros_like(embedding)
-    generator = random.Random(seed)
-    known = successors(shape, seed)
-    unsaid = [token for token in known if generator.random() >= agreement]
-    for token in unsaid:
-        known[token] = known[generator.choice(unsaid)]
-    for token, following in known.items():
+    for token, following in known_successors(shape, seed, agreement).items():
         head[following] = embedding[token] + _PREFERENCE * common
     tensors["lm_head.weight"] = head.bfloat16()
     embedding = embedding * _EMBEDDING_SCALE + common
@@ -47,6 +42,16 @@ def successors(shape: LlamaShape = LLAMA_100M, seed: int = 0) -> dict[int, int]:
     tokens = list(range(FIRST_TEXT_TOKEN, shape.vocab_size))
     random.Random(seed).shuffle(tokens)
     return dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True))
+
+
+def known_successors(shape: LlamaShape, seed: int, agreement: float) -> dict[int, int]:
+    """The same as one has it who knows no more than such a share of them."""
+    generator = random.Random(seed)
+    known = successors(shape, seed)
+    unsaid = [token for token in known if generator.random() >= agreement]
+    for token in unsaid:
+        known[token] = known[generator.choice(unsaid)]
+    return known
 
 
 def text_from(token: int, length: int, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> list[int]:

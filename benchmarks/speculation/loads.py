@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M
@@ -17,16 +18,23 @@ _EDITED, _WRONG = 4, 10
 _MAX_TOKENS = 256
 
 
+class Proposer(StrEnum):
+    """What proposes tokens. Draft and head agree in 80 of 100 tokens."""
+
+    NGRAM = "ngram"
+    DRAFT = "draft"
+    EAGLE3 = "eagle3"
+
+
 class Load(NamedTuple):
     """``requests`` of a run, which are all sent at once, on the copying model or on the plain one;
-    ``goal``: how many times as many tokens a second proposals are to make; ``has_draft``: of a
-    draft that agrees in 80 of 100 tokens."""
+    ``goal``: how many times as many tokens a second proposals are to make."""
 
     name: str
     copies: bool
     goal: float
     requests: Callable[[int], list[EngineRequest]]
-    has_draft: bool = False
+    proposer: Proposer = Proposer.NGRAM
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, **more: Any) -> EngineRequest:
@@ -118,6 +126,7 @@ LOADS = (
     Load("a text with edits, 1 stream", True, 2.0, _edited_text),
     Load("a prediction that is 90 % right, 1 stream", True, 2.5, _predicted),
     Load("JSON Schema, 1 stream", True, 1.3, _schema),
-    Load("a draft that agrees in 80 %, 1 stream", True, 1.6, _draftable, has_draft=True),
+    Load("a draft that agrees in 80 %, 1 stream", True, 1.6, _draftable, Proposer.DRAFT),
+    Load("a head that agrees in 80 %, 1 stream", True, 1.6, _draftable, Proposer.EAGLE3),
     Load("text that cannot be guessed, 32 streams", False, 0.98, _unguessable),
 )

@@ -65,8 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
         help="whether tokens are proposed and checked several a step, which changes none of them, "
-        "and by which draft (default: as the catalogue says, else ngram where a row is computed "
-        "the same in all company)",
+        "and by which draft or EAGLE-3 head (default: as the catalogue says, else ngram where a "
+        "row is computed the same in all company)",
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(

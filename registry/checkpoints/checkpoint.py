@@ -122,6 +122,12 @@ def read_model_config(path: Path) -> ModelConfig:
             "with --engine llamacpp, or name a checkpoint in Hugging Face layout."
         )
     architecture, family = _architecture(fields)
+    return config_of(fields, architecture, family)
+
+
+def config_of(fields: JsonFields, architecture: str, family: Family) -> ModelConfig:
+    """The hyper-parameters that the fields of a ``config.json`` say of a decoder of a family.
+    Raises CheckpointError as ``read_model_config`` does."""
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")

@@ -270,10 +270,11 @@ def test_a_model_says_whether_tokens_are_proposed(
     assert entry.engine_config(EngineConfig(speculation="off")).speculation == "off"
 
 
-def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path) -> None:
-    text = "models:\n  big:\n    source: ./a\n    speculation: draft=./small\n"
+@pytest.mark.parametrize("kind", ["draft", "eagle3"])
+def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path, kind: str) -> None:
+    text = f"models:\n  big:\n    source: ./a\n    speculation: {kind}=./small\n"
     entry = written(tmp_path, text).get("big")
-    assert entry.speculation == f"draft={tmp_path.resolve() / 'small'}"
+    assert entry.speculation == f"{kind}={tmp_path.resolve() / 'small'}"
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,10 @@ def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path) -> None:
     [
         (
             "speculation: eagle",
-            "speculation is 'eagle'; choose ngram, draft=PATH, off",
+            "speculation is 'eagle'; choose ngram, draft=PATH, eagle3=PATH, off",
         ),
+        ("speculation: eagle3=", "speculation is 'eagle3='; choose ngram"),
+        ("speculation: eagle3=./a\n    engine: {kind: sglang}", "sglang runs this model"),
         ("speculation: on", "speculation is True"),
         ("speculation: ngram\n    engine: {kind: vllm}", "vllm runs this model"),
         ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),

@@ -54,7 +54,7 @@ class FlatBatch(NamedTuple):
     them. ``sampled_rows`` (int64, on the device) are the rows whose logits are wanted: one of each
     of ``sampled``, then those of their proposed tokens, both in that order. Sequences that are
     ``pooled`` are not sampled. ``scored`` are those whose prompt's log-probabilities are wanted.
-    ``adapters`` is None if no row has one.
+    ``adapters`` is None if no row has one. ``sequences`` are those of the ``ranges``.
     """
 
     token_ids: torch.Tensor
@@ -66,6 +66,7 @@ class FlatBatch(NamedTuple):
     pooled: list[PooledRows]
     scored: list[ScoredRows]
     adapters: RowAdapters | None = None
+    sequences: Rows[Sequence] = ()
 
 
 class BatchLayout(NamedTuple):
@@ -163,6 +164,7 @@ def build_batch(
         pooled=layout.pooled,
         scored=layout.scored,
         adapters=_row_adapters(layout),
+        sequences=layout.sequences,
     )
 
 

@@ -39,7 +39,13 @@ from millrace.workers.engine.outputs import (
     refusal,
     started_output,
 )
-from millrace.workers.engine.runners import Runner, device_work_of, load_draft, load_runner
+from millrace.workers.engine.runners import (
+    DraftRunner,
+    Runner,
+    device_work_of,
+    load_draft,
+    load_runner,
+)
 from millrace.workers.engine.sampling.sampler import Sampler
 from millrace.workers.engine.scheduling.admission import (
     check_adapter,
@@ -54,7 +60,7 @@ from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
-from millrace.workers.engine.speculation.draft import Draft
+from millrace.workers.engine.speculation.head_draft import draft_by
 from millrace.workers.engine.speculation.speculator import Speculator
 from millrace.workers.engine.statistics import engine_stats
 from millrace.workers.engine.types import (
@@ -94,7 +100,7 @@ class Engine:
         seed_source: Callable[[], int] = draw_seed,
         monotonic: Callable[[], float] = time.perf_counter,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
-        draft: Runner | None = None,
+        draft: DraftRunner | None = None,
     ) -> None:
         config = with_device_defaults(config, runner.cache.data.device)
         self._runner = runner
@@ -134,7 +140,7 @@ class Engine:
         self._speculator: Speculator | None = None
         if speculates(config, is_row_exact=runner.is_row_exact):
             bound_s = config.itl_bound_ms / 1e3
-            draft_model = None if draft is None else Draft(draft, costs)
+            draft_model = None if draft is None else draft_by(draft, costs)
             self._speculator = Speculator(
                 self._tables, costs, config.max_batch_tokens, bound_s, draft_model
             )

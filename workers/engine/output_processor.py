@@ -250,6 +250,7 @@ class OutputProcessor:
         for child in forks:
             child.queued_s = parent.queued_s
             child.num_cached_tokens = parent.num_cached_tokens
+            child.features = None if parent.features is None else parent.features.copy()
             self._planner.fork(parent, child)
         return [parent, *forks]
 

@@ -10,13 +10,14 @@ import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import DRAFT_FOLDER, draft_of
+from millrace.schemas.engines import DRAFT_FOLDER, draft_of, eagle3_of
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.device import device_of
 from millrace.workers.engine.device.loading import load_device_runner
 from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
+from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
@@ -63,6 +64,25 @@ class Runner(Protocol):
         """Have a plan's tokens computed."""
 
 
+class DraftRunner(Protocol):
+    """What of a runner a draft needs."""
+
+    @property
+    def host_device(self) -> torch.device: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def likeliest(self) -> Likeliest | None: ...
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
+        """Have a plan's tokens computed."""
+
+
 def load_runner(path: Path, engine: EngineConfig) -> Runner:
     """Load a checkpoint for a device that is told what to do, or for the CPU.
 
@@ -78,10 +98,13 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     return ModelRunner.load(path, engine)
 
 
-def load_draft(path: Path, target: Runner, engine: EngineConfig) -> Runner | None:
-    """The draft that the settings name or, where they leave it open, the one that comes with the
-    checkpoint folder ``path`` of ``target``, in as many blocks as that has; None if there is none.
-    Raises CheckpointError or ConfigError."""
+def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner | None:
+    """The draft or the head that the settings name or, where they leave it open, the draft that
+    comes with the checkpoint folder ``path`` of ``target``, in as many blocks as that has; None if
+    there is none. Raises CheckpointError or ConfigError."""
+    head_path = eagle3_of(engine.speculation)
+    if head_path is not None and target.is_row_exact and isinstance(target, ModelRunner):
+        return HeadRunner.load(Path(head_path), target)
     folder = _draft_folder(path, engine)
     if folder is None or not target.is_row_exact:
         return None

@@ -64,6 +64,7 @@ class Sequence:
     ``adapter_weights`` are those of its adapter while it is in the batch.
     ``proposed`` are tokens that the step at hand computes behind the last known one, in case they
     turn out to be the next; ``suggestions`` is what makes them.
+    ``features`` are hidden states for a head that drafts, None unless there is one.
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
@@ -80,6 +81,7 @@ class Sequence:
         "choice",
         "contents_finite",
         "device_s",
+        "features",
         "forks",
         "guaranteed",
         "key",
@@ -133,6 +135,7 @@ class Sequence:
         self.forks: list[Sequence] = []
         self.proposed: list[int] = []
         self.suggestions: Any = None
+        self.features: Any = None
         self.block_table: list[int] = []
         self.block_keys: list[bytes] = []
         self.num_cached_blocks = 0

@@ -33,6 +33,7 @@ _SIGNATURES = {
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
         *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT, _POINTER, _INT64, _POINTER, _INT64),
+        *(*(_POINTER,) * 2, _INT64, _POINTER, _INT64),
     ),
 }
 
@@ -75,6 +76,14 @@ class StepAdapters(NamedTuple):
     addresses: torch.Tensor
     of_rows: torch.Tensor
     most_ranks: int
+
+
+class StepFeatures(NamedTuple):
+    """Where a step leaves what comes into some of its layers: ``out`` [num_tokens, num_layers,
+    hidden_size], one of each of ``layers``, int64."""
+
+    layers: torch.Tensor
+    out: torch.Tensor
 
 
 class CpuProducts:
@@ -218,6 +227,8 @@ class CpuKernels(CpuProducts):
         *,
         has_int8_cache: bool,
         adapters: StepAdapters | None = None,
+        features: StepFeatures | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
@@ -225,7 +236,9 @@ class CpuKernels(CpuProducts):
         (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
         ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
         all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
-        row behind each of the others; ``has_int8_cache``: see ``PagedCache``.
+        row behind each of the others; ``has_int8_cache``: see ``PagedCache``. ``inputs``
+        [num_tokens, any] are what the attention of the first layer takes in place of the norm of
+        ``hidden``.
         """
         self._decoder_step(
             layers.data_ptr(),
@@ -239,12 +252,19 @@ class CpuKernels(CpuProducts):
             chunk_ends.data_ptr(),
             has_int8_cache,
             *((None, 0, None, 0) if adapters is None else _arguments(adapters)),
+            *((None, None, 0) if features is None else _feature_arguments(features)),
+            *((None, 0) if inputs is None else (inputs.data_ptr(), inputs.shape[1])),
         )
 
 
 def _arguments(adapters: StepAdapters) -> tuple[int, int, int, int]:
     addresses, of_rows, most_ranks = adapters
     return addresses.data_ptr(), len(addresses), of_rows.data_ptr(), most_ranks
+
+
+def _feature_arguments(features: StepFeatures) -> tuple[int, int, int]:
+    layers, out = features
+    return out.data_ptr(), layers.data_ptr(), len(layers)
 
 
 def _functions(library: Path, *names: str) -> ctypes.CDLL:

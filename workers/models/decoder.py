@@ -84,6 +84,11 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._weights.dtype
 
     @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._weights.embedding
+
+    @property
     def weight_size(self) -> WeightSize:
         """Of layers and head."""
         return self._weights.size

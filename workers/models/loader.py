@@ -39,6 +39,7 @@ __all__ = [
     "TensorSource",
     "choose_dtype",
     "is_widened",
+    "load_layer",
     "load_weights",
     "num_parameters",
 ]
@@ -157,7 +158,7 @@ def load_weights(
     hidden, vocabulary = config.hidden_size, config.vocab_size
     embedding = reader.widened(prefix + _EMBEDDING, vocabulary, hidden, is_looked_up=True)
     layers = tuple(
-        _load_layer(reader, config, number, f"{prefix}layers.{number}.")
+        load_layer(reader, config, f"{prefix}layers.{number}.", number=number)
         for number in range(config.num_hidden_layers)
     )
     final_norm = reader.tensor(prefix + "norm.weight", (hidden,))
@@ -196,9 +197,16 @@ def _head_weight(
     return head
 
 
-def _load_layer(
-    reader: WeightReader, config: ModelConfig, number: int, prefix: str
+def load_layer(
+    reader: WeightReader,
+    config: ModelConfig,
+    prefix: str,
+    *,
+    number: int = 0,
+    num_inputs: int | None = None,
 ) -> LayerWeights:
+    """The layer of this number, whose tensors begin with ``prefix``; its attention has so many
+    inputs, the hidden size unless said otherwise."""
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -216,7 +224,7 @@ def _load_layer(
         qkv=reader.fused(
             attention,
             {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-            num_inputs=hidden,
+            num_inputs=num_inputs or hidden,
             bias=config.attention_bias,
         ),
         head_norms=head_norms,

@@ -189,9 +189,10 @@ def test_tokens_are_proposed_as_the_command_line_says(tmp_path: Path) -> None:
     for choice in ("ngram", "off"):
         plan = _plan(build_parser().parse_args(["up", "--speculation", choice]), tmp_path)
         assert plan.config.worker.engine.speculation == choice
-    plan = _plan(build_parser().parse_args(["up", "--speculation", "draft=small"]), tmp_path)
-    assert plan.config.worker.engine.speculation == f"draft={Path('small').resolve()}"
-    for wrong in ("eagle", "draft=", ""):
+    for kind in ("draft", "eagle3"):
+        plan = _plan(build_parser().parse_args(["up", "--speculation", f"{kind}=small"]), tmp_path)
+        assert plan.config.worker.engine.speculation == f"{kind}={Path('small').resolve()}"
+    for wrong in ("eagle", "draft=", "eagle3=", "eagle3", ""):
         with pytest.raises(SystemExit):
             build_parser().parse_args(["up", "--speculation", wrong])
 

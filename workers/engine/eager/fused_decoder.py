@@ -13,7 +13,7 @@ from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
-from millrace.workers.kernels.cpu import CpuKernels, DecoderShape
+from millrace.workers.kernels.cpu import CpuKernels, DecoderShape, StepFeatures
 from millrace.workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from millrace.workers.models.mlp import GatedMLP
 from millrace.workers.models.packed_projection import PackedProjection
@@ -59,9 +59,46 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         return PackedAdapter(layers)
 
     def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor:
+        return self._forward(batch, adapters, None)
+
+    def forward_with_features(
+        self, batch: FlatBatch, adapters: RowAdapters | None, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and what each row brings into some layers, one behind the other: [num_tokens,
+        len(layers) * hidden_size]. The layer behind the last stands for what comes out of it."""
+        num_layers, width = len(self._layers), self._shape.hidden_size
+        out = self._weights.embedding.new_empty(len(batch.token_ids), len(layers), width)
+        hidden = self._forward(batch, adapters, StepFeatures(torch.tensor(layers), out))
+        for index, layer in enumerate(layers):
+            if layer == num_layers:
+                out[:, index] = hidden
+        return hidden, out.flatten(1)
+
+    def forward_from(
+        self, batch: FlatBatch, hidden: torch.Tensor, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden`` [num_tokens, hidden_size], replaced by what becomes of it where ``inputs``
+        are what the first attention takes."""
+        self._step(batch, hidden, inputs=inputs)
+        return hidden
+
+    def _forward(
+        self, batch: FlatBatch, adapters: RowAdapters | None, features: StepFeatures | None
+    ) -> torch.Tensor:
+        hidden = self._weights.embedding.index_select(0, batch.token_ids)
+        self._step(batch, hidden, adapters, features)
+        return hidden
+
+    def _step(
+        self,
+        batch: FlatBatch,
+        hidden: torch.Tensor,
+        adapters: RowAdapters | None = None,
+        features: StepFeatures | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> None:
         operations = self._cpu_operations
         rotation = self._rope.rotation(batch.positions)
-        hidden = self._weights.embedding.index_select(0, batch.token_ids)
         chunks = batch.ranges[batch.num_single :]
         self._kernels.decoder_step(
             self._layers,
@@ -73,8 +110,9 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
             has_int8_cache=self._has_int8_cache,
             adapters=None if adapters is None else step_adapters(adapters),
+            features=features,
+            inputs=inputs,
         )
-        return hidden
 
 
 def compiled_decoder(

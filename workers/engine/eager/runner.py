@@ -23,6 +23,7 @@ from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
 from millrace.workers.engine.eager.fused_decoder import FusedDecoder, compiled_decoder
 from millrace.workers.engine.eager.products import choose_product
 from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
+from millrace.workers.engine.features import give_features
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from millrace.workers.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
 from millrace.workers.engine.pooling import PooledChunk, pool_rows
@@ -73,6 +74,7 @@ class ModelRunner:
         self.cache = cache
         self._decoder = decoder
         self._device = cache.data.device
+        self._feature_layers: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
@@ -144,6 +146,16 @@ class ModelRunner:
     def host_device(self) -> torch.device:
         return self._device
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._decoder.embedding
+
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Hand the sequences of every step the hidden states that come into these layers, see
+        ``FusedDecoder.forward_with_features``; of a runner whose rows are exact."""
+        self._feature_layers = layers
+
     def load_adapter(
         self,
         adapter: AdapterRef,
@@ -165,7 +177,7 @@ class ModelRunner:
         """
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
-            hidden = self._decoder.forward(batch, batch.adapters)
+            hidden = self._forward(batch)
             pooled: list[PooledChunk] = []
             if batch.pooled:
                 normed = self._decoder.normed(hidden)
@@ -176,6 +188,14 @@ class ModelRunner:
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
             return InFlightStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
+            return self._decoder.forward(batch, batch.adapters)
+        layers = self._feature_layers
+        hidden, features = self._decoder.forward_with_features(batch, batch.adapters, layers)
+        give_features(batch, features)
+        return hidden
 
 
 def _decoder(

@@ -6,59 +6,17 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-import msgspec
-
-from millrace.workers.engine.runners import Runner
-from millrace.workers.engine.sampling.sampler import Sampler, SamplingState
+from millrace.workers.engine.runners import DraftRunner
+from millrace.workers.engine.sampling.sampler import Sampler
 from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.speculation.followed import Followed
 
 # Of a long prompt the draft computes so many tokens a step before it says anything.
 _CATCH_UP_TOKENS = 256
 # What a draft's step takes beside the target's, before one was measured.
 _ASSUMED_SHARE = 0.3
-
-
-class _Drafted:
-    """A sequence as the draft has it: with the target's blocks, of which it has keys and values of
-    its own for the first ``copy.num_computed_tokens``."""
-
-    __slots__ = ("blocks", "copy", "num_followed", "num_preemptions")
-
-    def __init__(self, sequence: Sequence) -> None:
-        sampling = msgspec.structs.replace(sequence.request.sampling, logprobs=None)
-        request = msgspec.structs.replace(
-            sequence.request, adapter=None, output_token_ids=(), sampling=sampling
-        )
-        self.copy = Sequence(
-            request,
-            arrival=sequence.arrival,
-            key=sequence.key,
-            max_total_tokens=sequence.max_total_tokens,
-        )
-        self.copy.sampling_state = SamplingState(sampling, sequence.key, None)
-        self.copy.token_ids = list(sequence.token_ids)
-        self.num_followed = len(sequence.token_ids)
-        self.blocks: list[int] = []
-        self.num_preemptions = sequence.num_preemptions
-
-    def follow(self, sequence: Sequence, block_size: int) -> None:
-        """Go on from the tokens and blocks that the target has now."""
-        copy, tokens = self.copy, sequence.token_ids
-        valid = copy.num_computed_tokens
-        if self.num_preemptions != sequence.num_preemptions:
-            self.num_preemptions, valid = sequence.num_preemptions, 0
-        valid = min(valid, _num_equal(self.blocks, sequence.block_table) * block_size)
-        # Of what it said itself, that much came.
-        begin, end = self.num_followed, min(len(copy.token_ids), len(tokens))
-        while begin < end and copy.token_ids[begin] == tokens[begin]:
-            begin += 1
-        copy.num_computed_tokens = min(valid, begin, len(tokens) - 1)
-        copy.token_ids[self.num_followed :] = tokens[self.num_followed :]
-        self.num_followed = len(tokens)
-        copy.block_table = sequence.block_table
-        self.blocks = list(sequence.block_table)
 
 
 class Draft:
@@ -71,7 +29,10 @@ class Draft:
     """
 
     def __init__(
-        self, runner: Runner, costs: CostModel, monotonic: Callable[[], float] = time.perf_counter
+        self,
+        runner: DraftRunner,
+        costs: CostModel,
+        monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runner = runner
         self._sampler = Sampler(
@@ -108,10 +69,10 @@ class Draft:
             alive = going
         return said
 
-    def _followed(self, sequence: Sequence) -> _Drafted:
-        drafted: _Drafted | None = sequence.suggestions.drafted
+    def _followed(self, sequence: Sequence) -> Followed:
+        drafted: Followed | None = sequence.suggestions.drafted
         if drafted is None:
-            drafted = sequence.suggestions.drafted = _Drafted(sequence)
+            drafted = sequence.suggestions.drafted = Followed(sequence)
         drafted.follow(sequence, self._block_size)
         return drafted
 
@@ -150,11 +111,3 @@ class Draft:
             copy.num_computed_tokens += num_tokens
         outcomes = dict(zip(map(id, step.by_host), sampled.outcomes, strict=True))
         return [token if isinstance(token := outcomes[id(copy)], int) else None for copy in copies]
-
-
-def _num_equal(some: list[int], others: list[int]) -> int:
-    """How many of the first are the same."""
-    for index, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one != other:
-            return index
-    return min(len(some), len(others))

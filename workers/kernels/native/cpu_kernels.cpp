@@ -100,7 +100,8 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                           const int32_t* lengths, int64_t num_single, int64_t num_chunks,
                           const int64_t* chunk_ends, int has_int8_cache, const void* adapters,
                           int64_t num_adapters, const int32_t* adapter_of_rows,
-                          int64_t most_ranks) {
+                          int64_t most_ranks, void* features, const int64_t* feature_layers,
+                          int64_t num_features, const void* inputs, int64_t num_inputs) {
   using T = BFloat16;
   const DecoderShape shape{num_layers, hidden_size, inner_size, num_queries, num_keys,
                            head_dim,   block_size,  epsilon,    scale,       has_int8_cache != 0};
@@ -109,7 +110,9 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
   const StepRows step{OUT(hidden), cosines,    sines,
                       slots,       tables,     starts,
                       lengths,     num_single, num_chunks,
-                      chunk_ends,  num_adapters > 0 ? &with : nullptr, most_ranks};
+                      chunk_ends,  num_adapters > 0 ? &with : nullptr,
+                      most_ranks,  OUT(features), feature_layers,
+                      num_features, IN(inputs), num_inputs};
   return decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
 

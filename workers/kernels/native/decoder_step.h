@@ -44,7 +44,9 @@ struct DecoderShape {
 // hidden] is read and becomes the result. The first `num_single` rows are sequences of one new token
 // each, by rising length; then come `num_chunks` sequences of several, of which `chunk_ends` has the
 // row behind each. `starts` and `lengths` are those of all sequences. `adapters` are null if no row has
-// one, else `most_ranks` are the most that a product of one has.
+// one, else `most_ranks` are the most that a product of one has. Of each row, `features` [count,
+// num_features, hidden] gets what is in `hidden` before the layers `feature_layers`. If not null,
+// `inputs` [count, num_inputs] are what the first layer's attention takes in place of normed rows.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;
@@ -56,6 +58,11 @@ struct StepRows {
   const int64_t* chunk_ends;
   const StepAdapters* adapters;
   int64_t most_ranks;
+  BFloat16* features;
+  const int64_t* feature_layers;
+  int64_t num_features;
+  const BFloat16* inputs;
+  int64_t num_inputs;
 
   int64_t count() const { return num_chunks > 0 ? chunk_ends[num_chunks - 1] : num_single; }
 };
@@ -88,6 +95,17 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
   for (int64_t row = begin; row < end; ++row) {
     rms_norm_row(rows.hidden + row * shape.hidden, weight, out + row * shape.hidden, shape.hidden,
                  shape.epsilon);
+  }
+}
+
+// What a row brings into a layer goes where it is wanted.
+inline void keep_features(const DecoderShape& shape, const StepRows& rows, int64_t layer,
+                          int64_t row) {
+  for (int64_t i = 0; i < rows.num_features; ++i) {
+    if (rows.feature_layers[i] != layer) continue;
+    std::memcpy(rows.features + (row * rows.num_features + i) * shape.hidden,
+                rows.hidden + row * shape.hidden,
+                static_cast<size_t>(shape.hidden) * sizeof(BFloat16));
   }
 }
 
@@ -283,7 +301,8 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
   const Buffer all_normed = buffer(count * shape.hidden * (normed_by_each ? most_threads : 1));
   const Buffer heads = buffer(count * head_size), attended = buffer(count * query_size);
   const Buffer gated_rows = buffer(count * shape.inner);
-  PreparedRows prepared(prepares ? count * std::max({shape.hidden, query_size, shape.inner}) : 0);
+  const int64_t widest = std::max({shape.hidden, rows.num_inputs, query_size, shape.inner});
+  PreparedRows prepared(prepares ? count * widest : 0);
   const auto make = shape.has_int8_cache ? step_attention<int8_t> : step_attention<BFloat16>;
   const auto attention = make(shape, rows, heads.get(), attended.get(), most_threads);
   if (attention == nullptr) return false;
@@ -344,10 +363,15 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
     };
     for (int64_t at = 0; at < shape.num_layers; ++at) {
       const Layer* layer = layers + at;
-      norm(layer->attention_norm);
-      multiply({normed, layer->qkv, heads.get(), count, shape.hidden, head_size, Finish::kWrite},
+      const bool has_inputs = at == 0 && rows.inputs != nullptr;
+      if (!has_inputs) norm(layer->attention_norm);
+      multiply({has_inputs ? rows.inputs : normed, layer->qkv, heads.get(), count,
+                has_inputs ? rows.num_inputs : shape.hidden, head_size, Finish::kWrite},
                at, &AdapterLayer::qkv, {query_size, (query_size + head_size) / 2, head_size});
-      share(count, [&](int64_t row, int64_t) { attention->rotate_store(*layer, row); });
+      share(count, [&](int64_t row, int64_t) {
+        keep_features(shape, rows, at, row);
+        attention->rotate_store(*layer, row);
+      });
       if (rows.num_chunks > 0) {
         share(attention->num_sections(),
               [&](int64_t item, int64_t) { attention->pack(*layer, item); });

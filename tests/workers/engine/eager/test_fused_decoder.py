@@ -147,6 +147,31 @@ def test_a_step_is_that_of_the_decoder(checkpoint: Path, kernels: CpuKernels, na
     assert _differ(fused.cache, plain.cache) < 0.01
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", _BATCHES)
+def test_features_are_what_comes_into_layers_and_change_no_bit(
+    checkpoint: Path, kernels: CpuKernels, name: str, quantization: str | None
+) -> None:
+    torch.manual_seed(1)
+    contents = torch.randn(_cache(read_model_config(checkpoint)).data.shape).bfloat16()
+    side = _Side(checkpoint, kernels, contents, packed=True, quantization=quantization)
+    batch = _batch(_BATCHES[name])
+
+    def decoder(num_layers: int) -> FusedDecoder:
+        side.cache.copy_(contents)
+        weights = side.weights._replace(layers=side.weights.layers[:num_layers])
+        return FusedDecoder(side.config, weights, side.operations, kernels)
+
+    hidden = decoder(3).forward(batch)
+    same, features = decoder(3).forward_with_features(batch, None, (2, 0, 3, 1))
+    assert torch.equal(same, hidden)
+    for told, layer in zip(features.chunk(4, 1), (2, 0, 3, 1), strict=True):
+        expected = side.weights.embedding[batch.token_ids]
+        if layer:
+            expected = decoder(layer).forward(batch)
+        assert torch.equal(told, expected)
+
+
 @pytest.mark.parametrize("name", ["single tokens", "both"])
 def test_a_step_of_quantized_weights_is_that_of_the_decoder(
     checkpoint: Path, kernels: CpuKernels, name: str
