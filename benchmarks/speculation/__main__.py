@@ -29,8 +29,9 @@ from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier
 from benchmarks.speculation.copier_head import write_copier_head
 from benchmarks.speculation.equality import Equality, compare
-from benchmarks.speculation.loads import LOADS, Load, Proposer
+from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
 from benchmarks.support.command import command_parser, write_json
+from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.engine import Engine
 
@@ -90,23 +91,27 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         paths = {
-            True: write_copier(Path(folder) / "copier"),
-            False: write_llama(Path(folder) / "plain"),
+            Model.COPIER: write_copier(Path(folder) / "copier"),
+            Model.PLAIN: write_llama(Path(folder) / "plain"),
+            Model.DEMO: MODEL_DIR,
         }
         draft = write_copier(Path(folder) / "draft", _DRAFT_SHAPE, agreement=_AGREEMENT)
-        head = write_copier_head(Path(folder) / "head", paths[True], agreement=_AGREEMENT)
+        head = write_copier_head(Path(folder) / "head", paths[Model.COPIER], agreement=_AGREEMENT)
         speculations = {
             Proposer.NGRAM: "ngram",
             Proposer.DRAFT: f"draft={draft}",
             Proposer.EAGLE3: f"eagle3={head}",
+            Proposer.OWN: None,
         }
         print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
         loads = [
-            _measure(load, paths[load.copies], speculations[load.proposer], arguments.runs)
+            _measure(
+                load, paths[load.model], speculations[load.proposer], load.times * arguments.runs
+            )
             for load in LOADS
             if arguments.only in load.name
         ]
-        equality = compare(paths[True], arguments.requests)
+        equality = compare(paths[Model.COPIER], arguments.requests)
     print(
         f"{equality.num_requests} requests, {equality.num_moved} of them moved: "
         f"{equality.num_different} differ; {equality.accepted} of {equality.proposed} proposed "
@@ -116,7 +121,7 @@ def main() -> None:
     write_json(_RESULTS if arguments.save else None, results)
 
 
-def _measure(load: Load, path: Path, speculation: str, num_runs: int) -> Measured:
+def _measure(load: Load, path: Path, speculation: str | None, num_runs: int) -> Measured:
     engines = [_engine(path, "off"), _engine(path, speculation)]
     rates: list[list[Rate]] = [[], []]
     for run in range(_NUM_WARM_UP + num_runs):
@@ -146,7 +151,7 @@ def _measure(load: Load, path: Path, speculation: str, num_runs: int) -> Measure
     return measured
 
 
-def _engine(path: Path, speculation: str) -> Engine:
+def _engine(path: Path, speculation: str | None) -> Engine:
     config = msgspec.convert({"device": "cpu", "speculation": speculation}, EngineConfig)
     # Both by the same kernels, and none of their choice by a measurement.
     return Engine.load(path, msgspec.structs.replace(config, dtype="bfloat16", kernels="native"))

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer
+
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M
 from benchmarks.speculation.copier import text_from
+from millrace.registry.demo import MODEL_DIR
+from millrace.registry.demo.faq import load_pairs
+from millrace.registry.demo.samples import SampleMaker
+from millrace.registry.demo.tokens import END, known_token_id
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 from millrace.workers.engine.types import EngineRequest
 
@@ -18,23 +24,36 @@ _EDITED, _WRONG = 4, 10
 _MAX_TOKENS = 256
 
 
+class Model(StrEnum):
+    """Which model it is: two of 100M parameters, one that says what follows what, and that of the
+    demo."""
+
+    COPIER = "copier"
+    PLAIN = "plain"
+    DEMO = "demo"
+
+
 class Proposer(StrEnum):
-    """What proposes tokens. Draft and head agree in 80 of 100 tokens."""
+    """What proposes tokens. Draft and head agree in 80 of 100 tokens; ``OWN`` is the draft that
+    comes with the model."""
 
     NGRAM = "ngram"
     DRAFT = "draft"
     EAGLE3 = "eagle3"
+    OWN = "own"
 
 
 class Load(NamedTuple):
-    """``requests`` of a run, which are all sent at once, on the copying model or on the plain one;
-    ``goal``: how many times as many tokens a second proposals are to make."""
+    """``requests`` of a run, which are all sent at once, and of which there are so many times as
+    many runs as of others where answers are short; ``goal``: how many times as many tokens a second
+    proposals are to make."""
 
     name: str
-    copies: bool
+    model: Model
     goal: float
     requests: Callable[[int], list[EngineRequest]]
     proposer: Proposer = Proposer.NGRAM
+    times: int = 1
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, **more: Any) -> EngineRequest:
@@ -122,11 +141,29 @@ def _unguessable(run: int) -> list[EngineRequest]:
     ]
 
 
+def _asked_of_the_demo(run: int) -> list[EngineRequest]:
+    """A question that its training held out."""
+    pairs = load_pairs()
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    generator = random.Random(5_000 + run)
+    question = generator.choice([text for pair in pairs for text in pair.held_out])
+    turn = SampleMaker(pairs, tokenizer, generator).turn(question, "")
+    return [
+        EngineRequest(
+            request_id=f"demo{run}",
+            prompt_token_ids=tuple(turn.token_ids[: turn.is_learnt.index(True)]),
+            sampling=SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS),
+            eos_token_ids=(known_token_id(tokenizer, END),),
+        )
+    ]
+
+
 LOADS = (
-    Load("a text with edits, 1 stream", True, 2.0, _edited_text),
-    Load("a prediction that is 90 % right, 1 stream", True, 2.5, _predicted),
-    Load("JSON Schema, 1 stream", True, 1.3, _schema),
-    Load("a draft that agrees in 80 %, 1 stream", True, 1.6, _draftable, Proposer.DRAFT),
-    Load("a head that agrees in 80 %, 1 stream", True, 1.6, _draftable, Proposer.EAGLE3),
-    Load("text that cannot be guessed, 32 streams", False, 0.98, _unguessable),
+    Load("a text with edits, 1 stream", Model.COPIER, 2.0, _edited_text),
+    Load("a prediction that is 90 % right, 1 stream", Model.COPIER, 2.5, _predicted),
+    Load("JSON Schema, 1 stream", Model.COPIER, 1.3, _schema),
+    Load("a draft that agrees in 80 %, 1 stream", Model.COPIER, 1.6, _draftable, Proposer.DRAFT),
+    Load("a head that agrees in 80 %, 1 stream", Model.COPIER, 1.6, _draftable, Proposer.EAGLE3),
+    Load("text that cannot be guessed, 32 streams", Model.PLAIN, 0.98, _unguessable),
+    Load("questions to the demo, 1 stream", Model.DEMO, 1.0, _asked_of_the_demo, Proposer.OWN, 10),
 )
