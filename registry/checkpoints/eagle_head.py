@@ -21,6 +21,13 @@ _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 _PICKLED_FILE = "pytorch_model.bin"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 NUM_FEATURE_LAYERS = 3
+# What some name in eagle_config, and all that are computed here have in common.
+_USUAL = (
+    ("use_aux_hidden_state", True, "EAGLE-3 heads take the hidden states of three layers"),
+    ("use_input_layernorm_in_first_layer", True, "embeddings go through a norm"),
+    ("use_last_layernorm", True, "logits are made of what is behind a norm"),
+    ("use_mtp_layernorm", False, "features are taken as they are"),
+)
 
 
 class EagleHeadConfig(ModelConfig, frozen=True, kw_only=True):
@@ -106,10 +113,12 @@ def _refuse_unsupported(fields: JsonFields) -> None:
         raise fields.bad("num_hidden_layers", "1: heads of several layers are not computed")
     if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
         raise fields.bad("sliding_window", "null: a head sees all tokens here")
-    if not fields.inside("eagle_config").boolean("use_aux_hidden_state", default=True):
-        raise fields.inside("eagle_config").bad(
-            "use_aux_hidden_state", "true: EAGLE-3 heads take the hidden states of three layers"
-        )
+    inside = fields.inside("eagle_config")
+    for name, usual, why in _USUAL:
+        if inside.boolean(name, default=usual) is not usual:
+            raise inside.bad(name, f"{str(usual).lower()}: {why}")
+    if inside.positive_int("parallel_draft_step", 1) != 1:
+        raise inside.bad("parallel_draft_step", "1: a head says one token after the other here")
     if fields.number("logit_scale") not in (None, 1.0):
         raise fields.bad("logit_scale", "1 or left out")
     if fields.get("quantization_config") is not None:

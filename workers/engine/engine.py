@@ -59,9 +59,8 @@ from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.sequence_group import make_sequence_group
-from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
-from millrace.workers.engine.speculation.head_draft import draft_by
-from millrace.workers.engine.speculation.speculator import Speculator
+from millrace.workers.engine.settings import num_adapter_slots, with_device_defaults
+from millrace.workers.engine.speculation.making import make_speculator
 from millrace.workers.engine.statistics import engine_stats
 from millrace.workers.engine.types import (
     DeviceTime,
@@ -137,13 +136,7 @@ class Engine:
             monotonic=monotonic,
             adapters=self._adapters,
         )
-        self._speculator: Speculator | None = None
-        if speculates(config, is_row_exact=runner.is_row_exact):
-            bound_s = config.itl_bound_ms / 1e3
-            draft_model = None if draft is None else draft_by(draft, costs)
-            self._speculator = Speculator(
-                self._tables, costs, config.max_batch_tokens, bound_s, draft_model
-            )
+        self._speculator = make_speculator(config, self._tables, costs, runner, draft)
         self._seed_source = seed_source
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)

@@ -17,6 +17,9 @@ from millrace.workers.engine.speculation.followed import Followed
 _CATCH_UP_TOKENS = 256
 # What a draft's step takes beside the target's, before one was measured.
 _ASSUMED_SHARE = 0.3
+# After so many steps in which it did not pay, what its steps take is measured anew, and from then
+# on each time after twice as many.
+_FIRST_PATIENCE, _MOST_PATIENCE = 64, 4096
 
 
 class Draft:
@@ -42,6 +45,24 @@ class Draft:
         self._costs = CostModel()
         self._monotonic = monotonic
         self._block_size = runner.cache.block_size_tokens
+        self._patience = _FIRST_PATIENCE
+        self._num_used = self._num_unused = 0
+
+    def note_unused(self) -> None:
+        """Nobody was drafted for in a step in which somebody might have been. If it goes on so,
+        what is known of its steps is forgotten: the machine may have been busy when they were
+        measured, and they are not measured while nobody drafts."""
+        self._num_unused += 1
+        if self._num_unused >= self._patience:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+            self._num_used = self._num_unused = 0
+            self._costs = CostModel()
+
+    def _note_used(self) -> None:
+        self._num_used += 1
+        self._num_unused = 0
+        if self._num_used > _FIRST_PATIENCE:
+            self._patience = _FIRST_PATIENCE
 
     def step_s(self, num_rows: int, num_context_tokens: int) -> float:
         """What it takes to draft one more token of each of so many sequences."""
@@ -52,6 +73,7 @@ class Draft:
 
     def draft(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
         """Up to so many tokens for each of the sequences, whose slots are allocated."""
+        self._note_used()
         drafted = [self._followed(sequence) for sequence, _ in wanted]
         said: list[list[int]] = [[] for _ in wanted]
         alive = self._caught_up([one.copy for one in drafted])

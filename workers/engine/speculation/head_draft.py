@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.features import Features, HeadInputs
-from millrace.workers.engine.runners import DraftRunner
-from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.speculation.draft import Draft
 from millrace.workers.engine.speculation.followed import Followed
@@ -53,8 +50,3 @@ def _has_features(sequence: Sequence) -> bool:
     features: Features | None = sequence.features
     last = len(sequence.token_ids) - 2
     return features is not None and features.begin <= last < features.end
-
-
-def draft_by(runner: DraftRunner, costs: CostModel) -> Draft:
-    """What drafts by a model, or by a head."""
-    return HeadDraft(runner, costs) if isinstance(runner, HeadRunner) else Draft(runner, costs)

@@ -115,6 +115,8 @@ class Speculator:
                 self._tables.free_ahead(sequence, 1 + len(token_ids))
                 sequence.suggestions.draft(token_ids)
                 sequence.proposed = list(token_ids)
+        elif self._draft is not None and sequences:
+            self._draft.note_unused()
         left = [one for one, count in zip(sequences, counts, strict=True) if not count]
         for sequence in left:
             sequence.suggestions.do_not_draft()

@@ -199,6 +199,8 @@ def test_layers_are_low_middle_and_high_unless_named(tmp_path: Path) -> None:
     save_llama(tmp_path / "deep", **_TARGET | {"num_hidden_layers": 9})
     head, _ = read_eagle_head(tmp_path / "head", read_model_config(tmp_path / "deep"))
     assert head.feature_layers == (2, 4, 6)
+    # Trained on short texts, and computed on long ones.
+    assert head.context_window_tokens == 2048 > HEAD["max_position_embeddings"]
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -211,6 +213,18 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no features": (
         {"eagle_config": {"use_aux_hidden_state": False}},
         "field eagle_config.use_aux_hidden_state must be true",
+    ),
+    "no last norm": (
+        {"eagle_config": {"use_last_layernorm": False}},
+        "field eagle_config.use_last_layernorm must be true",
+    ),
+    "another norm": (
+        {"eagle_config": {"use_mtp_layernorm": True}},
+        "field eagle_config.use_mtp_layernorm must be false",
+    ),
+    "several at once": (
+        {"eagle_config": {"parallel_draft_step": 2}},
+        "field eagle_config.parallel_draft_step must be 1",
     ),
     "vocabulary": ({"vocab_size": 500}, "field vocab_size must be 448, the model's vocab_size"),
     "width": ({"target_hidden_size": 96}, "field target_hidden_size must be 64"),

@@ -13,6 +13,7 @@ from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape
 from benchmarks.speculation.copier import write_copier
 from benchmarks.speculation.copier_head import write_copier_head
 from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.workers.engine import features
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.speculation.head_draft import HeadDraft
@@ -166,6 +167,15 @@ def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_token
     computed = engine.stats().prefill_tokens
     assert _share(engine, _texts(0.0, num_tokens)) > 0.5
     assert engine.stats().prefill_tokens <= computed + 3 * 16
+
+
+def test_it_begins_late_where_more_waits_than_is_kept(
+    copier: _World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "MOST_WAITING_TOKENS", 50)
+    requests = _texts(0.0, 700)
+    known = run(load(copier.target, "off"), requests)
+    assert _share(copier.engine(), requests, known) > 0.5
 
 
 def test_a_head_that_fails_costs_its_proposals_only(

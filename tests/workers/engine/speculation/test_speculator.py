@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.speculation.acceptance import FORCED, Acceptance, match_class
-from millrace.workers.engine.speculation.speculator import Speculator
+from millrace.workers.engine.speculation.draft import Draft
+from millrace.workers.engine.speculation.speculator import Speculator, _Rates
+from millrace.workers.engine.speculation.suggestions import Suggestions
 from tests.workers.engine.scheduling.test_planner import make_planner, sequence, step
 
 _TEXT = [*range(100, 140)]
@@ -183,6 +187,28 @@ def test_shares_follow_what_comes_and_what_others_have_seen() -> None:
     for _ in range(20):
         own.note(kind, came=True)
     assert own.chance(kind) > 0.7
+
+
+def test_a_draft_that_was_measured_on_a_busy_machine_is_measured_again() -> None:
+    target = _costs(20e-3, 0.2e-3)
+    runner = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=64),
+        host_device=torch.device("cpu"),
+        likeliest=None,
+        cache=SimpleNamespace(block_size_tokens=16),
+    )
+    draft = Draft(cast(Any, runner), target)
+    decoding = _copying(1)
+    speculator = Speculator(decoding.planner.tables, target, 4096, draft=draft)
+    for one in decoding.sequences:
+        one.suggestions = Suggestions(one, speculator._acceptance)
+    for patience in (64, 128, 256):
+        for _ in range(40):
+            draft._costs.observe(StepWork(0, 1, 40), 5.0)
+        for step_number in range(patience):
+            assert draft.step_s(1, 40) > 4, step_number
+            speculator._propose_drafts(decoding.sequences, _Rates(20e-3, 0.2e-3, 1.0), 100)
+        assert draft.step_s(1, 40) < 20e-3
 
 
 def test_one_that_rests_is_looked_at_again() -> None:

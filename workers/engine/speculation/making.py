@@ -1,0 +1,30 @@
+"""What proposes tokens on an engine, as its settings say."""
+
+from __future__ import annotations
+
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.eager.head_runner import HeadRunner
+from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.runners import DraftRunner, Runner
+from millrace.workers.engine.scheduling.cost_model import CostModel
+from millrace.workers.engine.settings import speculates
+from millrace.workers.engine.speculation.draft import Draft
+from millrace.workers.engine.speculation.head_draft import HeadDraft
+from millrace.workers.engine.speculation.speculator import Speculator
+
+
+def make_speculator(
+    config: EngineConfig,
+    tables: BlockTables,
+    costs: CostModel,
+    target: Runner,
+    draft: DraftRunner | None,
+) -> Speculator | None:
+    """None where nothing is proposed. Raises ConfigError where it would change what is drawn."""
+    if not speculates(config, is_row_exact=target.is_row_exact):
+        return None
+    drafts: Draft | None = None
+    if draft is not None:
+        kind = HeadDraft if isinstance(draft, HeadRunner) else Draft
+        drafts = kind(draft, costs)
+    return Speculator(tables, costs, config.max_batch_tokens, config.itl_bound_ms / 1e3, drafts)
