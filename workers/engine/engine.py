@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason
-from millrace.schemas.sampling import MAX_SEED
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.beams.group import charged_together
 from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
@@ -52,7 +51,7 @@ from millrace.workers.engine.scheduling.admission import (
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence, SequenceState
-from millrace.workers.engine.sequence_group import make_sequence_group
+from millrace.workers.engine.sequence_group import draw_seed, make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, speculates, with_device_defaults
 from millrace.workers.engine.speculation.draft import Draft
 from millrace.workers.engine.speculation.speculator import Speculator
@@ -71,11 +70,6 @@ _log = logging.getLogger(__name__)
 _UNREADY_WAIT_S = 0.005
 # How often idle blocks are looked at between requests.
 _REST_S = 0.5
-
-
-def draw_seed() -> int:
-    """A seed for a request that brings none."""
-    return secrets.randbelow(MAX_SEED + 1)
 
 
 class Engine:
@@ -105,6 +99,7 @@ class Engine:
         self._host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
         host = HostCache(self._host_memory, monotonic=monotonic)
         self._disk: DiskCache | None = None
+        self.transfer_endpoint: TransferEndpoint | None = None
         self._tables = BlockTables(
             runner.cache.num_blocks,
             config.block_size_tokens,

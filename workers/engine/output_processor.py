@@ -238,6 +238,7 @@ class OutputProcessor:
         for child in forks:
             child.queued_s = parent.queued_s
             child.num_cached_tokens = parent.num_cached_tokens
+            child.num_pulled_tokens = parent.num_pulled_tokens
             self._planner.fork(parent, child)
         return [parent, *forks]
 

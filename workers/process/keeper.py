@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.runtime.clock import Clock
 from millrace.runtime.histogram import STEP_S, Histogram
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -102,6 +103,11 @@ class EngineKeeper:
     def weights(self) -> str | None:
         """The fingerprint of what the last engine ran."""
         return self._weights
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where the engine serves blocks of its KV cache, if it does; none while there is none."""
+        return None if self._engine is None else self._engine.transfer_endpoint
 
     @property
     def is_down(self) -> bool:

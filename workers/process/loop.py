@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from millrace.schemas.errors import MillraceError
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceLostError,
     DeviceTime,
@@ -76,6 +77,10 @@ class StepEngine(Protocol):
     @property
     def device_uuid(self) -> str:
         """The CUDA device's, empty without one."""
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where it serves blocks of its KV cache, if it does."""
 
     def check_integrity(self) -> None: ...
 
@@ -175,7 +180,7 @@ def serve(fd: int, parent_pid: int) -> int:
     try:
         load = link.receive_load()
         engine = _load(load)
-        link.send(Ready(engine.stats(), engine.device_uuid))
+        link.send(Ready(engine.stats(), engine.device_uuid, engine.transfer_endpoint))
         gc.collect()
         gc.freeze()
         drive(engine, link, load.gather_s)

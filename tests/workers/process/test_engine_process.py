@@ -235,6 +235,10 @@ class _Counting:
     def device_uuid(self) -> str:
         return ""
 
+    @property
+    def transfer_endpoint(self) -> None:
+        return None
+
     def check_integrity(self) -> None:
         self.num_checks += 1
 
