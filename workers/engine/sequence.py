@@ -52,9 +52,9 @@ class Sequence:
     failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
     stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
     the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then,
-    ``num_pulled_tokens`` how many of those had been pulled from another worker for it.
-    ``device_s`` is its share of the time that the device was busy, up to the last step that has
-    been read.
+    ``num_pulled_tokens`` how many of those had been pulled from another worker for it, in blocks
+    of ``pulled_keys``. ``device_s`` is its share of the time that the device was busy, up to the
+    last step that has been read.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
     from then on. ``block_table``, ``block_keys``, ``num_cached_blocks``, ``pinned_keys``,
@@ -97,6 +97,7 @@ class Sequence:
         "pooling_state",
         "prompt_logprobs",
         "proposed",
+        "pulled_keys",
         "queued_s",
         "rank",
         "ready",
@@ -132,6 +133,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_pulled_tokens = 0
+        self.pulled_keys: frozenset[bytes] = frozenset()
         self.num_preemptions = 0
         self.forks: list[Sequence] = []
         self.proposed: list[int] = []

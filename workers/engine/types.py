@@ -137,9 +137,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
     the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
     ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
-    came back and ``num_unreadable_blocks`` did not. ``adapters`` are in the ``max_adapters`` slots,
-    and the last that were loaded took ``adapter_load_ms`` each; ``num_adapter_loads`` were, and
-    ``num_adapter_evictions`` made room for others.
+    came back and ``num_unreadable_blocks`` did not. From other workers' engines
+    ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
+    for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
+    ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
+    ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
     """
 
     max_num_sequences: int = 0
@@ -173,6 +175,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_written_blocks: int = 0
     num_read_blocks: int = 0
     num_unreadable_blocks: int = 0
+    num_pulled_blocks: int = 0
+    num_pulled_bytes: int = 0
+    num_failed_pulls: int = 0
+    num_served_blocks: int = 0
     num_swaps: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0
