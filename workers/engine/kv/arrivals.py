@@ -21,9 +21,19 @@ _SHORTEST_TIMEOUT_S = 0.1
 
 class Part:
     """Blocks that one tier brings into slots of host memory; once it is done, ``num_good`` of the
-    first are there. ``sequence`` is the one that asked first."""
+    first are there. ``sequence`` is the one that asked first. It is predicted to be done by
+    ``due_s``, and of no use to it after ``deadline_s``."""
 
-    __slots__ = ("begun_s", "deadline_s", "host_slots", "keys", "num_good", "sequence", "tier")
+    __slots__ = (
+        "begun_s",
+        "deadline_s",
+        "due_s",
+        "host_slots",
+        "keys",
+        "num_good",
+        "sequence",
+        "tier",
+    )
 
     def __init__(
         self, sequence: Sequence, tier: Tier, keys: list[bytes], begun_s: float, timeout_s: float
@@ -34,6 +44,7 @@ class Part:
         self.host_slots: list[int] = []
         self.begun_s = begun_s
         self.deadline_s = begun_s + timeout_s
+        self.due_s = begun_s
         self.num_good = 0
 
 
@@ -112,7 +123,7 @@ class Arrivals:
         if not self._tiers:
             return False
         held: list[bytes] = []
-        parts: set[Part] = set()
+        coming: list[Part] = []
         wanted: dict[Tier, list[bytes]] = {}
         for index, key in enumerate(self._tables.keys_to_find(sequence)):
             if self._tables.block_of(key) is not None:
@@ -120,22 +131,21 @@ class Arrivals:
             if key in self._host:
                 held.append(key)
             elif key in self._coming:
-                parts.add(self._coming[key])
+                coming.append(self._coming[key])
             elif (tier := self._fastest(sequence, key, index)) is not None:
                 wanted.setdefault(tier, []).append(key)
             else:
                 break
-        timeout_s = self._timeout_s(sequence, wanted)
-        if timeout_s is None and not parts:
+        timeout_s = self._timeout_s(sequence, wanted, coming)
+        if timeout_s is None:
             return False
         self._host.pin(held)  # before others make room
         sequence.pinned_keys = held
-        new = [] if timeout_s is None else self._begin(sequence, wanted, timeout_s)
-        parts.update(new)
+        new = self._begin(sequence, wanted, timeout_s)
+        parts = {*coming, *new}
         if not parts:
             return False
-        deadline_s = max(part.deadline_s for part in parts)
-        self._waiting.append(_Arrival(sequence, parts, deadline_s))
+        self._waiting.append(_Arrival(sequence, parts, self._monotonic() + timeout_s))
         sequence.ready = False
         for part in new:
             part.tier.begin(part, self._note_done)
@@ -147,14 +157,18 @@ class Arrivals:
             return having[0] if having else None
         return min(having, key=lambda tier: tier.brings_s(sequence, 1))
 
-    def _timeout_s(self, sequence: Sequence, wanted: dict[Tier, list[bytes]]) -> float | None:
-        """How long to wait; None if there is nothing to wait for, or it is computed sooner."""
-        num_blocks = sum(map(len, wanted.values()))
+    def _timeout_s(
+        self, sequence: Sequence, wanted: dict[Tier, list[bytes]], coming: list[Part]
+    ) -> float | None:
+        """How long to wait for what is wanted, and for blocks that come already; None if there is
+        nothing to wait for, or it is computed sooner."""
+        num_blocks = len(coming) + sum(map(len, wanted.values()))
         if not num_blocks:
             return None
         computed_s = self._compute_s(num_blocks * self._tables.pool.block_size_tokens)
-        brought_s = max(tier.brings_s(sequence, len(keys)) for tier, keys in wanted.items())
-        if 0 < computed_s <= brought_s:
+        now_s = self._monotonic()
+        brought_s = [tier.brings_s(sequence, len(keys)) for tier, keys in wanted.items()]
+        if 0 < computed_s <= max((*brought_s, *(part.due_s - now_s for part in coming))):
             return None
         return min(max(computed_s, _SHORTEST_TIMEOUT_S), _TIMEOUT_S) if computed_s else _TIMEOUT_S
 
@@ -168,6 +182,7 @@ class Arrivals:
         for part in parts:
             part.keys = part.keys[: len(slots)]
             part.host_slots, slots = slots[: len(part.keys)], slots[len(part.keys) :]
+            part.due_s = now_s + part.tier.brings_s(sequence, len(part.keys))
         parts = [part for part in parts if part.keys]
         self._parts.update(parts)
         for part in parts:

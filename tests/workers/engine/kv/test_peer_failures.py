@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from millrace.workers.engine.kv.lending import LOAN_S
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.engine.kv.peer_world import BLOCK_BYTES, HISTORY, World, ask, rest, resting
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
@@ -28,7 +29,7 @@ def test_a_wrong_token_or_layout_is_told_nothing(
     peer = world.start(address=address)
     other = world.start(address=address, kv_cache_dtype="int8")
     expected = ask(peer)
-    endpoint = {"host": "elsewhere"} if address else {}
+    endpoint: dict[str, Any] = {"host": "elsewhere"} if address else {}
     for source, why in (
         (world.source(peer, token="guessed", **endpoint), "it has no right to read here"),
         (
@@ -69,7 +70,7 @@ def test_a_slow_peer_holds_up_a_prompt_for_a_while_only(world: World) -> None:
     assert engine.step() == []
     others = request("s", prompt(3, 40))
     engine.add(others)
-    drained = []
+    drained: list[EngineOutput] = []
     while not any(o.finished for o in drained):
         drained += engine.step()
     assert tokens_by_request(drained)["s"], "others go on"

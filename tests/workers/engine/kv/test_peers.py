@@ -186,8 +186,7 @@ def test_a_block_comes_from_where_it_comes_faster(
     world: World, tmp_path: Path, is_disk_faster: bool
 ) -> None:
     peer, engine = world.start(), world.start(idle_offload_s=1.0)
-    folder = {"disk_cache_path": str(tmp_path / "disk"), "transfer": True}
-    settings = EngineConfig(num_blocks=24, device="cpu", **folder)
+    settings = EngineConfig(num_blocks=24, device="cpu", disk_cache_path=str(tmp_path / "disk"))
     runner = engine._runner
     engine.keep_on_disk(
         block_file(world.model, settings, runner.cache, is_row_exact=runner.is_row_exact)
