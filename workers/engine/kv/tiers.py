@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.kv.lending import Lending
 from millrace.workers.engine.kv.peer_exchange import PeerExchange, layout_of
 from millrace.workers.engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
 
 
 class PeerFigures(NamedTuple):
@@ -64,6 +67,9 @@ class Tiers:
     ) -> None:
         """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
         ConfigError."""
+        if self._memory.pages is None:
+            _log.warning("host memory has no room for a block; none are exchanged with others")
+            return
         self.exchange = PeerExchange(
             Lending(self._tables, self._cache, self._memory, self._wake, monotonic=self._monotonic),
             self._memory,
