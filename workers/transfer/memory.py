@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -50,6 +51,9 @@ class SharedPages:
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, size_bytes)
         self.pages = mmap.mmap(self.fd, size_bytes)
+        with contextlib.suppress(OSError):
+            # Where the system has large pages for those who ask.
+            self.pages.madvise(mmap.MADV_HUGEPAGE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
 

@@ -112,7 +112,8 @@ class Peers:
         while idle := self._all_idle():
             poll = select.poll()
             for one in idle:
-                poll.register(one.connection.fileno(), select.POLLIN)
+                if (fd := one.connection.fileno()) >= 0:  # nobody has closed it meanwhile
+                    poll.register(fd, select.POLLIN)
             gone = {fd for fd, _ in poll.poll(_WATCH_MS)}
             oldest_s = time.monotonic() - _IDLE_S
             for one in idle:

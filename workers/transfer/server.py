@@ -15,7 +15,8 @@ from millrace.workers.transfer.streams import PeerGoneError, Stream
 
 _log = logging.getLogger(__name__)
 
-_MAX_PEERS = 64
+# Each has a thread, which waits most of the time.
+_MAX_PEERS = 256
 _HELLO_TIMEOUT_S = 2.0
 _FRAME_TIMEOUT_S = 2.0
 # A peer that asks for nothing for so long may connect again.

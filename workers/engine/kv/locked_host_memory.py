@@ -73,15 +73,27 @@ class LockedHostMemory:
         self._bytes_per_s = _ASSUMED_BYTES_PER_S
         size_bytes = self.num_slots * self.block_bytes
         memory = torch.empty(0, dtype=torch.uint8)
-        self.pages = SharedPages(size_bytes) if shared and size_bytes else None
+        self.pages: SharedPages | None = None
         if size_bytes:
-            # Whole pages of its own: torch would lock memory up to the next power of two.
-            pages = _pages(size_bytes) if self.pages is None else self.pages.pages
-            memory = torch.frombuffer(pages, dtype=torch.uint8)
-            if cache.blocks.is_cuda:
-                _lock(memory)
-                weakref.finalize(self, _unlock, memory.data_ptr()).atexit = False
+            memory = self._allocate(size_bytes, shared=shared)
         self._slots = memory.view(num_layers, self.num_slots, layer_bytes)
+
+    def _allocate(self, size_bytes: int, *, shared: bool) -> torch.Tensor:
+        """Locked memory; private if shared memory is what cannot be locked."""
+        self.pages = SharedPages(size_bytes) if shared else None
+        # Whole pages of its own: torch would lock memory up to the next power of two.
+        pages = _pages(size_bytes) if self.pages is None else self.pages.pages
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if not self._cache.is_cuda:
+            return memory
+        try:
+            _lock(memory)
+        except ConfigError:
+            if not shared:
+                raise
+            return self._allocate(size_bytes, shared=False)
+        weakref.finalize(self, _unlock, memory.data_ptr()).atexit = False
+        return memory
 
     @property
     def bytes_per_s(self) -> float:

@@ -104,6 +104,7 @@ class PeerExchange:
         self.endpoint = TransferEndpoint(
             layout=layout, token=token, host=this_host(), socket=path, address=address
         )
+        self.is_served = bool(listeners)
         self.lending = lending
         shape = BlockShape(*memory.slots().shape)
         self._peers = Peers(layout, shape, self.endpoint.host)

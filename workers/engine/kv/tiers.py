@@ -55,7 +55,8 @@ class Tiers:
     @property
     def endpoint(self) -> TransferEndpoint | None:
         """Where blocks are served to others, if they are."""
-        return None if self.exchange is None else self.exchange.endpoint
+        exchange = self.exchange
+        return exchange.endpoint if exchange is not None and exchange.is_served else None
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
@@ -68,7 +69,7 @@ class Tiers:
         """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
         ConfigError."""
         if self._memory.pages is None:
-            _log.warning("host memory has no room for a block; none are exchanged with others")
+            _log.warning("host memory for blocks cannot be shared; none are exchanged with others")
             return
         self.exchange = PeerExchange(
             Lending(self._tables, self._cache, self._memory, self._wake, monotonic=self._monotonic),
