@@ -141,8 +141,8 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     def restart() -> None:
         nonlocal clock_s
         for engine in engines:
-            assert engine._disk is not None
-            engine._disk._file.close()
+            assert engine._tiers.disk is not None
+            engine._tiers.disk._file.close()
         engines.clear()
         engine = Engine(runner, config, monotonic=lambda: clock_s + time.perf_counter())
         exact = runner.is_row_exact
@@ -165,7 +165,7 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     computed_ms = _ms(first_token, restart_without(folder, restart), repeats)
     clock_s += _IDLE_S
     while engines[0].rest() is not None:
-        engines[0]._readied.wait(0.01)
+        engines[0]._bell.wait(0.01)
     stats = engines[0].stats()
     figures = EngineFigures(
         size_bytes=stats.num_written_blocks * engines[0]._host_memory.block_bytes,

@@ -23,6 +23,7 @@ from millrace.schemas.engines import (
     EngineKind,
     check_quantization,
     check_speculation,
+    check_transfer,
     with_path,
 )
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
@@ -119,6 +120,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
             config = msgspec.structs.replace(config, speculation=self.speculation)
         check_quantization(config.quantization, config.kind)
         check_speculation(config.speculation, config.kind)
+        check_transfer(config.transfer, config.transfer_address, config.kind)
         return config
 
     @property

@@ -236,6 +236,16 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
         )
 
 
+def check_transfer(transfer: bool | None, address: str, kind: EngineKind) -> None:
+    """Raise ConfigError for blocks of a KV cache that an engine of this kind is to exchange with
+    others, but does not."""
+    if (transfer or address) and kind is not EngineKind.REAL:
+        raise ConfigError(
+            f"engine.{'transfer' if transfer else 'transfer_address'} is for Millrace's own "
+            f"engine, and {kind} runs this model: leave it out."
+        )
+
+
 def check_supported(
     sampling: SamplingOptions,
     pooling: Pooling | None,

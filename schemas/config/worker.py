@@ -150,6 +150,16 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     disk_cache_bytes: int = 10 << 30
     """Most bytes of a worker's file, and of those of other kinds that no worker holds."""
 
+    transfer: bool | None = None
+    """Whether blocks of the KV cache are handed to other workers' engines, and pulled from those
+    that schedulers name; none: where it can be. It takes Millrace's own engine, ``prefix_cache``,
+    ``host_cache_bytes`` and weights that are not random. See docs/kv-cache.md."""
+
+    transfer_address: str = ""
+    """``host:port`` at which workers on other machines may pull them, by which these reach it, too;
+    port 0 is any that is free. Keep it to a network of the cluster's own: nothing is encrypted.
+    Empty: only those on this machine may."""
+
     ageing_s: float = 10.0
     """Wait for which a request gains a level of priority; 0: never."""
 

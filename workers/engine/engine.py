@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason
-from millrace.schemas.sampling import MAX_SEED
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.adapters.pool import AdapterPool
-from millrace.workers.engine.beams.group import charged_together
+from millrace.workers.engine.bell import Bell
 from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
+from millrace.workers.engine.device_times import DeviceTimes
 from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.grammar.grammars import Grammars
 from millrace.workers.engine.kv.block_file import BlockFile
+from millrace.workers.engine.kv.block_identity import block_identity
 from millrace.workers.engine.kv.block_tables import BlockTables
-from millrace.workers.engine.kv.disk_cache import DiskCache
 from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.host_cache import HostCache
 from millrace.workers.engine.kv.host_memory import host_memory_of
+from millrace.workers.engine.kv.peer_exchange import with_transfer
+from millrace.workers.engine.kv.tiers import Tiers
 from millrace.workers.engine.live_requests import LiveRequests
 from millrace.workers.engine.output_processor import OutputProcessor
 from millrace.workers.engine.outputs import (
     as_millrace_error,
-    device_time,
-    device_us,
     finished_output,
     refusal,
     started_output,
@@ -57,8 +55,8 @@ from millrace.workers.engine.scheduling.admission import (
 )
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.scheduling.planner import Planner
-from millrace.workers.engine.sequence import Sequence, SequenceState
-from millrace.workers.engine.sequence_group import make_sequence_group
+from millrace.workers.engine.sequence import SequenceState
+from millrace.workers.engine.sequence_group import draw_seed, make_sequence_group
 from millrace.workers.engine.settings import num_adapter_slots, with_device_defaults
 from millrace.workers.engine.speculation.making import make_speculator
 from millrace.workers.engine.statistics import engine_stats
@@ -76,11 +74,6 @@ _log = logging.getLogger(__name__)
 _UNREADY_WAIT_S = 0.005
 # How often idle blocks are looked at between requests.
 _REST_S = 0.5
-
-
-def draw_seed() -> int:
-    """A seed for a request that brings none."""
-    return secrets.randbelow(MAX_SEED + 1)
 
 
 class Engine:
@@ -107,9 +100,10 @@ class Engine:
             runner.config.vocab_size, runner.host_device, tokenizer, runner.likeliest
         )
         costs = CostModel()
-        self._host_memory = host_memory_of(runner.cache, config.host_cache_bytes)
+        self._host_memory = host_memory_of(
+            runner.cache, config.host_cache_bytes, shared=bool(config.transfer)
+        )
         host = HostCache(self._host_memory, monotonic=monotonic)
-        self._disk: DiskCache | None = None
         self._tables = BlockTables(
             runner.cache.num_blocks,
             config.block_size_tokens,
@@ -119,11 +113,11 @@ class Engine:
             idle_offload_s=config.idle_offload_s,
         )
         self._pool = self._tables.pool
-        self._readied = threading.Event()
+        self._bell = Bell()
         self._adapters = AdapterPool(
             num_adapter_slots(config, takes_adapters=runner.takes_adapters),
             partial(runner.load_adapter, max_rank=config.max_adapter_rank),
-            self._readied.set,
+            self._bell.ring,
             monotonic,
         )
         self._planner = Planner(
@@ -136,14 +130,20 @@ class Engine:
             monotonic=monotonic,
             adapters=self._adapters,
         )
+        self._tiers = Tiers(
+            self._tables,
+            runner.cache,
+            self._host_memory,
+            self._planner.recompute_s,
+            self._bell.ring,
+            monotonic,
+        )
         self._speculator = make_speculator(config, self._tables, costs, runner, draft)
         self._seed_source = seed_source
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)
         self._outputs: list[EngineOutput] = []
-        self._owing: list[Sequence] = []
-        self._device_times: list[DeviceTime] = []
-        self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._readied.set)
+        self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._bell.ring)
         output_processor = OutputProcessor(
             cache=runner.cache,
             planner=self._planner,
@@ -161,33 +161,47 @@ class Engine:
             overlap=config.overlap and runner.overlaps,
             monotonic=monotonic,
         )
+        self._device_times = DeviceTimes(self._executor)
         self._num_arrived = 0
         self._num_steps = 0
         self._prefills = False
 
     @classmethod
-    def load(cls, path: Path, config: EngineConfig) -> Engine:
-        """An engine for the checkpoint folder ``path``. Raises CheckpointError or ConfigError."""
+    def load(cls, path: Path, config: EngineConfig, *, among_others: bool = False) -> Engine:
+        """An engine for the checkpoint folder ``path``; ``among_others``: those of other workers
+        may have blocks for it, or want its. Raises CheckpointError or ConfigError."""
         check_config(config)
+        config = with_transfer(path, config, among_others=among_others)
         runner = load_runner(path, config)
         draft = load_draft(path, runner, config)
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
+        exact = runner.is_row_exact
         if config.disk_cache_path:
-            exact = runner.is_row_exact
             engine.keep_on_disk(block_file(path, config, runner.cache, is_row_exact=exact))
+        if config.transfer:
+            identity = block_identity(path, config, runner.cache, is_row_exact=exact)
+            engine.exchange_with_peers(identity, config.transfer_address)
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
-        self._disk = DiskCache(
-            file,
-            self._host_memory,
-            self._tables,
-            self._planner.recompute_s,
-            self._readied.set,
-            monotonic=self._monotonic,
-        )
+        self._tiers.keep_on_disk(file)
+
+    def exchange_with_peers(self, identity: str, address: str = "") -> None:
+        """Lend blocks to other workers' engines of the same ``block_identity``, and pull theirs for
+        requests that name a source; at ``address`` to other machines. Raises ConfigError."""
+        self._tiers.exchange_with_peers(identity, address)
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where blocks are served to other workers' engines, if they are."""
+        return self._tiers.endpoint
+
+    @property
+    def wake_fd(self) -> int:
+        """Can be read once there may be something to ``rest`` for."""
+        return self._bell.fd
 
     @property
     def context_window_tokens(self) -> int:
@@ -260,7 +274,7 @@ class Engine:
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
         self._num_arrived += request.sampling.n
-        is_fetched = self._disk is not None and self._disk.fetch(group[0])
+        is_fetched = self._tiers.arrivals.fetch(group[0])
         if request.sampling.is_guided and not is_fetched:
             self._grammars.submit(group)
         self._live.add(group)
@@ -271,13 +285,12 @@ class Engine:
         ``pop_device_times`` reports its device time then, 0 if it was not here.
         """
         if not self._drop_request(request_id):
-            self._device_times.append(DeviceTime(request_id, 0, 0.0, over=True))
+            self._device_times.note_unknown(request_id)
 
     def _drop_request(self, request_id: str) -> bool:
         """Whether any of its sequences was live."""
         cancelled = self._live.cancel(request_id)
-        is_search = bool(cancelled) and cancelled[0].beams is not None
-        self._owing += cancelled[:1] if is_search else cancelled
+        self._device_times.note_cancelled(cancelled)
         if self._outputs:
             self._outputs = [o for o in self._outputs if o.request_id != request_id]
         return bool(cancelled)
@@ -286,19 +299,7 @@ class Engine:
         """Device times of the sequences that were cancelled since the last call or ended while
         their step was in flight; one whose step still is, is kept for later. With ``live`` also
         what the others have used so far."""
-        times, self._device_times = self._device_times, []
-        if self._owing:
-            owing, self._owing = self._owing, []
-            for sequence in owing:
-                if self._executor.is_in_flight(sequence):
-                    self._owing.append(sequence)
-                else:
-                    times.append(device_time(sequence, over=True))
-        if live:
-            times += [
-                device_time(sequence) for sequence in self._live.charged() if device_us(sequence)
-            ]
-        return times
+        return self._device_times.pop(self._live.charged() if live else ())
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch; returns its outputs, and answers to requests refused since the last.
@@ -309,7 +310,7 @@ class Engine:
         step as long as there is work.
         """
         outputs, self._outputs = self._outputs, []
-        self._readied.clear()
+        self._bell.clear()
         self._finish_settled(outputs)
         plan = self._planner.plan()
         self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
@@ -328,30 +329,16 @@ class Engine:
         elif self._executor.has_pending_step:
             self._executor.execute([], outputs)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
-            self._readied.wait(_UNREADY_WAIT_S)
+            self._bell.wait(_UNREADY_WAIT_S)
         ended = self._live.pop_ended()
         if ended:
-            self._report_device_times(ended, outputs)
+            self._device_times.report(ended, outputs)
         return outputs
-
-    def _report_device_times(
-        self, ended: list[tuple[int, Sequence]], outputs: list[EngineOutput]
-    ) -> None:
-        """Put the device time of sequences that ended in this step into their last outputs."""
-        sequences = {one for _, sequence in ended for one in charged_together(sequence)}
-        may_owe = not self._executor.exempt_ended(sequences)
-        for index, sequence in ended:
-            owes = may_owe and self._executor.is_in_flight(sequence)
-            if owes:
-                self._owing.append(sequence)
-            outputs[index] = msgspec.structs.replace(
-                outputs[index], device_us=device_us(sequence), owes=owes
-            )
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
         """End sequences whose adapter or grammar failed, or was complete from the start; have those
         go on whose blocks have been read."""
-        for sequence in () if self._disk is None else self._disk.settle():
+        for sequence in self._tiers.settle():
             if sequence.request.sampling.is_guided:
                 self._grammars.submit([sequence, *sequence.forks])
         for sequence, failure in self._adapters.settle():
@@ -366,17 +353,19 @@ class Engine:
                 self._live.finish(sequence, outputs)
 
     def rest(self) -> float | None:
-        """Move blocks that nobody uses while there is nothing to do. After how many seconds there
-        may be more to move; None: not before the next step."""
-        if self._disk is None:
-            return None
-        self._disk.settle()
-        self._tables.offload_idle(self._monotonic())
-        return _REST_S if self._disk.is_busy or self._pool.num_idle_blocks else None
+        """Move blocks while there is nothing to do. After how many seconds there may be more to
+        move; None: not before the next step, or until ``wake_fd`` can be read."""
+        self._bell.clear()
+        self._tiers.settle()
+        is_idle = True
+        if self._tiers.disk is not None:
+            self._tables.offload_idle(self._monotonic())
+            is_idle = not self._pool.num_idle_blocks
+        return None if is_idle and not self._tiers.is_busy else _REST_S
 
     def wake(self) -> None:
         """End a step's wait for sequences to become ready; for any thread."""
-        self._readied.set()
+        self._bell.ring()
 
     def stats(self) -> EngineStats:
         return engine_stats(
@@ -384,6 +373,7 @@ class Engine:
             self._executor,
             self._adapters,
             self._live,
+            self._tiers.peer_figures(),
             num_steps=self._num_steps,
             prefills=self._prefills,
             max_tokens_per_request=self.max_tokens_per_request,
@@ -396,4 +386,5 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""
         self._live.check_integrity()
+        self._tiers.arrivals.check_integrity()
         self._executor.check_integrity(self._live)

@@ -251,6 +251,7 @@ class OutputProcessor:
             child.queued_s = parent.queued_s
             child.num_cached_tokens = parent.num_cached_tokens
             child.features = None if parent.features is None else parent.features.copy()
+            child.num_pulled_tokens = parent.num_pulled_tokens
             self._planner.fork(parent, child)
         return [parent, *forks]
 

@@ -48,6 +48,7 @@ def token_output(
         started=first,
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
+        num_pulled_tokens=sequence.num_pulled_tokens if first else 0,
         num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
         num_proposed_tokens=num_proposed,
         num_accepted_tokens=num_accepted,
@@ -67,6 +68,7 @@ def started_output(sequence: Sequence) -> EngineOutput:
         started=True,
         queued_s=sequence.queued_s,
         num_cached_tokens=sequence.num_cached_tokens,
+        num_pulled_tokens=sequence.num_pulled_tokens,
     )
 
 
@@ -83,6 +85,7 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
         started=first,
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
+        num_pulled_tokens=sequence.num_pulled_tokens if first else 0,
         num_preemptions=sequence.num_preemptions,
         **result,
     )
@@ -123,6 +126,7 @@ def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[Engin
         "started": True,
         "queued_s": first.queued_s,
         "num_cached_tokens": first.num_cached_tokens,
+        "num_pulled_tokens": first.num_pulled_tokens,
     }
     begun = [
         output

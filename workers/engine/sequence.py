@@ -51,9 +51,10 @@ class Sequence:
     ``num_computed_tokens`` fits the block table. ``contents_finite`` is False for one that
     failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
     stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
-    the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then.
-    ``device_s`` is its share of the time that the device was busy, up to the last step that has
-    been read.
+    the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then,
+    ``num_pulled_tokens`` how many of those had been pulled from another worker for it, in blocks
+    of ``pulled_keys``. ``device_s`` is its share of the time that the device was busy, up to the
+    last step that has been read.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
     from then on. ``block_table``, ``block_keys``, ``num_cached_blocks``, ``pinned_keys``,
@@ -92,11 +93,13 @@ class Sequence:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_pulled_tokens",
         "num_reserved_blocks",
         "pinned_keys",
         "pooling_state",
         "prompt_logprobs",
         "proposed",
+        "pulled_keys",
         "queued_s",
         "rank",
         "ready",
@@ -131,6 +134,8 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_pulled_tokens = 0
+        self.pulled_keys: frozenset[bytes] = frozenset()
         self.num_preemptions = 0
         self.forks: list[Sequence] = []
         self.proposed: list[int] = []

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
+
+from millrace.schemas.sampling import MAX_SEED
 from millrace.workers.engine.beams.group import BeamGroup
 from millrace.workers.engine.beams.search import BeamSearch
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.types import EngineRequest
 from millrace.workers.kernels.random_stream import stream_key
+
+
+def draw_seed() -> int:
+    """A seed for a request that brings none."""
+    return secrets.randbelow(MAX_SEED + 1)
 
 
 def choice_key(seed: int, choice: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.executor import Executor
+from millrace.workers.engine.kv.tiers import PeerFigures
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.types import EngineStats
@@ -16,13 +17,15 @@ def engine_stats(
     executor: Executor,
     adapters: AdapterPool,
     live: Iterable[Sequence],
+    peers: PeerFigures,
     *,
     num_steps: int,
     prefills: bool,
     max_tokens_per_request: int,
 ) -> EngineStats:
     """How everything stands now, after ``num_steps``; ``prefills``: the last of them computed
-    prompts. ``live`` are all sequences that are not over."""
+    prompts. ``live`` are all sequences that are not over, ``peers`` what is exchanged with other
+    workers."""
     tables, pool, speed = planner.tables, planner.tables.pool, executor.speed
     host = tables.host
     assert host is not None
@@ -59,6 +62,10 @@ def engine_stats(
         num_written_blocks=below.num_written,
         num_read_blocks=below.num_read,
         num_unreadable_blocks=below.num_unreadable,
+        num_pulled_blocks=peers.num_pulled_blocks,
+        num_pulled_bytes=peers.num_pulled_bytes,
+        num_failed_pulls=peers.num_failed_pulls,
+        num_served_blocks=peers.num_served_blocks,
         num_swaps=tables.num_swaps,
         adapters=adapters.loaded(),
         max_adapters=adapters.num_slots,

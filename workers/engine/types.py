@@ -9,6 +9,7 @@ from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.transfer import KvSource
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +25,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``watched`` one may end it at any of its tokens. One with an ``adapter`` waits until that is
     loaded, while others go on; ``cache_salt`` says which one, too. ``prediction_token_ids`` are
     what its completions may be, for the most part: they change no token, and may save time.
+    ``kv_source`` has the leading blocks of its tokens: those that are not here are pulled from
+    there before it is admitted, if that is predicted to be faster than to compute them.
     """
 
     request_id: str
@@ -37,6 +40,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     watched: bool = False
     adapter: AdapterRef | None = None
     prediction_token_ids: tuple[int, ...] = ()
+    kv_source: KvSource | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,7 +51,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     first. ``started`` is true in the first output of a choice, which comes when it is admitted
     into the batch; it also says for how long it waited in the engine before that, ``queued_s``,
     and how many tokens of the prompt were found
-    in the KV cache, ``num_cached_tokens``. The last output of a choice has either
+    in the KV cache, ``num_cached_tokens``, ``num_pulled_tokens`` of which came from another
+    worker's for this request. The last output of a choice has either
     ``finish_reason`` or ``error`` as (code, message), ``num_preemptions``, and ``device_us``, what
     the choice took of the device; ``owes``: a step that it had a part in is not over yet, so a
     ``DeviceTime`` follows. A request is over when each of its choices 0 … n - 1 has had its last
@@ -70,6 +75,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     finish_reason: FinishReason | None = None
     error: tuple[str, str] | None = None
     num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
     started: bool = False
     queued_s: float = 0.0
     num_preemptions: int = 0
@@ -131,9 +137,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
     the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
     ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
-    came back and ``num_unreadable_blocks`` did not. ``adapters`` are in the ``max_adapters`` slots,
-    and the last that were loaded took ``adapter_load_ms`` each; ``num_adapter_loads`` were, and
-    ``num_adapter_evictions`` made room for others.
+    came back and ``num_unreadable_blocks`` did not. From other workers' engines
+    ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
+    for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
+    ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
+    ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
     """
 
     max_num_sequences: int = 0
@@ -167,6 +175,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_written_blocks: int = 0
     num_read_blocks: int = 0
     num_unreadable_blocks: int = 0
+    num_pulled_blocks: int = 0
+    num_pulled_bytes: int = 0
+    num_failed_pulls: int = 0
+    num_served_blocks: int = 0
     num_swaps: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0

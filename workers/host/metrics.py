@@ -181,6 +181,26 @@ _COUNTERS = (
         lambda stats: stats.num_unreadable_blocks,
     ),
     _Figure(
+        "millrace_kv_peer_pulled_blocks",
+        "KV blocks that came from other workers' engines",
+        lambda stats: stats.num_pulled_blocks,
+    ),
+    _Figure(
+        "millrace_kv_peer_pulled_bytes",
+        "Bytes of KV blocks that came from other workers' engines",
+        lambda stats: stats.num_pulled_bytes,
+    ),
+    _Figure(
+        "millrace_kv_peer_failed_pulls",
+        "Times that KV blocks did not come from another worker's engine, and were computed",
+        lambda stats: stats.num_failed_pulls,
+    ),
+    _Figure(
+        "millrace_kv_peer_served_blocks",
+        "KV blocks that went to other workers' engines",
+        lambda stats: stats.num_served_blocks,
+    ),
+    _Figure(
         "millrace_kv_cache_offloaded_blocks",
         "KV blocks that were copied to the host's memory",
         lambda stats: stats.num_offloaded_blocks,

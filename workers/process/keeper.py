@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.runtime.clock import Clock
 from millrace.runtime.histogram import STEP_S, Histogram
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -42,6 +43,10 @@ COUNTERS = (
     "num_written_blocks",
     "num_read_blocks",
     "num_unreadable_blocks",
+    "num_pulled_blocks",
+    "num_pulled_bytes",
+    "num_failed_pulls",
+    "num_served_blocks",
     "num_swaps",
     "num_adapter_loads",
     "num_adapter_evictions",
@@ -102,6 +107,11 @@ class EngineKeeper:
     def weights(self) -> str | None:
         """The fingerprint of what the last engine ran."""
         return self._weights
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where the engine serves blocks of its KV cache, if it does; none while there is none."""
+        return None if self._engine is None else self._engine.transfer_endpoint
 
     @property
     def is_down(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from millrace.schemas.errors import MillraceError
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceLostError,
     DeviceTime,
@@ -62,7 +63,10 @@ class StepEngine(Protocol):
 
     def rest(self) -> float | None:
         """Do what is to be done while there is no work; after how many seconds there may be more,
-        None: not before the next work."""
+        None: not before the next work, or until ``wake_fd`` can be read."""
+
+    @property
+    def wake_fd(self) -> int: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -76,6 +80,10 @@ class StepEngine(Protocol):
     @property
     def device_uuid(self) -> str:
         """The CUDA device's, empty without one."""
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where it serves blocks of its KV cache, if it does."""
 
     def check_integrity(self) -> None: ...
 
@@ -103,9 +111,13 @@ class Link:
             commands += commands_decoder.decode(self._payloads.popleft())
         return commands
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether there is something to receive, before the time is over."""
-        return bool(self._payloads) or bool(select.select([self._sock], [], [], timeout_s)[0])
+    def wait(self, timeout_s: float | None, wake_fd: int) -> bool:
+        """Whether there is something to receive, before the time is over (None: it never is) or
+        ``wake_fd`` can be read."""
+        if self._payloads:
+            return True
+        own_fd = self._sock.fileno()
+        return own_fd in select.select([own_fd, wake_fd], [], [], timeout_s)[0]
 
     def send(self, report: Report) -> None:
         """Waits for the reader when it is far behind, so that its memory stays bounded."""
@@ -136,9 +148,8 @@ def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
         if not engine.has_work and time.monotonic() - checked_at > _INTEGRITY_INTERVAL_S:
             engine.check_integrity()
             checked_at = time.monotonic()
-        while not engine.has_work and (rest_s := engine.rest()) is not None:
-            if link.wait(rest_s):
-                break
+        while not engine.has_work and not link.wait(engine.rest(), engine.wake_fd):
+            pass
         commands = link.receive_commands(block=not engine.has_work)
         for command in commands:
             if isinstance(command, Add):
@@ -175,7 +186,7 @@ def serve(fd: int, parent_pid: int) -> int:
     try:
         load = link.receive_load()
         engine = _load(load)
-        link.send(Ready(engine.stats(), engine.device_uuid))
+        link.send(Ready(engine.stats(), engine.device_uuid, engine.transfer_endpoint))
         gc.collect()
         gc.freeze()
         drive(engine, link, load.gather_s)
@@ -195,7 +206,7 @@ def _load(load: Load) -> StepEngine:
     # Not before: torch reads the thread settings when it is imported.
     from millrace.workers.engine.engine import Engine
 
-    return Engine.load(Path(load.path), load.config)
+    return Engine.load(Path(load.path), load.config, among_others=True)
 
 
 def _break(link: Link, message: str) -> int:

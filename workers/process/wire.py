@@ -12,6 +12,7 @@ import struct
 import msgspec
 
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -46,10 +47,12 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded; ``device_uuid`` is the CUDA device's, empty without one."""
+    """The model is loaded; ``device_uuid`` is the CUDA device's, empty without one. Blocks of its
+    KV cache are served at ``transfer_endpoint``; None: they are not."""
 
     stats: EngineStats
     device_uuid: str = ""
+    transfer_endpoint: TransferEndpoint | None = None
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):

@@ -19,6 +19,7 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.bell import Bell
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import (
     DeviceLostError,
@@ -200,6 +201,11 @@ class _Counting:
         self.told: list[str] = []
         self.gone: list[str] = []
         self.num_checks = 0
+        self._bell = Bell()
+
+    @property
+    def wake_fd(self) -> int:
+        return self._bell.fd
 
     @property
     def has_work(self) -> bool:
@@ -234,6 +240,10 @@ class _Counting:
     @property
     def device_uuid(self) -> str:
         return ""
+
+    @property
+    def transfer_endpoint(self) -> None:
+        return None
 
     def check_integrity(self) -> None:
         self.num_checks += 1

@@ -154,6 +154,7 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
         block_size_tokens=engine.block_size_tokens,
         dtype=dtype,
         device=where,
+        shared=bool(engine.transfer),
     )
     attention = kernels.attention(
         AttentionShape(

@@ -110,6 +110,7 @@ class ModelRunner:
             block_size_tokens=engine.block_size_tokens,
             dtype=stored,
             device=device,
+            shared=bool(engine.transfer),
         )
         attention = TorchAttention(
             cache,

@@ -35,6 +35,7 @@ class BlockPool:
         self._counts = [0] * num_blocks
         self._kept = [False] * num_blocks
         self._idle: OrderedDict[int, float] = OrderedDict()  # block: when it went idle
+        self._newest_s = 0.0
         self._on_evict = on_evict
 
     @property
@@ -81,7 +82,9 @@ class BlockPool:
         self._counts[block] = count + 1
 
     def free(self, blocks: Iterable[int], now_s: float = 0.0) -> None:
-        """Drop one reference of each block; those that go idle do so at ``now_s``."""
+        """Drop one reference of each block; those that go idle do so at ``now_s``, or when the
+        last one did if that was later."""
+        self._newest_s = now_s = max(now_s, self._newest_s)
         for block in blocks:
             count = self._counts[block]
             if count == 0:

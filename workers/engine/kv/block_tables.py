@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from millrace.schemas.prefix import extend_keys, root_key
@@ -46,7 +47,8 @@ class BlockTables:
     copies it.
 
     ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need; of them,
-    ``num_guaranteed_blocks`` are never allocated to other sequences.
+    ``num_guaranteed_blocks`` are never allocated to other sequences. ``lent_blocks`` names those of
+    which others than sequences hold references, too.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class BlockTables:
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.num_swaps = 0
+        self.lent_blocks: Callable[[], Iterable[int]] = tuple
 
     @property
     def num_evicted_blocks(self) -> int:
@@ -86,9 +89,9 @@ class BlockTables:
         """Changes of the shared prefix cache since the last call."""
         return self._events.pop()
 
-    def is_cached(self, key: bytes) -> bool:
-        """Whether a block of the cache has the contents of a key."""
-        return key in self._cache
+    def block_of(self, key: bytes) -> int | None:
+        """The block of the cache that has the contents of a key, if there is one."""
+        return self._cache.get(key)
 
     def _is_kept(self, key: bytes) -> bool:
         return key in self._cache or (
@@ -146,6 +149,8 @@ class BlockTables:
         self.unpin(sequence)
         if not sequence.started:
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            num_pulled = sum(key in sequence.pulled_keys for key in keys[:num_hit])
+            sequence.num_pulled_tokens = num_pulled * self._size
         if self._looks_for_hits(sequence):
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
@@ -369,19 +374,19 @@ class BlockTables:
         if self.host is not None:
             self.host.check_integrity(key for s in waiting for key in s.pinned_keys)
         assert not any(sequence.pinned_keys for sequence in running)
-        held: dict[int, int] = {}
+        held = Counter(self.lent_blocks())
         for sequence in running:
             table = sequence.block_table
             assert sequence.num_computed_tokens <= len(table) * self._size, "tokens without blocks"
             assert sequence.num_cached_blocks <= sequence.num_computed_tokens // self._size
             for index, block in enumerate(table):
-                held[block] = held.get(block, 0) + 1
+                held[block] += 1
                 shared = self.pool.num_references(block) > 1
                 assert not shared or index < sequence.num_cached_blocks or sequence.tail_shared, (
                     f"block {block} is shared, but may be written"
                 )
         for block in range(self.pool.num_blocks):
-            assert self.pool.num_references(block) == held.get(block, 0), f"block {block} leaks"
+            assert self.pool.num_references(block) == held[block], f"block {block} leaks"
         reserved = sum(s.num_reserved_blocks for s in running)
         guaranteed = sum(s.num_reserved_blocks for s in running if s.guaranteed)
         assert (reserved, guaranteed) == (self.num_reserved_blocks, self.num_guaranteed_blocks)

@@ -12,6 +12,7 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.kernels.gpu.device_batch import CacheLayer
+from millrace.workers.transfer.memory import SharedPages
 
 
 class KVCache:
@@ -38,14 +39,21 @@ class KVCache:
         block_size_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: bool = False,
     ) -> None:
+        """``shared``: memory of a CPU in ``pages`` that other processes may map."""
         self.num_blocks = num_blocks
         self.null_block = num_blocks
         self.block_size_tokens = block_size_tokens
         layout = _BlockLayout.of(config, block_size_tokens, dtype)
         shape = (config.num_hidden_layers, num_blocks + 1, layout.size_bytes)
+        self.pages: SharedPages | None = None
         try:
-            self.blocks = _zeros(shape, device)
+            if shared and device.type == "cpu":
+                self.pages = SharedPages(math.prod(shape))
+                self.blocks = _on_pages(self.pages.pages, shape)
+            else:
+                self.blocks = _zeros(shape, device)
         except (RuntimeError, OSError, OverflowError) as error:
             raise ConfigError(
                 f"The KV cache of {num_blocks} blocks takes {math.prod(shape)} bytes, which "
@@ -129,6 +137,10 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _on_pages(pages, shape)
+
+
+def _on_pages(pages: mmap.mmap, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+from millrace.workers.engine.kv.arrivals import Part
 from millrace.workers.engine.kv.block_file import BlockFile
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.kv.host_cache import TierFigures
-from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.task_threads import TaskThreads
 
 _log = logging.getLogger(__name__)
@@ -26,8 +26,6 @@ _MAX_UNWRITTEN_BYTES = 128 << 20
 _NUM_READERS = 2
 # Steps go before writing; reads are waited for.
 _WRITE_NICENESS = 10
-# A disk that takes longer than this for a prefix is not waited for.
-_READ_TIMEOUT_S = 2.0
 
 
 class SlotMemory(Protocol):
@@ -47,59 +45,32 @@ class _Written(NamedTuple):
     error: OSError | None
 
 
-class _Fetch:
-    """Blocks that are read for a sequence: their keys, the file's slots and the host's."""
-
-    __slots__ = ("begun_s", "host_slots", "is_given_up", "keys", "num_good", "sequence", "slots")
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        keys: list[bytes],
-        slots: list[int],
-        host_slots: list[int],
-        begun_s: float,
-    ) -> None:
-        self.sequence = sequence
-        self.keys = keys
-        self.slots = slots
-        self.host_slots = host_slots
-        self.begun_s = begun_s
-        self.num_good = 0
-        self.is_given_up = False
-
-
 class DiskCache:
     """Which slot of a file holds the tokens that a key of the prefix cache stands for; the longest
     unused gives way.
 
-    What comes into host memory is written behind it. A newcomer whose prompt begins with blocks
-    that are only here is not ``ready`` until they were read into host memory, while others go on;
-    whatever cannot be read is computed. Reads and writes are on threads of their own; all else is
-    for one caller. ``compute_s`` says how long so many tokens take to compute (0: nobody knows);
+    What comes into host memory is written behind it, and read into it again as a tier of
+    ``Arrivals``. Reads and writes are on threads of their own; all else is for one caller.
     ``on_done`` is called on those threads when there is something to ``settle``.
     """
+
+    is_peer = False
 
     def __init__(
         self,
         file: BlockFile,
         memory: SlotMemory,
         tables: BlockTables,
-        compute_s: Callable[[int], float],
         on_done: Callable[[], None],
         *,
-        monotonic: Callable[[], float] = time.perf_counter,
         writers: TaskThreads | None = None,
         readers: TaskThreads | None = None,
     ) -> None:
         self._file = file
         assert tables.host is not None
         self._memory = memory
-        self._tables = tables
         self._host = host = tables.host
-        self._compute_s = compute_s
         self._on_done = on_done
-        self._monotonic = monotonic
         self._writers = writers or TaskThreads("kv-write", 1, niceness=_WRITE_NICENESS)
         self._readers = readers or TaskThreads("kv-read", _NUM_READERS)
         stored = file.blocks()
@@ -114,8 +85,6 @@ class DiskCache:
         self._writing: dict[bytes, int] = {}
         self._unsettled: list[bytes] = []
         self._written: deque[_Written] = deque()
-        self._fetched: deque[_Fetch] = deque()
-        self._fetches: list[_Fetch] = []
         self._is_full = False
         self.bytes_per_s = _ASSUMED_BYTES_PER_S
         self.num_written_blocks = 0
@@ -138,64 +107,17 @@ class DiskCache:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is written or read, or is to be."""
-        return bool(self._writing or self._unsettled or self._fetches)
+        """Whether something is written, or is to be."""
+        return bool(self._writing or self._unsettled)
 
-    def fetch(self, sequence: Sequence) -> bool:
-        """Begin to read what of a newcomer's prefix is only here, if that is faster than to compute
-        it; whether the sequence has to wait for it."""
-        wanted: list[bytes] = []
-        held: list[bytes] = []
-        for key in self._tables.keys_to_find(sequence):
-            if self._tables.is_cached(key):
-                continue
-            if key in self._host:
-                held.append(key)
-            elif key in self:
-                wanted.append(key)
-            else:
-                break
-        computed_s = self._compute_s(len(wanted) * self._tables.pool.block_size_tokens)
-        read_s = len(wanted) * self._file.block_bytes / self.bytes_per_s
-        if not wanted or 0 < computed_s <= read_s:
-            return False
-        self._host.pin(held)
-        sequence.pinned_keys = held
-        host_slots = self._host.reserve(len(wanted))
-        wanted = wanted[: len(host_slots)]
-        if not wanted:
-            return False
-        slots = [self._begin_reading(key) for key in wanted]
-        fetch = _Fetch(sequence, wanted, slots, host_slots, self._monotonic())
-        self._fetches.append(fetch)
-        sequence.ready = False
-        self._readers.submit(partial(self._read, fetch))
-        return True
-
-    def settle(self) -> list[Sequence]:
-        """Take in what was written and read since; the sequences that wait no more."""
+    def settle(self) -> None:
+        """Take in what was written since, and begin to write what can be read now."""
         while self._written:
             self._note_written(self._written.popleft())
         if self._unsettled and self._memory.is_settled:
             keys, self._unsettled = self._unsettled, []
             for key in keys:
                 self._begin_writing(key)
-        done: list[Sequence] = []
-        while self._fetched:
-            fetch = self._fetched.popleft()
-            self._fetches.remove(fetch)
-            self._note_read(fetch)
-            if not fetch.is_given_up:
-                done.append(fetch.sequence)
-        now_s = self._monotonic()
-        for fetch in self._fetches:
-            if not fetch.is_given_up and now_s - fetch.begun_s > _READ_TIMEOUT_S:
-                _log.warning("the disk of the KV cache takes too long; a prompt is computed")
-                fetch.is_given_up = True
-                done.append(fetch.sequence)
-        for sequence in done:
-            sequence.ready = True
-        return done
 
     # --- what comes into host memory ---
 
@@ -252,6 +174,19 @@ class DiskCache:
 
     # --- what is wanted again ---
 
+    def has(self, _sequence: Sequence, key: bytes, _index: int, /) -> bool:
+        """See ``Tier``."""
+        return key in self
+
+    def brings_s(self, _sequence: Sequence, num_blocks: int, /) -> float:
+        """See ``Tier``."""
+        return num_blocks * self._file.block_bytes / self.bytes_per_s
+
+    def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
+        """See ``Tier``."""
+        slots = [self._begin_reading(key) for key in part.keys]
+        self._readers.submit(partial(self._read, part, slots, on_done))
+
     def _begin_reading(self, key: bytes) -> int:
         slot = self._slot_of.pop(key, None)
         if slot is None:
@@ -260,38 +195,32 @@ class DiskCache:
         self._num_readers[key] = self._num_readers.get(key, 0) + 1
         return slot
 
-    def _read(self, fetch: _Fetch) -> None:
+    def _read(self, part: Part, slots: list[int], on_done: Callable[[Part], None]) -> None:
         try:
-            for key, slot, host_slot in zip(fetch.keys, fetch.slots, fetch.host_slots, strict=True):
+            for key, slot, host_slot in zip(part.keys, slots, part.host_slots, strict=True):
                 if not self._file.read(slot, key, self._memory.pieces(host_slot)):
                     break
-                fetch.num_good += 1
+                part.num_good += 1
         except OSError:
             _log.exception("the KV cache on disk cannot be read")
-        self._fetched.append(fetch)
-        self._on_done()
+        on_done(part)
 
-    def _note_read(self, fetch: _Fetch) -> None:
-        for key in fetch.keys:
+    def finish(self, part: Part, now_s: float) -> None:
+        """See ``Tier``."""
+        for key in part.keys:
             self._num_readers[key] -= 1
             if not self._num_readers[key]:
                 del self._num_readers[key]
                 self._slot_of[key] = self._reading.pop(key)
-        good, slots = fetch.keys[: fetch.num_good], fetch.host_slots
-        self.num_read_blocks += len(good)
-        if fetch.num_good < len(fetch.keys):
+        self.num_read_blocks += part.num_good
+        if part.num_good < len(part.keys):
             # What comes after it is of no use to this one, but may be whole.
             self.num_failed_blocks += 1
-            self._forget(fetch.keys[fetch.num_good])
-        elif good:
-            read_s = max(self._monotonic() - fetch.begun_s, 1e-9)
-            measured = len(good) * self._file.block_bytes / read_s
+            self._forget(part.keys[part.num_good])
+        else:
+            read_s = max(now_s - part.begun_s, 1e-9)
+            measured = part.num_good * self._file.block_bytes / read_s
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
-        self._host.insert(good, slots[: len(good)])
-        self._host.give_back(slots[len(good) :])
-        if not fetch.is_given_up and fetch.sequence.state is not SequenceState.FINISHED:
-            self._host.pin(good)
-            fetch.sequence.pinned_keys = [*fetch.sequence.pinned_keys, *good]
 
     def _forget(self, key: bytes) -> None:
         slot = self._slot_of.pop(key, None)

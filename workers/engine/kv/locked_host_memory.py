@@ -13,6 +13,7 @@ import torch
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.cache import KVCache, pieces_of
 from millrace.workers.kernels.gpu.blocks import copy_blocks
+from millrace.workers.transfer.memory import Blocks, SharedPages
 
 # What copies are taken to run at before one was measured, and what a later one counts.
 _ASSUMED_BYTES_PER_S = 20e9
@@ -61,6 +62,7 @@ class LockedHostMemory:
         host_bytes: int,
         *,
         make_event: Callable[[], Event] | None = None,
+        shared: bool = False,
     ) -> None:
         num_layers, _, layer_bytes = cache.blocks.shape
         self.block_bytes = num_layers * layer_bytes
@@ -71,13 +73,27 @@ class LockedHostMemory:
         self._bytes_per_s = _ASSUMED_BYTES_PER_S
         size_bytes = self.num_slots * self.block_bytes
         memory = torch.empty(0, dtype=torch.uint8)
+        self.pages: SharedPages | None = None
         if size_bytes:
-            # Whole pages of its own: torch would lock memory up to the next power of two.
-            memory = torch.frombuffer(_pages(size_bytes), dtype=torch.uint8)
-            if cache.blocks.is_cuda:
-                _lock(memory)
-                weakref.finalize(self, _unlock, memory.data_ptr()).atexit = False
+            memory = self._allocate(size_bytes, shared=shared)
         self._slots = memory.view(num_layers, self.num_slots, layer_bytes)
+
+    def _allocate(self, size_bytes: int, *, shared: bool) -> torch.Tensor:
+        """Locked memory; private if shared memory is what cannot be locked."""
+        self.pages = SharedPages(size_bytes) if shared else None
+        # Whole pages of its own: torch would lock memory up to the next power of two.
+        pages = _pages(size_bytes) if self.pages is None else self.pages.pages
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if not self._cache.is_cuda:
+            return memory
+        try:
+            _lock(memory)
+        except ConfigError:
+            if not shared:
+                raise
+            return self._allocate(size_bytes, shared=False)
+        weakref.finalize(self, _unlock, memory.data_ptr()).atexit = False
+        return memory
 
     @property
     def bytes_per_s(self) -> float:
@@ -98,6 +114,10 @@ class LockedHostMemory:
     def pieces(self, slot: int) -> list[memoryview]:
         """The bytes of a slot, a piece for each layer."""
         return pieces_of(self._slots, slot)
+
+    def slots(self) -> Blocks:
+        """All of it."""
+        return self._slots.numpy()
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Have blocks of the cache copied into slots."""

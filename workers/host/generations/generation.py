@@ -62,9 +62,10 @@ class Generation:
     ``beams`` are a beam search's answers, beside which it has no tokens; None without. With
     ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
     are missing. ``resampled``: it was continued by an engine that draws other tokens then than its
-    seed would have given. ``lives`` are the attempts before this one, by epoch; it is this attempt
-    from ``first_epoch`` on, under whatever later ones. When the job is dispatched here again after
-    ``outcome`` is set, only epoch, lease and delivery change.
+    seed would have given. ``num_pulled_tokens`` of those that it began with, resumed ones included,
+    came from another worker's KV cache. ``lives`` are the attempts before this one, by epoch; it is
+    this attempt from ``first_epoch`` on, under whatever later ones. When the job is dispatched here
+    again after ``outcome`` is set, only epoch, lease and delivery change.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class Generation:
         "num_cached_tokens",
         "num_preemptions",
         "num_proposed_tokens",
+        "num_pulled_tokens",
         "num_resumed",
         "outcome",
         "phase",
@@ -127,7 +129,7 @@ class Generation:
         self.embedding = b""
         self.beams = beams
         self.num_resumed = len(self.token_ids)
-        self.num_cached_tokens = self._num_found_tokens = 0
+        self.num_cached_tokens = self._num_found_tokens = self.num_pulled_tokens = 0
         self.num_preemptions = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.resampled = False
@@ -221,6 +223,7 @@ class Generation:
             admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
+            self.num_pulled_tokens = output.num_pulled_tokens
             self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
         elif output.num_cached_tokens > self._num_found_tokens and not output.started:
             # Some servers say it at the end only. Another engine's start says what it found anew.

@@ -55,7 +55,7 @@ class Ledger:
         times = self.engine.pop_device_times()
         assert all(time.over for time in times)
         self.told_us += sum(time.device_us for time in times)
-        to_come = (*self.engine._live.charged(), *self.engine._owing)
+        to_come = (*self.engine._live.charged(), *self.engine._device_times._owing)
         told_s = self.told_us / 1e6 + sum((one.beams or one).device_s for one in to_come)
         stats = self.engine.stats()
         assert told_s == pytest.approx(stats.busy_s, rel=1e-9)
@@ -65,7 +65,7 @@ class Ledger:
         """Nothing is left to be told."""
         self.check()
         assert not self.engine.has_work
-        assert not self.engine._owing
+        assert not self.engine._device_times._owing
         assert self.told_us / 1e6 == pytest.approx(self.engine.stats().busy_s, rel=1e-9)
 
 

@@ -50,8 +50,8 @@ class World:
 
     def end(self) -> None:
         for engine in self._engines:
-            assert engine._disk is not None
-            engine._disk._file.close()
+            assert engine._tiers.disk is not None
+            engine._tiers.disk._file.close()
         self._engines.clear()
 
     def rest(self, engine: Engine) -> None:
@@ -59,7 +59,7 @@ class World:
         self.now_s += 100.0
         deadline_s = time.monotonic() + 30.0
         while engine.rest() is not None:
-            engine._readied.wait(0.01)
+            engine._bell.wait(0.01)
             assert time.monotonic() < deadline_s
         engine.check_integrity()
 
@@ -129,10 +129,10 @@ def test_what_is_damaged_is_computed(world: World, block: int) -> None:
     engine = world.start()
     expected, _ = _ask(engine)
     world.rest(engine)
-    assert engine._disk is not None
+    assert engine._tiers.disk is not None
     keys = engine._tables.keys_to_find(_sequence(engine))
-    slot = engine._disk._slot_of[keys[block]]
-    offset = engine._disk._file._offset(slot) + 200
+    slot = engine._tiers.disk._slot_of[keys[block]]
+    offset = engine._tiers.disk._file._offset(slot) + 200
     (path,) = world.folder.glob("*.kv")
     with path.open("r+b") as file:
         file.seek(offset)
@@ -178,9 +178,9 @@ def test_a_disk_that_hangs_holds_up_a_prompt_for_a_while_only(
     expected, _ = _ask(engine)
     world.rest(engine)
     engine = world.start()
-    assert engine._disk is not None
+    assert engine._tiers.disk is not None
     tasks: list[Any] = []
-    monkeypatch.setattr(engine._disk._readers, "submit", tasks.append)
+    monkeypatch.setattr(engine._tiers.disk._readers, "submit", tasks.append)
     engine.add(request("r", HISTORY))
     assert engine.step() == []
     world.now_s += 3.0

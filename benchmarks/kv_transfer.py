@@ -1,0 +1,309 @@
+"""What it takes to have blocks of another worker's KV cache instead of computing them.
+
+    python -m benchmarks.kv_transfer [--tokens 4096] [--save]
+
+  blocks   those of so many tokens, of a 100M and an 8B Llama's shape in bfloat16, pulled from
+           another process: its memory mapped, and by TCP with checksums; beside a plain copy of as
+           many bytes in the same run, by one thread. The other process has an engine's cache,
+           tables and server, but no model: it lends what it is asked for as an engine at rest does
+  engine   the first token of a prompt of so many tokens whose blocks another worker's engine has,
+           beside computing it: a Llama of 100M parameters with random weights, two processes
+
+The goals: 70 % of the plain copy, and 0.35 of the time to compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchmarks.checkpoints import LLAMA_100M, LlamaShape, config_of
+from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.machine_rates import cpu_name
+from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.processes import SPAWN
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.transfer import KvSource, TransferEndpoint
+
+if TYPE_CHECKING:
+    from millrace.workers.engine.kv.cache import KVCache
+    from millrace.workers.process.engine_process import EngineClient
+
+_RESULT = Path(__file__).parent / "results" / "kv_transfer.json"
+_BLOCK_TOKENS = 16
+_LAYOUT = "blocks"
+_TIMEOUT_S = 60.0
+_LLAMA_8B = LlamaShape(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+)
+
+
+class BlockFigures(msgspec.Struct, kw_only=True):
+    """GB/s; ``first`` is into memory that nobody has touched, over a new connection."""
+
+    size_bytes: int
+    mapped: float
+    mapped_first: float
+    tcp: float
+    tcp_first: float
+    plain_copy: float
+
+
+class EngineFigures(msgspec.Struct, kw_only=True):
+    """Milliseconds to the first token: pulled, and computed."""
+
+    size_bytes: int
+    pulled_ms: float
+    computed_ms: float
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What a run measured."""
+
+    cpu: str
+    tokens: int
+    blocks_100m: BlockFigures
+    blocks_8b: BlockFigures
+    engine: EngineFigures
+
+
+def _cache(shape: LlamaShape, num_blocks: int) -> KVCache:
+    import torch
+
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.engine.kv.cache import KVCache
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(shape)))
+        config = read_model_config(Path(folder))
+    return KVCache(
+        config,
+        num_blocks=num_blocks,
+        block_size_tokens=_BLOCK_TOKENS,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        shared=True,
+    )
+
+
+def _key(block: int) -> bytes:
+    return block.to_bytes(16, "big")
+
+
+def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
+    """The other process: all of its cache is full and idle. Ends with the pipe."""
+    import numpy as np
+
+    from millrace.workers.engine.bell import Bell
+    from millrace.workers.engine.kv.block_tables import BlockTables
+    from millrace.workers.engine.kv.host_cache import HostCache
+    from millrace.workers.engine.kv.host_memory import host_memory_of
+    from millrace.workers.engine.kv.tiers import Tiers
+
+    cache = _cache(shape, num_blocks)
+    memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)
+    tables = BlockTables(num_blocks, _BLOCK_TOKENS, cache, host=HostCache(memory))
+    blocks = cache.blocks.numpy()
+    blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, dtype=np.uint8)
+    for block in tables.pool.allocate(num_blocks) or ():
+        tables._cache.insert(_key(block), block)
+        tables.pool.keep(block)
+        tables.pool.free((block,))
+    bell = Bell()
+    tiers = Tiers(tables, cache, memory, lambda _: 0.0, bell.ring, time.perf_counter)
+    tiers.exchange_with_peers(_LAYOUT, "127.0.0.1:0")
+    pipe.send(tiers.endpoint)
+    while not pipe.poll():
+        bell.wait(0.01)
+        bell.clear()
+        tiers.settle()
+    assert tiers.exchange is not None
+    tiers.exchange.close()
+
+
+def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFigures:
+    """Blocks of a shape, from a process that has just them."""
+    num_blocks = -(-num_tokens // _BLOCK_TOKENS)
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=serve, args=(theirs, shape, num_blocks), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        endpoint: TransferEndpoint = ours.recv()
+        elsewhere = msgspec.structs.replace(endpoint, host="elsewhere")
+        size_bytes, copy = _plain_copy(shape, num_blocks)
+        works = [_pull(shape, endpoint, num_blocks), _pull(shape, elsewhere, num_blocks), copy]
+        # In turns: whatever else runs on the machine disturbs all of them.
+        times = [[_seconds(work) for work in works] for _ in range(repeats + 1)]
+    finally:
+        ours.send("end")
+        process.join(_TIMEOUT_S)
+    first = times[0]
+    mapped, tcp, plain = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return BlockFigures(
+        size_bytes=size_bytes,
+        mapped=size_bytes / mapped / 1e9,
+        mapped_first=size_bytes / first[0] / 1e9,
+        tcp=size_bytes / tcp / 1e9,
+        tcp_first=size_bytes / first[1] / 1e9,
+        plain_copy=size_bytes / plain / 1e9,
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
+
+
+def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Callable[[], None]:
+    """Pulls all blocks into memory of its own."""
+    from millrace.workers.engine.kv.host_memory import host_memory_of
+    from millrace.workers.transfer.addresses import this_host
+    from millrace.workers.transfer.client import Target
+    from millrace.workers.transfer.memory import BlockShape
+    from millrace.workers.transfer.peers import Peers
+
+    cache = _cache(shape, 1)
+    memory = host_memory_of(cache, num_blocks * cache.blocks[:, 0].numel(), shared=True)
+    slots = memory.slots()
+    peers = Peers(endpoint.layout, BlockShape(*slots.shape), this_host())
+    target = Target(slots, list(range(num_blocks)))
+    keys = [_key(block) for block in range(num_blocks)]
+
+    def pull() -> None:
+        assert peers.pull(endpoint, keys, target, _TIMEOUT_S).num_blocks == num_blocks
+
+    return pull
+
+
+def _plain_copy(shape: LlamaShape, num_blocks: int) -> tuple[int, Callable[[], object]]:
+    """The bytes of the blocks, and a copy of as many in one piece by one thread."""
+    size_bytes = num_blocks * _cache(shape, 1).blocks[:, 0].numel()
+    source, target = bytearray(size_bytes), bytearray(size_bytes)
+    to, from_ = (
+        ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(one)) for one in (target, source)
+    )
+
+    def copy() -> None:
+        assert len(source) == len(target)  # it holds them
+        ctypes.memmove(to, from_, size_bytes)
+
+    return size_bytes, copy
+
+
+async def measure_engine(model: Path, num_tokens: int, repeats: int) -> EngineFigures:
+    """Two workers' engines of one checkpoint."""
+    from millrace.workers.process.engine_process import EngineClient
+
+    # Both compute with the same products, whichever of them are faster at the moment.
+    config = EngineConfig(device="cpu", kernels="native", transfer=True)
+    source = await EngineClient.start(model, config, shared=False)
+    other = await EngineClient.start(model, config, shared=False)
+    try:
+        generator = random.Random(7)
+        await _first_token_ms(other, _prompt(generator, num_tokens))  # what is only done once
+        computed, pulled = [], []
+        for _ in range(repeats):
+            prompt = _prompt(generator, num_tokens)
+            computed.append(await _first_token_ms(other, _prompt(generator, num_tokens)))
+            await _first_token_ms(source, prompt)
+            before = other.stats.num_pulled_bytes
+            pulled.append(await _first_token_ms(other, prompt, source.transfer_endpoint))
+            size_bytes = other.stats.num_pulled_bytes - before
+            assert size_bytes, "nothing was pulled"
+    finally:
+        await source.close()
+        await other.close()
+    return EngineFigures(
+        size_bytes=size_bytes,
+        pulled_ms=statistics.median(pulled),
+        computed_ms=statistics.median(computed),
+    )
+
+
+def _prompt(generator: random.Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(generator.randrange(LLAMA_100M.vocab_size) for _ in range(num_tokens))
+
+
+async def _first_token_ms(
+    client: EngineClient, prompt: tuple[int, ...], endpoint: TransferEndpoint | None = None
+) -> float:
+    from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
+
+    came: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def note(outputs: list[EngineOutput], _: EngineStats) -> None:
+        if not came.done() and any(output.token_ids for output in outputs):
+            came.set_result(time.perf_counter())
+
+    client.on_outputs = note
+    begin_s = time.perf_counter()
+    client.add(
+        EngineRequest(
+            request_id="r",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=1),
+            kv_source=None
+            if endpoint is None
+            else KvSource(worker_id="source", endpoint=endpoint, num_tokens=len(prompt)),
+        )
+    )
+    return (await came - begin_s) * 1e3
+
+
+def _print(name: str, tokens: int, figures: BlockFigures) -> None:
+    print(
+        f"  {tokens} tokens of {name}, {figures.size_bytes / 1e6:.0f} MB: mapped "
+        f"{figures.mapped:.1f} GB/s (the first time {figures.mapped_first:.1f}), by TCP "
+        f"{figures.tcp:.1f} (the first time {figures.tcp_first:.1f}), a plain copy "
+        f"{figures.plain_copy:.1f}: {figures.mapped / figures.plain_copy:.0%}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_parser("kv_transfer", __doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5, help="measurements; the median counts")
+    parser.add_argument("--save", action="store_true", help=f"write {_RESULT.name}")
+    add_model_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    with measured_model(parsed) as model:
+        result = Result(
+            cpu=cpu_name(),
+            tokens=parsed.tokens,
+            blocks_100m=measure_blocks(LLAMA_100M, parsed.tokens, parsed.repeats),
+            blocks_8b=measure_blocks(_LLAMA_8B, parsed.tokens, parsed.repeats),
+            engine=asyncio.run(measure_engine(model, parsed.tokens, parsed.repeats)),
+        )
+    engine = result.engine
+    print(result.cpu)
+    _print("a 100M shape", parsed.tokens, result.blocks_100m)
+    _print("an 8B shape", parsed.tokens, result.blocks_8b)
+    print(
+        f"  first token of {parsed.tokens} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: pulled "
+        f"{engine.pulled_ms:.0f} ms, computed {engine.computed_ms:.0f} ms: "
+        f"{engine.pulled_ms / engine.computed_ms:.2f}"
+    )
+    write_json(_RESULT if parsed.save else None, result)
+
+
+if __name__ == "__main__":
+    main()

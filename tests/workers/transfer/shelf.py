@@ -1,0 +1,91 @@
+"""A lender without an engine, and a server of it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from millrace.schemas.transfer import TransferEndpoint
+from millrace.workers.transfer.addresses import listen_on_address, listen_on_path, this_host
+from millrace.workers.transfer.loans import Loan
+from millrace.workers.transfer.memory import Blocks, BlockShape, Region, SharedPages
+from millrace.workers.transfer.server import BlockServer, Identity
+from millrace.workers.transfer.wire import place
+
+SHAPE = BlockShape(num_layers=3, num_blocks=40, layer_bytes=4096)
+TOKEN, LAYOUT = "t0ken", "layout"
+
+
+def key(number: int) -> bytes:
+    """That of the block with such a number in the second region."""
+    return number.to_bytes(16, "big")
+
+
+class Shelf:
+    """Lends block ``number`` of its second region for ``key(number)``, below ``num_blocks``."""
+
+    def __init__(self, shape: BlockShape = SHAPE) -> None:
+        self.num_blocks = shape.num_blocks
+        self.regions: Sequence[Region] = [_filled(shape, seed) for seed in (1, 2)]
+        self.lent: list[Loan] = []
+        self.ended = threading.Semaphore(0)
+        self.grants = True
+
+    def ask(self, keys: list[bytes]) -> Loan:
+        loan = Loan(keys, lambda _: self.ended.release())
+        numbers = [int.from_bytes(one, "big") for one in keys]
+        here = next((at for at, one in enumerate(numbers) if one >= self.num_blocks), len(keys))
+        self.lent.append(loan)
+        if self.grants:
+            loan.grant([place(1, number) for number in numbers[:here]])
+        return loan
+
+    def block(self, number: int) -> Blocks:
+        return self.regions[1].blocks[:, number]
+
+
+def _filled(shape: BlockShape, seed: int) -> Region:
+    pages = SharedPages(shape.size_bytes)
+    blocks = np.frombuffer(pages.pages, dtype=np.uint8).reshape(shape)
+    blocks[:] = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    _kept.append(pages)  # its file is closed with it
+    return Region(blocks, pages.fd)
+
+
+_kept: list[SharedPages] = []
+
+
+class Served:
+    """A shelf that is served on both ways."""
+
+    def __init__(self, folder: Path, loan_s: float = 5.0) -> None:
+        self.shelf = Shelf()
+        local, self.path = listen_on_path(folder)
+        remote, address = listen_on_address("127.0.0.1:0")
+        self._server = BlockServer(self.shelf, Identity(TOKEN, LAYOUT, loan_s), [local, remote])
+        self._server.start()
+        self.local = TransferEndpoint(
+            layout=LAYOUT, token=TOKEN, host=this_host(), socket=str(self.path)
+        )
+        self.remote = TransferEndpoint(layout=LAYOUT, token=TOKEN, host="x", address=address)
+
+    def endpoint(self, way: str) -> TransferEndpoint:
+        return self.local if way == "local" else self.remote
+
+    def connect(self, way: str) -> socket.socket:
+        """A socket on which nothing was said."""
+        if way == "local":
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(10.0)
+            sock.connect(str(self.path))
+            return sock
+        host, port = self.remote.address.rsplit(":", 1)
+        return socket.create_connection((host, int(port)), 10.0)
+
+    def close(self) -> None:
+        self._server.close()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,54 @@
+"""Which blocks an engine may take for its own: such as it would have computed to the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.kv.cache import KVCache
+
+_CPUINFO = Path("/proc/cpuinfo")
+_KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+def block_identity(path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool) -> str:
+    """What the bytes of blocks depend on for an engine of the checkpoint folder ``path``;
+    ``is_row_exact`` as its runner has it, which tells what was chosen for its products. Empty for
+    weights that cannot be told from others, as random ones cannot."""
+    if config.load_format == "dummy":
+        return ""
+    weights = weights_fingerprint(path, config.quantization, config.kv_cache_dtype)
+    return weights and f"{weights};{_identity(config, cache)};own products: {is_row_exact}"
+
+
+def _identity(config: EngineConfig, cache: KVCache) -> str:
+    """What else the bytes of a block depend on: the types, the device and what computes on it."""
+    kernels = hashlib.sha256()
+    for source in sorted(_KERNELS.rglob("*")):
+        if source.suffix in (".py", ".h", ".cpp"):
+            kernels.update(source.read_bytes())
+    device = cache.blocks.device
+    parts = (
+        config.dtype,
+        config.kernels,
+        str(cache.data.dtype),
+        f"{cache.block_size_tokens} tokens",
+        torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        f"{torch.get_num_threads()} threads",
+        torch.__version__,
+        metadata.version("millrace"),
+        kernels.hexdigest(),
+    )
+    return ";".join(parts)
+
+
+def _processor() -> str:
+    """What its instructions are, which products are compiled for."""
+    flags = [line for line in _CPUINFO.read_text().splitlines() if line.startswith("flags")][:1]
+    return f"{platform.machine()} {flags}"

@@ -1,0 +1,120 @@
+"""What an engine hands to other workers' engines and gets from them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import weakref
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.transfer import TransferEndpoint
+from millrace.workers.engine.kv.host_memory import SharedHostMemory
+from millrace.workers.engine.kv.lending import LOAN_S, Lending
+from millrace.workers.engine.kv.peer_tier import PeerTier
+from millrace.workers.transfer.addresses import (
+    default_folder,
+    listen_on_address,
+    listen_on_path,
+    this_host,
+)
+from millrace.workers.transfer.memory import BlockShape
+from millrace.workers.transfer.peers import Peers
+from millrace.workers.transfer.server import BlockServer, Identity
+
+_log = logging.getLogger(__name__)
+
+_LAYOUT_BYTES = 16
+_TOKEN_BYTES = 32
+
+
+def with_transfer(path: Path, config: EngineConfig, *, among_others: bool) -> EngineConfig:
+    """``config`` with ``transfer`` decided for an engine of the checkpoint folder ``path``; without
+    a word from the user only one ``among_others`` exchanges blocks. Raises ConfigError where that
+    is asked for and cannot be."""
+    reason = _why_not(path, config)
+    if reason and (config.transfer or config.transfer_address):
+        name = "transfer" if config.transfer else "transfer_address"
+        raise ConfigError(f"engine.{name}: {reason}.")
+    if config.transfer is False and config.transfer_address:
+        raise ConfigError("engine.transfer_address is for blocks that engine.transfer refuses.")
+    wanted = among_others if config.transfer is None else config.transfer
+    return msgspec.structs.replace(config, transfer=wanted and not reason)
+
+
+def _why_not(path: Path, config: EngineConfig) -> str:
+    if not (config.prefix_cache and config.host_cache_bytes):
+        return (
+            "blocks that are exchanged need engine.prefix_cache, to be found, and "
+            "engine.host_cache_bytes, into which they come"
+        )
+    if config.load_format == "dummy" or not weights_fingerprint(path):
+        return (
+            "blocks are exchanged between workers of the same weights, and random ones cannot be "
+            "told from others"
+        )
+    return ""
+
+
+def layout_of(identity: str, memory: SharedHostMemory) -> str:
+    """What is equal where blocks have the same bytes, in a form that tells nothing of them."""
+    shape = memory.slots().shape
+    what = f"{identity};{shape[0]} layers of {shape[2]} bytes"
+    return blake2b(what.encode(), digest_size=_LAYOUT_BYTES).hexdigest()
+
+
+class PeerExchange:
+    """Serves blocks at ``endpoint``, and pulls those that requests name a source for as a ``tier``
+    of arrivals. Owns its sockets and threads: they end with ``close``, or with the process."""
+
+    def __init__(
+        self,
+        lending: Lending,
+        memory: SharedHostMemory,
+        block_size_tokens: int,
+        layout: str,
+        *,
+        address: str = "",
+        folder: Path | None = None,
+        monotonic: Callable[[], float],
+    ) -> None:
+        """``address`` is that for other machines, if blocks are served to these; ``folder`` is
+        where the socket for this one is. Raises ConfigError."""
+        listeners: list[socket.socket] = []
+        path = ""
+        try:
+            listener, made = listen_on_path(folder or default_folder())
+        except OSError as error:
+            _log.warning("no blocks are served to this machine's workers: %s", error)
+        else:
+            listeners.append(listener)
+            path = str(made)
+            weakref.finalize(self, made.unlink, missing_ok=True)
+        if address:
+            listener, address = listen_on_address(address)
+            listeners.append(listener)
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self.endpoint = TransferEndpoint(
+            layout=layout, token=token, host=this_host(), socket=path, address=address
+        )
+        self.is_served = bool(listeners)
+        self.lending = lending
+        shape = BlockShape(*memory.slots().shape)
+        self._peers = Peers(layout, shape, self.endpoint.host)
+        self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
+        self._server = BlockServer(lending, Identity(token, layout, LOAN_S), listeners)
+        self._server.start()
+
+    def close(self) -> None:
+        """Serve and pull no more; what is lent is taken back when it is settled."""
+        self._server.close()
+        self._peers.close()
+        if self.endpoint.socket:
+            Path(self.endpoint.socket).unlink(missing_ok=True)

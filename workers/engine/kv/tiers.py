@@ -1,0 +1,112 @@
+"""Where blocks are that the device has no longer, or has not yet, and how they come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from millrace.schemas.transfer import TransferEndpoint
+from millrace.workers.engine.kv.arrivals import Arrivals
+from millrace.workers.engine.kv.block_file import BlockFile
+from millrace.workers.engine.kv.block_tables import BlockTables
+from millrace.workers.engine.kv.cache import KVCache
+from millrace.workers.engine.kv.disk_cache import DiskCache
+from millrace.workers.engine.kv.host_memory import SharedHostMemory
+from millrace.workers.engine.kv.lending import Lending
+from millrace.workers.engine.kv.peer_exchange import PeerExchange, layout_of
+from millrace.workers.engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class PeerFigures(NamedTuple):
+    """What came from other workers' engines, how often it did not, and what went to them."""
+
+    num_pulled_blocks: int = 0
+    num_pulled_bytes: int = 0
+    num_failed_pulls: int = 0
+    num_served_blocks: int = 0
+
+
+class Tiers:
+    """The disk and other workers' engines, if there are any, around host memory. For the thread
+    that steps; ``wake`` is called on any when there is something to ``settle``."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        cache: KVCache,
+        memory: SharedHostMemory,
+        compute_s: Callable[[int], float],
+        wake: Callable[[], None],
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._tables = tables
+        self._cache = cache
+        self._memory = memory
+        self._wake = wake
+        self._monotonic = monotonic
+        self.arrivals = Arrivals(tables, compute_s, wake, monotonic)
+        self.disk: DiskCache | None = None
+        self.exchange: PeerExchange | None = None
+
+    @property
+    def endpoint(self) -> TransferEndpoint | None:
+        """Where blocks are served to others, if they are."""
+        exchange = self.exchange
+        return exchange.endpoint if exchange is not None and exchange.is_served else None
+
+    def keep_on_disk(self, file: BlockFile) -> None:
+        """Keep blocks of idle conversations in a file, and find those that are in it."""
+        self.disk = DiskCache(file, self._memory, self._tables, self._wake)
+        self.arrivals.add_tier(self.disk)
+
+    def exchange_with_peers(
+        self, identity: str, address: str = "", folder: Path | None = None
+    ) -> None:
+        """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
+        ConfigError."""
+        if self._memory.pages is None:
+            _log.warning("host memory for blocks cannot be shared; none are exchanged with others")
+            return
+        self.exchange = PeerExchange(
+            Lending(self._tables, self._cache, self._memory, self._wake, monotonic=self._monotonic),
+            self._memory,
+            self._tables.pool.block_size_tokens,
+            layout_of(identity, self._memory),
+            address=address,
+            folder=folder,
+            monotonic=self._monotonic,
+        )
+        self.arrivals.add_tier(self.exchange.tier)
+
+    def settle(self) -> list[Sequence]:
+        """Do what has become due at the edge of a step; the sequences that wait no more."""
+        if self.disk is not None:
+            self.disk.settle()
+        if self.exchange is not None:
+            self.exchange.lending.settle()
+        return self.arrivals.settle()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to settle before long."""
+        return (
+            self.arrivals.is_busy
+            or (self.disk is not None and self.disk.is_busy)
+            or (self.exchange is not None and self.exchange.lending.is_busy)
+        )
+
+    def peer_figures(self) -> PeerFigures:
+        """How the exchange with other workers stands."""
+        if self.exchange is None:
+            return PeerFigures()
+        tier, lending = self.exchange.tier, self.exchange.lending
+        return PeerFigures(
+            tier.num_pulled_blocks,
+            tier.num_pulled_bytes,
+            tier.num_failed_pulls,
+            lending.num_served_blocks,
+        )

@@ -1,0 +1,79 @@
+"""Memory that another process on the machine may map, and which both can rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.workers.transfer.errors import PeerError
+
+# fcntl does not name it before Python 3.13: mappings that there are may write, later ones not.
+_F_SEAL_FUTURE_WRITE = 0x0010
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+Blocks = npt.NDArray[np.uint8]
+
+
+class BlockShape(NamedTuple):
+    """Of an allocation for blocks, [num_layers, num_blocks, layer_bytes]: what is of a block in a
+    layer is in one piece."""
+
+    num_layers: int
+    num_blocks: int
+    layer_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_layers * self.num_blocks * self.layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+class SharedPages:
+    """Zero pages that are taken as they are first written, in an unnamed file.
+
+    Whoever is given ``fd`` may map them, but not write to them, nor cut the file under those who
+    have: both are sealed. They go when the last process that has them has ended, however.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("millrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, size_bytes)
+        self.pages = mmap.mmap(self.fd, size_bytes)
+        with contextlib.suppress(OSError):
+            # Where the system has large pages for those who ask.
+            self.pages.madvise(mmap.MADV_HUGEPAGE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+class Region(NamedTuple):
+    """Memory whose blocks are served, with the file behind it."""
+
+    blocks: Blocks
+    fd: int
+
+    @property
+    def shape(self) -> BlockShape:
+        return BlockShape(*self.blocks.shape)
+
+
+def map_blocks(fd: int, shape: BlockShape) -> Blocks:
+    """A peer's blocks, to read. Raises PeerError unless the file is as large as that needs, and
+    stays so: to read behind the end of one that was cut would end this process."""
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise PeerError("its memory may shrink")
+    if os.fstat(fd).st_size < shape.size_bytes:
+        raise PeerError("its memory is smaller than it says")
+    pages = mmap.mmap(fd, shape.size_bytes, prot=mmap.PROT_READ)
+    return np.frombuffer(pages, dtype=np.uint8).reshape(shape)

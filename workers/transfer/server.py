@@ -1,0 +1,160 @@
+"""Serves blocks to peers: a thread for each socket that is listened on, and one for each peer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.workers.transfer import wire
+from millrace.workers.transfer.errors import PeerError
+from millrace.workers.transfer.loans import Lender
+from millrace.workers.transfer.streams import PeerGoneError, Stream
+
+_log = logging.getLogger(__name__)
+
+# Each has a thread, which waits most of the time.
+_MAX_PEERS = 256
+_HELLO_TIMEOUT_S = 2.0
+_FRAME_TIMEOUT_S = 2.0
+# A peer that asks for nothing for so long may connect again.
+_IDLE_TIMEOUT_S = 300.0
+# Between two tries to accept where the system has no room for another connection.
+_ACCEPT_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What peers have to show: the token, and that their blocks are of the same layout. A loan
+    lasts ``loan_s`` at most."""
+
+    token: str = field(repr=False)
+    layout: str
+    loan_s: float
+
+
+class BlockServer:
+    """Owns its sockets: it serves from ``start`` until ``close``. What a peer does ends its own
+    connection at most, with one line in the log."""
+
+    def __init__(
+        self, lender: Lender, identity: Identity, listeners: Sequence[socket.socket]
+    ) -> None:
+        self._lender = lender
+        self._identity = identity
+        self._listeners = listeners
+        self._peers: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="kv-accept", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._is_closed.set()
+        with self._lock:
+            for sock in (*self._listeners, *self._peers):
+                _shut(sock)
+        for listener in self._listeners:
+            listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._is_closed.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                if not self._is_closed.is_set():
+                    self._is_closed.wait(_ACCEPT_PAUSE_S)
+                continue
+            with self._lock:
+                has_room = len(self._peers) < _MAX_PEERS and not self._is_closed.is_set()
+                if has_room:
+                    self._peers.add(sock)
+            if not has_room:
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), name="kv-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            serve_peer(sock, self._lender, self._identity)
+        except PeerGoneError:
+            pass
+        except PeerError as error:
+            _log.warning("a peer of the KV cache is served no more: %s", error.message)
+        except Exception:  # noqa: BLE001 (whatever it is, it ends one connection only)
+            _log.exception("a peer of the KV cache could not be served")
+        finally:
+            with self._lock:
+                self._peers.discard(sock)
+            sock.close()
+
+
+def serve_peer(sock: socket.socket, lender: Lender, identity: Identity) -> None:
+    """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it should."""
+    stream = Stream(sock, _HELLO_TIMEOUT_S)
+    hello = stream.receive(wire.HELLO_BYTES, may_end=True)
+    wire.check_hello(hello, identity.token, identity.layout)
+    is_local = sock.family == socket.AF_UNIX
+    if is_local:
+        _hand_over(sock, lender)
+    else:
+        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.send(wire.welcome([]))
+    while True:
+        stream.allow(_IDLE_TIMEOUT_S)
+        header = stream.receive(wire.HEADER_BYTES, may_end=True)
+        _, _, size = wire.parse_header(header, wire.Kind.LEND)
+        stream.allow(_FRAME_TIMEOUT_S)
+        keys = wire.parse_keys(stream.receive(size))
+        loan = lender.ask(keys)
+        try:
+            places = loan.wait(identity.loan_s)
+            stream.allow(identity.loan_s)
+            if is_local:
+                stream.send(wire.lent(places))
+                stream.receive_frame(wire.Kind.DONE)
+            else:
+                _send_blocks(stream, lender, places)
+        finally:
+            is_valid = loan.end()
+        stream.allow(_FRAME_TIMEOUT_S)
+        stream.send(wire.over(is_valid=is_valid))
+
+
+def _hand_over(sock: socket.socket, lender: Lender) -> None:
+    """Say where the memory is, with the files that it is in."""
+    shapes = [region.shape for region in lender.regions]
+    sock.settimeout(_FRAME_TIMEOUT_S)
+    data = wire.welcome(shapes)
+    try:
+        sent = socket.send_fds(sock, [data], [region.fd for region in lender.regions])
+    except OSError as error:
+        raise PeerError(f"the connection failed: {error.strerror or error}") from error
+    if sent != len(data):  # it is smaller than any buffer
+        raise PeerError("it takes nothing")
+
+
+def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:
+    stream.send(wire.frame(wire.Kind.SENT, len(places)))
+    regions = [region.blocks for region in lender.regions]
+    for place in places:
+        region, number = wire.region_and_number(place)
+        pieces = [memoryview(layer) for layer in regions[region][:, number]]
+        checksum = wire.CHECKSUM.pack(wire.checksum_of(pieces))
+        stream.send_pieces([memoryview(checksum), *pieces])
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake whoever waits for it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
