@@ -65,7 +65,8 @@ class Generation:
     seed would have given. ``num_pulled_tokens`` of those that it began with, resumed ones included,
     came from another worker's KV cache, that of ``kv_source``. ``lives`` are the attempts before
     this one, by epoch; it is this attempt from ``first_epoch`` on, under whatever later ones. When
-    the job is dispatched here again after ``outcome`` is set, only epoch, lease and delivery change.
+    the job is dispatched here again after ``outcome`` is set, only epoch, lease and delivery
+    change.
     """
 
     __slots__ = (
