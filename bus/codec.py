@@ -11,8 +11,11 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    MoveStreams,
     NameLease,
+    Prefilled,
     PrefixReport,
+    Pulled,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -99,6 +102,9 @@ NAME_LEASE: Codec[NameLease] = Codec(NameLease)
 PREFIX_REPORT: Codec[PrefixReport] = Codec(PrefixReport)
 CANCEL: Codec[Cancel] = Codec(Cancel)
 ENDED: Codec[Ended] = Codec(Ended)
+PREFILLED: Codec[Prefilled] = Codec(Prefilled)
+PULLED: Codec[Pulled] = Codec(Pulled)
+MOVE_STREAMS: Codec[MoveStreams] = Codec(MoveStreams)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
 HANDED_OVER: Codec[HandedOver] = Codec(HandedOver)
 QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)

@@ -13,6 +13,9 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    MoveStreams,
+    Prefilled,
+    Pulled,
     QueueStatus,
     ResumePoint,
     TelemetryAnswer,
@@ -107,6 +110,43 @@ class Control:
             return codec.ENDED.decode(message.payload, message.content_type)
 
         return await self._listen(subjects.ALL_ENDED, read, on_ended)
+
+    # --- moves ---
+
+    async def publish_prefilled(self, prefilled: Prefilled) -> None:
+        """Tell every scheduler which requests may go on at another worker."""
+        subject = subjects.prefilled(prefilled.worker_id)
+        await self._transport.publish(subject, codec.encode(prefilled))
+
+    async def subscribe_prefilled(self, on_prefilled: Callable[[Prefilled], None]) -> Subscription:
+        def read(message: Message) -> Prefilled:
+            return codec.PREFILLED.decode(message.payload, message.content_type)
+
+        return await self._listen(subjects.ALL_PREFILLED, read, on_prefilled)
+
+    async def publish_pulled(self, pulled: Pulled) -> None:
+        """Tell a worker which requests need nothing of its KV cache any more."""
+        await self._transport.publish(subjects.pulled(pulled.worker_id), codec.encode(pulled))
+
+    async def subscribe_pulled(
+        self, worker_id: str, on_pulled: Callable[[Pulled], None]
+    ) -> Subscription:
+        """What others say of the KV cache of one worker."""
+
+        def read(message: Message) -> Pulled:
+            return codec.PULLED.decode(message.payload, message.content_type)
+
+        return await self._listen(subjects.pulled(worker_id), read, on_pulled)
+
+    async def move_streams(self, move: MoveStreams) -> None:
+        """Tell every scheduler to have others go on with what a worker runs."""
+        await self._transport.publish(subjects.move_streams(move.worker_id), codec.encode(move))
+
+    async def subscribe_moves(self, on_move: Callable[[MoveStreams], None]) -> Subscription:
+        def read(message: Message) -> MoveStreams:
+            return codec.MOVE_STREAMS.decode(message.payload, message.content_type)
+
+        return await self._listen(subjects.ALL_MOVES, read, on_move)
 
     # --- resume points ---
 

@@ -64,6 +64,9 @@ ALL_WORKER_COMMANDS = "ctl.worker.*"
 ALL_WORKER_NAMES = f"$KV.{WORKERS_BUCKET}.name.*"
 ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
+ALL_PREFILLED = "ctl.prefilled.*"
+ALL_PULLED = "ctl.pulled.*"
+ALL_MOVES = "ctl.move.*"
 ALL_QUEUE_STATUS = "ctl.queue.*"
 ALL_HEARTBEATS = "hb.*"
 ALL_PREFIX_REPORTS = "prefix.*"
@@ -286,6 +289,18 @@ def cancel(request_id: str) -> str:
 
 def ended(worker_id: str) -> str:
     return f"ctl.ended.{token(worker_id)}"
+
+
+def prefilled(worker_id: str) -> str:
+    return f"ctl.prefilled.{token(worker_id)}"
+
+
+def pulled(worker_id: str) -> str:
+    return f"ctl.pulled.{token(worker_id)}"
+
+
+def move_streams(worker_id: str) -> str:
+    return f"ctl.move.{token(worker_id)}"
 
 
 def resume(reply: str, request_id: str) -> str:

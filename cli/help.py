@@ -44,6 +44,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "millrace models rollback": ("millrace models rollback chat",),
     "millrace models retire": ("millrace models retire chat@v1",),
     "millrace models rollouts": ("millrace models rollouts --json",),
+    "millrace workers": ("millrace workers list", "millrace workers drain worker-1"),
+    "millrace workers list": ("millrace workers list --json",),
+    "millrace workers drain": ("millrace workers drain worker-1 --timeout 60",),
+    "millrace workers move": ("millrace workers move worker-1 --to worker-2",),
     "millrace publish": (
         'millrace publish --prompt "What is a KV cache?" --stream',
         "millrace publish --file question.txt --no-wait --tenant acme --tier pro",

@@ -23,6 +23,7 @@ _COMMANDS = {
         "logs": "millrace.cli.operate.logs",
         "down": "millrace.cli.operate.down",
         "models": "millrace.cli.operate.models",
+        "workers": "millrace.cli.operate.workers",
         "adapters": "millrace.cli.operate.adapters",
         "keys": "millrace.cli.keys.command",
         "top": "millrace.cli.top.command",

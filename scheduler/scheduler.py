@@ -29,7 +29,7 @@ from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.config import SchedulerConfig
-from millrace.schemas.control import Cancel, CancelReason, Ended, WorkerStatus
+from millrace.schemas.control import Cancel, CancelReason, Ended, MoveStreams, WorkerStatus
 from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class Scheduler:
         bus = self.context.bus
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
+        subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.jobs.watch(self._on_published))
         subscriptions.append(await bus.workers.watch_prefixes(self.context.prefixes.apply))
         while True:
@@ -189,6 +190,12 @@ class Scheduler:
             if worker is not None and (status.draining or status.engine_down):
                 dispatcher.migrate_from(worker)
             dispatcher.dispatch_ready()
+
+    def _on_move(self, move: MoveStreams) -> None:
+        worker = self.context.fleet.get(move.worker_id)
+        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
+        if worker is not None and dispatcher is not None:
+            dispatcher.move_streams(worker, move.to_worker_id)
 
     def _on_silent(self, worker_id: str) -> None:
         self._on_departed(self.context.fleet.give_up(worker_id))

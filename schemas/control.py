@@ -7,9 +7,11 @@ from typing import Literal
 
 import msgspec
 
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.records import Attempt, Status
+from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
 # scheduler that holds one counts its attempts, so epochs rise without any shared counter.
@@ -42,7 +44,8 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     delivered to the client: prefill them behind the prompt and go on from the next index.
     ``lives`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
     ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
-    ``adapter`` is the one that the job names, as the worker is to load it.
+    ``adapter`` is the one that the job names, as the worker is to load it. ``kv_source`` is another
+    worker that has the leading blocks of prompt and resumed tokens.
     """
 
     job: Job
@@ -53,6 +56,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     sent_ns: int = 0
     reservation: Reservation | None = None
     adapter: AdapterRef | None = None
+    kv_source: KvSource | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
@@ -138,6 +142,32 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     released: tuple[str, ...] = ()
 
 
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests whose prompts a worker of the role ``prefill`` has computed, and whose first tokens
+    it has sent: others may go on with them. From it to the schedulers. Where one is lost, the
+    request ends where it is."""
+
+    worker_id: str
+    request_ids: tuple[str, ...]
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests that went on elsewhere and need nothing of ``worker_id``'s KV cache any more: from
+    whoever runs them now to that worker. Where one is lost, it stays for them a while."""
+
+    worker_id: str
+    request_ids: tuple[str, ...]
+
+
+class MoveStreams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Have other workers go on with what ``worker_id`` runs, as far as they have room now; with
+    ``to_worker_id``, that one alone. It goes on taking work. From an operator to the schedulers,
+    each of which moves its own."""
+
+    worker_id: str
+    to_worker_id: str = ""
+
+
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which tokens the client has; ``open`` False: the client has disconnected, do not run it
     again."""
@@ -185,7 +215,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
     ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
-    not say), since a stream moves only among the same ones.
+    not say), since a stream moves only among the same ones. ``role`` is what work it is
+    preferred for. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none over);
+    it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far).
     ``adapters`` are in its ``max_adapters`` slots (0: it takes none); ``adapter_load_ms`` is what
     the last ones took to load (0: none was).
     ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
@@ -214,6 +246,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0
     adapter_load_ms: float = 0.0
+    role: WorkerRole = WorkerRole.BOTH
+    transfer: TransferEndpoint | None = None
+    pull_tokens_per_s: float = 0.0
     draining: bool = False
     engine_down: bool = False
     retired: bool = False

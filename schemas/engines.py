@@ -48,6 +48,15 @@ class EngineKind(StrEnum):
     CUSTOM = "custom"
 
 
+class WorkerRole(StrEnum):
+    """What a worker is preferred for: ``prefill`` computes long prompts, whose streams go on at one
+    of ``decode``; each takes the other's work where there is nobody else."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 class CostMethod(StrEnum):
     """How a request's device time is known: each step measured and shared by the work in it, or
     the time that the server was busy shared by the tokens that it computed meanwhile."""

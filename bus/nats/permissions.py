@@ -143,6 +143,8 @@ def _scheduler() -> Grants:
         (
             subjects.ALL_CANCELS,
             subjects.ALL_ENDED,
+            subjects.ALL_PREFILLED,
+            subjects.ALL_MOVES,
             subjects.ALL_STORED_JOBS,
             subjects.ALL_HEARTBEATS,
             subjects.ALL_PREFIX_REPORTS,
@@ -160,6 +162,8 @@ def _worker() -> Grants:
             subjects.WORKER_RECORD,
             subjects.TRANSCRIPT_RECORD,
             subjects.ALL_ENDED,
+            subjects.ALL_PREFILLED,
+            subjects.ALL_PULLED,
             subjects.ALL_HEARTBEATS,
             subjects.ALL_WORKERS,
             subjects.ALL_WORKER_NAMES,
@@ -170,7 +174,12 @@ def _worker() -> Grants:
             *_each("STREAM.MSG.DELETE", (jobs,)),
             f"{_ACK}.{jobs}.>",
         ),
-        (subjects.ALL_WORKER_COMMANDS, subjects.ALL_CANCELS, subjects.ALL_QUEUE_STATUS),
+        (
+            subjects.ALL_WORKER_COMMANDS,
+            subjects.ALL_CANCELS,
+            subjects.ALL_QUEUE_STATUS,
+            subjects.ALL_PULLED,
+        ),
         answers=True,
     )
 
@@ -200,6 +209,7 @@ def _operator() -> Grants:
             "jobs.*.*.*",
             subjects.ALL_WORKER_COMMANDS,
             subjects.ALL_CANCELS,
+            subjects.ALL_MOVES,
             subjects.TELEMETRY,
             f"{API}.>",
         ),

@@ -19,10 +19,13 @@ class Rerun(StrEnum):
 
 class DispatchCounts:
     """``dispatches`` by what became of them; ``queue_s`` is from a request's receipt until a worker
-    took it the first time, ``dispatch_s`` how long workers took to answer a dispatch."""
+    took it the first time, ``dispatch_s`` how long workers took to answer a dispatch. ``moves`` are
+    the streams that were moved, by how the next worker got their context: ``pulled`` or
+    ``computed``."""
 
     def __init__(self) -> None:
         self.dispatches: Counter[str] = Counter()
         self.reruns: Counter[Rerun] = Counter()
+        self.moves: Counter[str] = Counter()
         self.queue_s = {tier: Histogram(FIRST_TOKEN_S) for tier in Tier}
         self.dispatch_s = Histogram(STEP_S)

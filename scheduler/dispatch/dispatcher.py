@@ -7,7 +7,7 @@ import asyncio
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.job_runner import JobRunner
 from millrace.scheduler.dispatch.migration import Migration
-from millrace.scheduler.dispatch.placement_round import PlacementRound
+from millrace.scheduler.dispatch.placement_round import Place, PlacementRound
 from millrace.scheduler.dispatch.preemption import PreemptionPolicy
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.prompt_keys import PromptKeys
@@ -115,7 +115,7 @@ class Dispatcher:
             elif not preemption.may_go(scheduled):
                 break
             elif (place := placement_round.find(scheduled)) is not None:
-                self._send(scheduled, *place)
+                self._send(scheduled, place)
             elif (terminal_status := placement_round.too_long(scheduled)) is not None:
                 self.runner.finish(scheduled, terminal_status)
             elif placement_round.keep_for(scheduled):
@@ -126,10 +126,10 @@ class Dispatcher:
         self.queue.restore_passed()
         self._wake()
 
-    def _send(self, scheduled: ScheduledJob, worker: WorkerView, num_cached_tokens: int) -> None:
+    def _send(self, scheduled: ScheduledJob, place: Place) -> None:
         self.queue.remove(scheduled)
         self._preemption.has_turn(scheduled.job.tier)
-        self.runner.start(scheduled, worker, num_cached_tokens)
+        self.runner.start(scheduled, place)
 
     def finish_unwanted(self) -> None:
         """End what was cancelled or came too late while it waited."""
@@ -164,6 +164,11 @@ class Dispatcher:
         if not self._stopped and self._context.bus.connected:
             self._migration.begin(worker)
 
-    def _migrate(self, scheduled: ScheduledJob, worker: WorkerView, num_cached_tokens: int) -> None:
-        self.runner.take_from_worker(scheduled)
-        self._send(scheduled, worker, num_cached_tokens)
+    def move_streams(self, worker: WorkerView, to_worker_id: str) -> None:
+        """Have others, or one of them, go on with what a worker runs now."""
+        if not self._stopped and self._context.bus.connected:
+            self._migration.move(worker, to_worker_id)
+
+    def _migrate(self, scheduled: ScheduledJob, place: Place) -> None:
+        self.runner.take_from_worker(scheduled, has_source=place.kv_source is not None)
+        self._send(scheduled, place)

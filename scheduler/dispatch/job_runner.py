@@ -8,8 +8,8 @@ from typing import Any
 
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.counts import DispatchCounts, Rerun
+from millrace.scheduler.dispatch.placement_round import Place
 from millrace.scheduler.dispatch.sender import DispatchOutcome, DispatchResult, Sender
-from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, poison_pill
@@ -47,39 +47,41 @@ class JobRunner:
 
     # --- dispatch ---
 
-    def start(self, scheduled: ScheduledJob, worker: WorkerView, num_cached_tokens: int) -> None:
-        """Send a waiting job to a worker, which has so many of its tokens cached."""
-        self._assign(scheduled, worker, worker.worker_id, num_cached_tokens)
-        self._queue.charge_attempt(scheduled, num_cached_tokens)
-        sending = self._sender.send(scheduled, worker.worker_id)
+    def start(self, scheduled: ScheduledJob, place: Place) -> None:
+        """Send a waiting job to its place."""
+        worker_id = place.worker.worker_id
+        self._assign(scheduled, worker_id, place)
+        num_present_tokens = place.num_cached_tokens + place.num_pulled_tokens
+        self._queue.charge_attempt(scheduled, num_present_tokens)
+        sending = self._sender.send(scheduled, worker_id)
         name = f"dispatch {scheduled.request_id}"
         self._context.tasks.spawn(self._complete_dispatch(scheduled, sending), name)
 
     def continue_where_it_runs(self, scheduled: ScheduledJob, worker_id: str) -> None:
         """The queue delivered a job again that a live worker has: it goes on under the new lease,
         and if the worker does not have it after all, it is sent as any other."""
-        self._assign(scheduled, self._context.fleet.get(worker_id), worker_id, 0)
+        worker = self._context.fleet.get(worker_id)
+        self._assign(scheduled, worker_id, None if worker is None else Place(worker))
         sending = self._sender.continue_at(scheduled, worker_id)
         name = f"continue {scheduled.request_id}"
         self._context.tasks.spawn(self._complete_dispatch(scheduled, sending), name)
 
-    def _assign(
-        self,
-        scheduled: ScheduledJob,
-        worker: WorkerView | None,
-        worker_id: str,
-        num_cached_tokens: int,
-    ) -> None:
+    def _assign(self, scheduled: ScheduledJob, worker_id: str, place: Place | None) -> None:
+        """To a place at a worker, or to one that is not known here."""
         self._queue.remove(scheduled)
         scheduled.stop_waiting_here()
         scheduled.enter(Phase.DISPATCHING)
-        scheduled.assign(worker_id, num_cached_tokens)
-        if worker is not None and scheduled.request_id not in worker.runs:
-            worker.reserve(
+        if place is None:
+            scheduled.assign(worker_id, 0)
+            return
+        scheduled.assign(worker_id, place.num_cached_tokens, place.kv_source)
+        if scheduled.request_id not in place.worker.runs:
+            place.worker.reserve(
                 scheduled.request_id,
                 scheduled.resources,
                 scheduled.service.output_tokens,
-                num_cached_tokens,
+                place.num_cached_tokens,
+                place.num_pulled_tokens,
             )
 
     async def _complete_dispatch(
@@ -177,12 +179,15 @@ class JobRunner:
         self.counts.reruns[Rerun.RETURNED] += 1
         self._requeue_interrupted(scheduled)
 
-    def take_from_worker(self, scheduled: ScheduledJob) -> None:
-        """Another worker, which is chosen already, is to continue it."""
-        self._context.fleet.release(scheduled.worker_id, scheduled.request_id)
+    def take_from_worker(self, scheduled: ScheduledJob, *, has_source: bool) -> None:
+        """Another worker, which is chosen already, is to continue it; ``has_source``: with blocks
+        of its KV cache that are pulled."""
+        worker_id = scheduled.worker_id
+        self._context.fleet.release(worker_id, scheduled.request_id)
         self._queue.refund_attempt(scheduled)
-        scheduled.interrupt("moved")
+        scheduled.interrupt("moved", worker_id)
         self.counts.reruns[Rerun.MOVED] += 1
+        self.counts.moves["pulled" if has_source else "computed"] += 1
 
     def _requeue_interrupted(self, scheduled: ScheduledJob) -> None:
         scheduled.interrupt("given_back")

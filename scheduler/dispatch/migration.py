@@ -1,47 +1,58 @@
-"""Streams migrate from a worker: a few at a time if it drains, at once if its engine is down."""
+"""Streams migrate from a worker: as fast as they can go on elsewhere if it drains or an operator
+asks for it, at once if its engine is down."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.placement_round import PlacementRound
+from millrace.scheduler.dispatch.placement_round import Place, PlacementRound
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.placement import placement
 
-# A worker gets no more of them while its prompts before theirs take longer than this: what waits
-# there for its turn would go on where it was meanwhile.
+# A worker gets no more of them while what it pulls and computes before theirs takes longer than
+# this: what waits there for its turn would go on where it was meanwhile.
 _LEAD_S = 0.05
 _PAUSE_S = 0.02
+
+
+class _Asked(NamedTuple):
+    """What an operator wants to be moved, and whereto (empty: to wherever there is room)."""
+
+    to_worker_id: str
+    request_ids: frozenset[str]
 
 
 class Migration:
     """Has others go on with what a worker of one model runs, as far as there is capacity.
 
-    From a worker that drains, a stream stands still from when its run is taken away until its
-    tokens have been computed again elsewhere, so each leaves only when another worker has time for
-    it. Where the engine is down all stand still anyway, for as long as the next one takes to load,
-    and leave at once. Those that find no time or capacity stay, and end there or are given back.
+    From a worker whose engine runs, a stream stands still from when its run is taken away until its
+    blocks have been pulled elsewhere, or computed again where they cannot be, so each leaves only
+    when another worker has time for it. Where the engine is down all stand still anyway, for as
+    long as the next one takes to load, and leave at once. Those that find no time or capacity stay,
+    and end there or are given back.
 
     Whatever a dead engine ran may have killed it. So what has left one engine for that reason, and
     made no token since, stays where the next one dies: there it is tried alone, and is blamed alone
     (``workers.host.requeue``).
 
-    ``send`` gives a request to a worker that has so many of its tokens cached.
+    ``send`` gives a request to its place.
     """
 
     def __init__(
         self,
         context: SchedulerContext,
         model: str,
-        send: Callable[[ScheduledJob, WorkerView, int], None],
+        send: Callable[[ScheduledJob, Place], None],
     ) -> None:
         self._context = context
         self._model = model
         self._send = send
         self._moving: set[str] = set()
+        self._asked: dict[str, _Asked] = {}
         self._stopped = False
 
     def stop(self) -> None:
@@ -55,6 +66,13 @@ class Migration:
             self._moving.add(worker_id)
             self._context.tasks.spawn(self._move(worker_id), f"move from {worker_id}")
 
+    def move(self, worker: WorkerView, to_worker_id: str) -> None:
+        """Move what runs there now, to one worker alone if it is named; once."""
+        held = frozenset(scheduled.request_id for scheduled in self._held(worker))
+        if held:
+            self._asked[worker.worker_id] = _Asked(to_worker_id, held)
+            self.begin(worker)
+
     async def _move(self, worker_id: str) -> None:
         try:
             worker = self._context.fleet.get(worker_id)
@@ -67,21 +85,26 @@ class Migration:
                 await self._context.clock.sleep(_PAUSE_S)
         finally:
             self._moving.discard(worker_id)
+            self._asked.pop(worker_id, None)
 
     def _move_some(self, worker: WorkerView) -> bool:
         """Whether there are more that could go in a moment."""
-        status = worker.status
-        if not (status.draining or status.engine_down):
+        status, asked = worker.status, self._asked.get(worker.worker_id)
+        is_leaving = status.draining or status.engine_down
+        if not is_leaving and asked is None:
             return False
+        to_worker_id = "" if is_leaving or asked is None else asked.to_worker_id
         placement_round = PlacementRound(self._context, self._model)
         for scheduled in self._movable(worker):
-            place = placement_round.find(scheduled)
+            if not is_leaving and asked and scheduled.request_id not in asked.request_ids:
+                continue
+            place = placement_round.find_elsewhere(scheduled, worker, to_worker_id)
             if place is None:
                 continue  # one that is shorter, or of a higher tier, may fit
-            if not status.engine_down and placement.prompts_ahead_s(place[0]) > _LEAD_S:
+            if not status.engine_down and placement.work_ahead_s(place.worker) > _LEAD_S:
                 return True
             scheduled.suspicion.outlived_engine |= status.engine_down
-            self._send(scheduled, *place)
+            self._send(scheduled, place)
         return False
 
     def _movable(self, worker: WorkerView) -> Iterator[ScheduledJob]:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.preemption import PreemptionPolicy
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
 from millrace.scheduler.placement import placement
+from millrace.scheduler.placement.kv_sources import KvHolders
 from millrace.schemas.errors import AdapterError, ContextLengthError
+from millrace.schemas.transfer import KvSource
 
 # Jobs that fit nowhere just now, and yet let others go, in a round.
 _MAX_KEPT_FOR = 16
 _NO_SLOTS = "The workers of the model {} take no adapters; engine.max_adapters says how many."
+
+
+class Place(NamedTuple):
+    """The worker for a job: so many of its tokens are in that one's cache, so many more are to be
+    pulled from ``kv_source``."""
+
+    worker: WorkerView
+    num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    kv_source: KvSource | None = None
 
 
 class PlacementRound:
@@ -29,22 +43,60 @@ class PlacementRound:
         self._kept: dict[str, list[ScheduledJob]] = {}
         self._num_kept_for = 0
 
-    def find(self, scheduled: ScheduledJob) -> tuple[WorkerView, int] | None:
-        """The worker for a job, and how many of its tokens are in that one's cache."""
-        context, resources = self._context, scheduled.resources
+    def find(self, scheduled: ScheduledJob) -> Place | None:
+        """The place for a job that waits."""
         workers = self._workers(scheduled)
-        if not any(worker.fits(resources) for worker in workers):
+        return self._choose(scheduled, workers, workers, scheduled.left_worker_id)
+
+    def find_elsewhere(
+        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
+    ) -> Place | None:
+        """The place for a job that leaves a worker, which has all of its context; at
+        ``to_worker_id`` alone, if that is given."""
+        workers = self._workers(scheduled)
+        candidates = [
+            worker
+            for worker in workers
+            if worker is not away_from and to_worker_id in ("", worker.worker_id)
+        ]
+        return self._choose(scheduled, candidates, workers, away_from.worker_id)
+
+    def _choose(
+        self,
+        scheduled: ScheduledJob,
+        candidates: list[WorkerView],
+        workers: list[WorkerView],
+        left_worker_id: str,
+    ) -> Place | None:
+        """The best of the candidates, for which any of the workers may hold blocks."""
+        context, resources = self._context, scheduled.resources
+        if not any(worker.fits(resources) for worker in candidates):
             return None
         cached = context.prefixes.cached_tokens(workers, scheduled.prefix_keys)
+        if left_worker_id and scheduled.can_be_pulled:
+            left = context.fleet.get(left_worker_id)
+            if left is not None and left.kv_kind is not None:
+                cached[left_worker_id] = resources.num_context_tokens - 1
         worker = placement.choose(
-            workers,
+            candidates,
             resources,
             cached,
             scheduled.service.output_tokens,
             context.config.placement,
             context.clock.monotonic(),
+            workers,
         )
-        return None if worker is None else (worker, cached.get(worker.worker_id, 0))
+        return None if worker is None else self._place(worker, cached, workers)
+
+    def _place(
+        self, worker: WorkerView, cached: dict[str, int], workers: list[WorkerView]
+    ) -> Place:
+        num_cached = cached.get(worker.worker_id, 0)
+        token_s = placement.prefill_token_s(worker)
+        pull = KvHolders(workers, cached).pull(worker, num_cached, token_s)
+        if pull is None:
+            return Place(worker, num_cached)
+        return Place(worker, num_cached, pull.num_tokens, pull.holder.as_source())
 
     def keep_for(self, scheduled: ScheduledJob) -> bool:
         """Keep a worker for a job that fits nowhere just now; whether others have places that are

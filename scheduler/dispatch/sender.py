@@ -151,6 +151,7 @@ class Sender:
             sent_ns=sent_ns,
             reservation=scheduled.reservation,
             adapter=scheduled.adapter,
+            kv_source=scheduled.known_kv_source,
         )
         try:
             reply = await self._bus.control.command(

@@ -32,10 +32,12 @@ _turns = itertools.count(1)
 
 @dataclass(slots=True)
 class _Run:
-    """``num_prompt_tokens`` are to be prefilled; what the cache has is not among them."""
+    """``num_prompt_tokens`` are to be prefilled; what the cache has is not among them, nor the
+    ``num_pulled_tokens`` that come from another worker's."""
 
     num_blocks: int
     num_prompt_tokens: int
+    num_pulled_tokens: int
     rank: int
     expected_output_tokens: float
     begun_s: float
@@ -58,18 +60,22 @@ class WorkerView:
     ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs to
     other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request that
     comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
-    ``prefill_token_s`` is what one of them takes, ``decode_step_s`` a step that decodes with one
-    more request, ``usual_step_s`` one with half of its slots taken (0: nothing was measured so
-    far). ``adapters`` are those that it has. ``num_held`` requests run or wait there, whosever they
-    are. ``joined_s`` is when it was first heard of. ``last_turn`` grows with each request that any
-    worker is given: the least is that of the one which had none for longest. Reading costs O(1),
-    whatever is held.
+    ``pending_pull_tokens`` come from other workers' caches before them, as far as they were sent
+    since. ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull,
+    ``decode_step_s`` a step that decodes with one more request, ``usual_step_s`` one with half of
+    its slots taken (0: nothing was measured so far). ``kv_kind`` is equal where blocks can be
+    pulled from one another, None where they cannot be. ``adapters`` are those that it has.
+    ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is when it was first
+    heard of. ``last_turn`` grows with each request that any worker is given: the least is that of
+    the one which had none for longest. Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
         self.runs: dict[str, _Run] = {}
-        self.pending_prompt_tokens = 0.0
+        self.pending_prompt_tokens = self.pending_pull_tokens = 0.0
         self.prefill_token_s = self.decode_step_s = self.usual_step_s = 0.0
+        self.pull_token_s = 0.0
+        self.kv_kind: tuple[str, str] | None = None
         self.last_turn = 0
         self.adapters = AdapterSlots()
         self._steps = StepTimes()
@@ -97,14 +103,19 @@ class WorkerView:
         self.seen_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._freed_blocks = self._unseen_blocks = num_seen = 0
-        unseen_prompt_tokens = 0
+        unseen_prompt_tokens = unseen_pull_tokens = 0
         for run in self.runs.values():
             run.seen = run.confirmed
             num_seen += run.seen
             if not run.seen:
                 self._unseen_blocks += run.num_blocks
                 unseen_prompt_tokens += run.num_prompt_tokens
+                unseen_pull_tokens += run.num_pulled_tokens
         self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
+        self.pending_pull_tokens = float(unseen_pull_tokens)
+        self.kv_kind = _kv_kind_of(status)
+        rate = status.pull_tokens_per_s
+        self.pull_token_s = 1 / rate if rate > 0 else 0.0
         reported = status.num_running + status.num_waiting
         rate = status.prefill_tokens_per_s
         self.prefill_token_s = 1 / rate if rate > 0 else 0.0
@@ -131,10 +142,13 @@ class WorkerView:
         self._recount()
 
     def advance(self, now_s: float) -> None:
-        """Time has passed: the worker went on with its prompts."""
+        """Time has passed: the worker went on with its prompts, and pulled."""
         passed_s = now_s - self._advanced_s
         if passed_s > 0:
             self._advanced_s = now_s
+            if self.pull_token_s > 0 and self.pending_pull_tokens > 0:
+                left = self.pending_pull_tokens - passed_s / self.pull_token_s
+                self.pending_pull_tokens = max(0.0, left)
             if self.prefill_token_s > 0 and self.pending_prompt_tokens > 0:
                 left = self.pending_prompt_tokens - passed_s / self.prefill_token_s
                 self.pending_prompt_tokens = max(0.0, left)
@@ -145,14 +159,16 @@ class WorkerView:
         resources: ResourceRequest,
         expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
         num_cached_tokens: int = 0,
+        num_pulled_tokens: int = 0,
     ) -> None:
-        """A request goes there, which has so many tokens of it in its cache."""
+        """A request goes there, which has so many tokens of it in its cache, and pulls so many."""
         assert request_id not in self.runs, "a worker runs a request once"
         blocks = resources.num_blocks(self.status.block_size_tokens)
-        prompt_tokens = max(resources.num_context_tokens - num_cached_tokens, 1)
+        num_present = num_cached_tokens + num_pulled_tokens
         run = _Run(
             blocks,
-            prompt_tokens,
+            max(resources.num_context_tokens - num_present, 1),
+            num_pulled_tokens,
             resources.rank,
             expected_output_tokens,
             self._advanced_s,
@@ -164,6 +180,7 @@ class WorkerView:
         self.last_turn = next(_turns)
         self._expected_output_tokens += expected_output_tokens
         self.pending_prompt_tokens += run.num_prompt_tokens
+        self.pending_pull_tokens += num_pulled_tokens
         self._promised_blocks += blocks
         self._unseen_blocks += blocks
         self._own[run.rank] += 1
@@ -190,6 +207,8 @@ class WorkerView:
             self._unseen_blocks -= run.num_blocks
             left = self.pending_prompt_tokens - run.num_prompt_tokens
             self.pending_prompt_tokens = max(0.0, left)
+            left = self.pending_pull_tokens - run.num_pulled_tokens
+            self.pending_pull_tokens = max(0.0, left)
         if run.confirmed:
             self._refused_rank = _NUM_TIERS
         self._recount()
@@ -354,3 +373,10 @@ class WorkerView:
         for rank, own in enumerate(self._own):
             assert own == sum(run.rank == rank for run in runs)
         assert self.num_held == sum(self._own) + sum(self._others)
+
+
+def _kv_kind_of(status: WorkerStatus) -> tuple[str, str] | None:
+    """The weights and the layout of its blocks, where others can pull them."""
+    if status.transfer is None or status.engine_down or not status.weights:
+        return None
+    return status.weights, status.transfer.layout

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.scheduler.jobs.attempts import AttemptHistory
 from millrace.scheduler.jobs.poison_pills import PoisonSuspicion
@@ -18,6 +20,7 @@ from millrace.scheduler.jobs.tracing import JobTrace
 from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef
+from millrace.schemas.transfer import KvSource
 
 
 class Phase(Enum):
@@ -103,7 +106,9 @@ class ScheduledJob:
     ``interrupted``: there was one, as far as anybody knows. ``waits_here``: ``queue_counts`` has it
     among those that were pulled and not sent. ``reservation`` is what was set aside for a job that
     no gateway admitted, ``is_reserved_here`` whether that is within this process. ``adapter`` is
-    the one that a prepared job names, as workers load it.
+    the one that a prepared job names, as workers load it. ``left_worker_id`` is the worker that it
+    was moved from, whose KV cache has all of it (empty: none); ``kv_source`` is where the worker
+    that it goes to, or is at, can pull its context from.
     """
 
     job: Job
@@ -125,6 +130,8 @@ class ScheduledJob:
     reservation: Reservation | None = field(default=None, init=False)
     adapter: AdapterRef | None = field(default=None, init=False)
     is_reserved_here: bool = field(default=False, init=False)
+    left_worker_id: str = field(default="", init=False)
+    kv_source: KvSource | None = field(default=None, init=False)
     _resources: ResourceRequest | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -232,9 +239,27 @@ class ScheduledJob:
         self.attempts.epoch = epoch_before
         self.attempts.num_started -= 1
 
-    def assign(self, worker_id: str, num_cached_tokens: int) -> None:
-        """It goes to a worker, in whose cache so much of its prompt is thought to be."""
+    @property
+    def can_be_pulled(self) -> bool:
+        """Whether blocks of its context spare computing them: all of it is asked for otherwise."""
+        return self.job.pooling is None and self.job.sampling.prompt_logprobs is None
+
+    @property
+    def known_kv_source(self) -> KvSource | None:
+        """Where the next dispatch's tokens can be pulled from, now that it is known how many there
+        are: whoever ran it last has all of them."""
+        source = self.kv_source
+        if source is None or source.worker_id != self.left_worker_id:
+            return source
+        return replace(source, num_tokens=self.resources.num_context_tokens)
+
+    def assign(
+        self, worker_id: str, num_cached_tokens: int, kv_source: KvSource | None = None
+    ) -> None:
+        """It goes to a worker, in whose cache so much of its prompt is thought to be, and which can
+        pull more from a source."""
         self.worker_id = worker_id
+        self.kv_source = kv_source
         if self.trace is not None:
             self.trace.finish_run("lease_lapsed")
             self.trace.start_run(worker_id, num_cached_tokens)
@@ -251,9 +276,11 @@ class ScheduledJob:
         if self.trace is not None:
             self.trace.worker_lost(began=self.phase is Phase.RUNNING)
 
-    def interrupt(self, error: str) -> None:
-        """Another worker is to continue it; ``error``: why."""
+    def interrupt(self, error: str, left_worker_id: str = "") -> None:
+        """Another worker is to continue it; ``error``: why. The one that it leaves keeps its blocks
+        if it is named."""
         self.ran_before = self.interrupted = True
+        self.left_worker_id = left_worker_id
         if self.trace is not None:
             self.trace.finish_run(error)
 

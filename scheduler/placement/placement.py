@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from millrace.scheduler.fleet.worker_view import DEFAULT_OUTPUT_TOKENS, WorkerView
 from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from millrace.scheduler.placement.kv_sources import KvHolders, pull_token_s
 
 Policy = Literal["affine", "least_loaded"]
 
@@ -28,6 +29,7 @@ _SCATTER_TOKENS = 16
 # apart are the measurements of equal ones that had other batches, or a busy machine.
 _EQUAL_SPEED_RATIO = 1.5
 _NONE_CACHED: Mapping[str, int] = {}
+_NO_HOLDERS = KvHolders((), _NONE_CACHED)
 
 
 class _Speeds(NamedTuple):
@@ -75,17 +77,19 @@ def choose(
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
     policy: Policy = "affine",
     now_s: float | None = None,
+    holders: Iterable[WorkerView] | None = None,
 ) -> WorkerView | None:
     """The worker that is predicted to end the request first, of those that it fits; None if there
     is none.
 
     ``cached`` are the leading tokens of it that are in a worker's cache, by worker id: they need no
     prefill, so they draw a request to a worker until those ahead of it there would take longer than
-    to compute them again elsewhere, and so does its adapter, in the slots of a worker, until it is
-    loaded elsewhere ("least_loaded" leaves both out). With ``now_s`` what workers
-    did since their heartbeats is accounted for. Of workers that are as good as each other the one
-    with the fewest requests for its slots is taken, then the one that was given none for longest,
-    then the lowest id: the same views always give the same answer.
+    to compute them again elsewhere, or to pull them, where it can, from the one of the ``holders``
+    (None: of the workers) that has most. So does its adapter, in the slots of a worker, until it is
+    loaded elsewhere ("least_loaded" leaves both out). With ``now_s`` what workers did since their
+    heartbeats is accounted for. Of workers that are as good as each other the one with the fewest
+    requests for its slots is taken, then the one that was given none for longest, then the lowest
+    id: the same views always give the same answer.
     """
     workers = list(workers)
     if policy == "least_loaded":
@@ -98,9 +102,11 @@ def choose(
     if len(fitting) <= 1:
         return fitting[0] if fitting else None
     speeds = _speeds_of(workers)
+    kv_holders = KvHolders(workers if holders is None else holders, cached)
     found: list[tuple[float, WorkerView]] = []
     for worker in fitting:
-        soon = _predict(worker, resources, cached.get(worker.worker_id, 0), expected, speeds)
+        num_cached = cached.get(worker.worker_id, 0)
+        soon = _predict(worker, resources, num_cached, expected, speeds, kv_holders)
         done_s = soon.prefill_s + (1 + _WAIT_CAUTION) * soon.slot_s + expected * soon.step_s
         found.append((done_s + soon.adapter_s, worker))
     best_s, best = min(found, key=_done_s)
@@ -142,9 +148,17 @@ def predicted_ttft_s(
     return soon.prefill_s + soon.slot_s + soon.step_s + soon.adapter_s
 
 
-def prompts_ahead_s(worker: WorkerView) -> float:
-    """How long a worker will prefill before it comes to a request that is sent to it now."""
-    return worker.pending_prompt_tokens * (worker.prefill_token_s or _PREFILL_TOKEN_S)
+def work_ahead_s(worker: WorkerView) -> float:
+    """How long a worker will pull and prefill before it comes to a request that is sent to it
+    now."""
+    token_s = worker.prefill_token_s or _PREFILL_TOKEN_S
+    pull_s = worker.pending_pull_tokens * pull_token_s(worker, token_s)
+    return pull_s + worker.pending_prompt_tokens * token_s
+
+
+def prefill_token_s(worker: WorkerView) -> float:
+    """What a worker takes to compute a token of a prompt, as far as is known."""
+    return worker.prefill_token_s or _PREFILL_TOKEN_S
 
 
 def _predict(
@@ -153,11 +167,16 @@ def _predict(
     num_cached_tokens: int,
     expected_output_tokens: float,
     speeds: _Speeds,
+    holders: KvHolders = _NO_HOLDERS,
 ) -> _Soon:
     status = worker.status
     num_slots = status.max_num_sequences
     num_held = worker.num_held
     token_s, step_s = speeds.prefill_token_s_of(worker), speeds.decode_step_s_of(worker)
+    pull, pull_s = holders.pull(worker, num_cached_tokens, token_s), 0.0
+    if pull is not None:
+        num_cached_tokens += pull.num_tokens
+        pull_s = pull.seconds
     own_tokens = max(resources.num_context_tokens - num_cached_tokens, 1)
     slot_s = 0.0
     if num_held >= num_slots:
@@ -172,7 +191,7 @@ def _predict(
     adapter_s = 0.0
     if resources.adapter:
         adapter_s = worker.adapters.wait_s(resources.adapter, expected_output_tokens * step_s)
-    prefill_s = (worker.pending_prompt_tokens + own_tokens) * token_s
+    prefill_s = pull_s + (worker.pending_prompt_tokens + own_tokens) * token_s
     return _Soon(prefill_s, slot_s, step_s, adapter_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from millrace.schemas.config.section import Section
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.schemas.redaction import Secret
 
 
@@ -177,6 +177,11 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
 
     model: str = "demo"
     """The model to serve, by its name in the catalogue."""
+
+    role: WorkerRole = WorkerRole.BOTH
+    """What work it is preferred for: ``prefill`` computes long prompts, whose streams go on at a
+    ``decode`` worker once their first token is out; each takes the other's where there is nobody
+    else. See docs/kv-cache.md."""
 
     max_num_waiting: int = 8
     """Jobs that the worker accepts beyond those that run, so that a free slot never waits for the

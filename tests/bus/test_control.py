@@ -17,6 +17,9 @@ from millrace.schemas.control import (
     Drain,
     Ended,
     HandedOver,
+    MoveStreams,
+    Prefilled,
+    Pulled,
     QueueStatus,
     Replay,
     ResumePoint,
@@ -130,6 +133,24 @@ class TestBroadcasts:
         await bus.control.publish_queue_status(status)
         await bus.control.publish_ended(ended)
         await eventually(lambda: (statuses, ends) == ([status], [ended]))
+
+    async def test_what_moves(self, bus: Bus, broker: Broker) -> None:
+        prefilled: list[Prefilled] = []
+        pulled: list[Pulled] = []
+        moves: list[MoveStreams] = []
+        other = await broker.connect("listener")
+        await other.control.subscribe_prefilled(prefilled.append)
+        await other.control.subscribe_pulled("w/1", pulled.append)
+        await other.control.subscribe_moves(moves.append)
+        request_ids = ("a", "b")
+        await bus.control.publish_prefilled(Prefilled(worker_id="w/1", request_ids=request_ids))
+        for worker_id in ("w/2", "w/1"):
+            await bus.control.publish_pulled(Pulled(worker_id=worker_id, request_ids=request_ids))
+        await bus.control.move_streams(MoveStreams(worker_id="w/1", to_worker_id="w/2"))
+        await eventually(lambda: bool(prefilled and pulled and moves))
+        assert prefilled == [Prefilled(worker_id="w/1", request_ids=request_ids)]
+        assert pulled == [Pulled(worker_id="w/1", request_ids=request_ids)]
+        assert moves == [MoveStreams(worker_id="w/1", to_worker_id="w/2")]
 
 
 class TestResumePoints:

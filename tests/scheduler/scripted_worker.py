@@ -16,15 +16,18 @@ from millrace.schemas.control import (
     Dispatch,
     Drain,
     Ended,
+    Prefilled,
     Replay,
     Served,
     WorkerCommand,
     WorkerReply,
     WorkerStatus,
 )
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done, FinishReason
 from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.transfer import TransferEndpoint
 
 _HEARTBEAT_S = 0.5
 _LEASE_EXTEND_S = 2.0
@@ -65,6 +68,11 @@ class ScriptedWorker:
         self.device_us = 0
         self.max_adapters = 0
         self.last_word_after_s = 0.0
+        self.role = WorkerRole.BOTH
+        self.weights: str | None = None
+        self.transfer: TransferEndpoint | None = None
+        self.pull_tokens_per_s = 0.0
+        self.prefill_tokens_per_s = 0.0
         self.answer = AnswerTimes(status=Status.DONE)
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
@@ -121,6 +129,11 @@ class ScriptedWorker:
             outstanding_tokens=sum(d.job.sampling.max_tokens or 0 for d in self.running.values()),
             decode_step_ms=self.decode_step_ms,
             max_adapters=self.max_adapters,
+            role=self.role,
+            weights=self.weights,
+            transfer=self.transfer,
+            pull_tokens_per_s=self.pull_tokens_per_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
             draining=self.draining,
             engine_down=self.engine_down,
             retired=retired,
@@ -130,6 +143,16 @@ class ScriptedWorker:
 
     async def announce(self, *, retired: bool = False) -> None:
         await self.bus.workers.announce(self.status(retired=retired))
+
+    def hand_over_blocks(self) -> None:
+        """Serve blocks that the other workers that do so can pull."""
+        self.weights = "x"
+        self.transfer = TransferEndpoint(layout="l", token="t", socket=self.worker_id)
+
+    async def tell_prefilled(self, request_id: str) -> None:
+        """The first token of a request is out."""
+        prefilled = Prefilled(worker_id=self.worker_id, request_ids=(request_id,))
+        await self.bus.control.publish_prefilled(prefilled)
 
     async def finish(self, request_id: str) -> None:
         """Answer a request: frame, record, ack, notice."""

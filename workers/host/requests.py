@@ -30,6 +30,7 @@ from millrace.workers.host.generations.state import Phase
 from millrace.workers.host.generations.tracing import RunTraces
 from millrace.workers.host.leases.index import Generations, IndexWriter
 from millrace.workers.host.leases.ownership import LeaseOwnership
+from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.completion_events import CompletionEvents
 from millrace.workers.host.requeue import EngineKilledError, Requeue
 
@@ -94,6 +95,7 @@ class Requests:
         self._finished = FinishedGenerations(self._clock, config.replay_memory_s)
         self._floors = EpochFloors()
         self._requeue = Requeue(self._admit)
+        self.moves = StreamMoves(context)
         self.times = RequestTimes()
 
     @property
@@ -239,13 +241,8 @@ class Requests:
                 logger.exception(
                     "an output could not be used", extra={"request_id": generation.request_id}
                 )
-                self._stop(
-                    generation,
-                    failed(
-                        MillraceError.code,
-                        f"the worker failed on this request: {type(error).__name__}",
-                    ),
-                )
+                message = f"the worker failed on this request: {type(error).__name__}"
+                self._stop(generation, failed(MillraceError.code, message))
         self.times.end_step(now_ns)
         self._on_capacity()
 
@@ -256,8 +253,10 @@ class Requests:
         if output.token_ids and not output.choice:
             self.times.note_tokens(generation.timing, len(output.token_ids), before_ns)
         has_advanced = generation.phase is not before
-        if has_advanced and before is Phase.QUEUED:
-            self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
+        if has_advanced:
+            self.moves.advanced(generation, began=before is Phase.QUEUED)
+            if before is Phase.QUEUED:
+                self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
         if outcome is None:
             if not output.token_ids and (generation.beams is None or output.started):
                 return
@@ -337,6 +336,7 @@ class Requests:
 
     def _supersede(self, generation: Generation) -> None:
         """Another attempt owns the request: stop without a frame, and leave the lease alone."""
+        self.moves.left(generation)
         self._cancel_in_engine(generation)
         self._drop(generation)
         self._index.drop(generation.request_id)

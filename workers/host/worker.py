@@ -127,6 +127,7 @@ class Worker:
                         ("leases", self._leases.run()),
                         ("index", self._index.run()),
                         ("completion events", self._completions.run()),
+                        ("moves", self.requests.moves.run()),
                         ("ownership", self.requests.ownership.run()),
                         ("watch", self._watch()),
                         ("drain", self._drain_when_requested()),
@@ -152,6 +153,8 @@ class Worker:
         control = self._bus.control
         subscriptions.append(await control.serve_commands(self.worker_id, self._on_command))
         subscriptions.append(await control.subscribe_cancels(self._on_cancel))
+        on_pulled = self.requests.moves.note_pulled
+        subscriptions.append(await control.subscribe_pulled(self.worker_id, on_pulled))
         subscriptions.append(await control.subscribe_queue_status(self._status.note_queue))
 
     async def _on_command(self, command: WorkerCommand) -> WorkerReply:
@@ -199,8 +202,9 @@ class Worker:
 
     async def _finish_drain(self) -> None:
         """Run what no other worker takes over until ``drain_timeout_s`` is up, then release the
-        rest."""
-        while self.requests.num_running or self.requests.num_ending:
+        rest. The engine stays for those who have gone on elsewhere and pull their blocks."""
+        requests = self.requests
+        while requests.num_running or requests.num_ending or requests.moves.num_kept:
             if self._shutdown_forced or self._clock.monotonic() >= self._drained_s:
                 break
             await self._clock.sleep(_CHECK_INTERVAL_S)

@@ -34,4 +34,5 @@ def engine_request(
         adapter=generation.adapter,
         # One that is text still has been prepared by nobody who knows the tokenizer.
         prediction_token_ids=() if isinstance(job.prediction, str) else job.prediction,
+        kv_source=generation.kv_source,
     )

@@ -63,9 +63,10 @@ class Generation:
     ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
     are missing. ``resampled``: it was continued by an engine that draws other tokens then than its
     seed would have given. ``num_pulled_tokens`` of those that it began with, resumed ones included,
-    came from another worker's KV cache. ``lives`` are the attempts before this one, by epoch; it is
-    this attempt from ``first_epoch`` on, under whatever later ones. When the job is dispatched here
-    again after ``outcome`` is set, only epoch, lease and delivery change.
+    came from another worker's KV cache, that of ``kv_source``. ``lives`` are the attempts before
+    this one, by epoch; it is this attempt from ``first_epoch`` on, under whatever later ones. When
+    the job is dispatched here again after ``outcome`` is set, only epoch, lease and delivery
+    change.
     """
 
     __slots__ = (
@@ -82,6 +83,7 @@ class Generation:
         "first_epoch",
         "job",
         "known_outcome",
+        "kv_source",
         "lease",
         "lives",
         "logprobs",
@@ -116,6 +118,7 @@ class Generation:
         assert job.prompt_token_ids is not None
         self.job = job
         self.adapter = dispatch.adapter
+        self.kv_source = dispatch.kv_source
         self.prompt_token_ids = job.prompt_token_ids
         self.epoch = self.first_epoch = dispatch.epoch
         self.lives = {life.epoch: life for life in dispatch.lives}

@@ -121,6 +121,8 @@ class StatusReporter:
             adapters=stats.adapters,
             max_adapters=stats.max_adapters,
             adapter_load_ms=stats.adapter_load_ms,
+            role=self._config.role,
+            transfer=self._engine.transfer_endpoint,
             draining=self._draining,
             engine_down=self._engine.is_down,
             retired=retired,

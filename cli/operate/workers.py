@@ -1,0 +1,235 @@
+"""``millrace workers``: who serves what, and streams that go on elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from millrace.cli.endpoints import add_data_argument, locate_nats
+from millrace.cli.store_access import print_json
+from millrace.schemas.errors import MillraceError
+
+if TYPE_CHECKING:
+    from millrace.bus.api import Bus
+    from millrace.schemas.control import WorkerStatus
+
+_COMMAND_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 0.1
+# Who said nothing for this long has ended: a worker at rest beats once a second.
+_SILENT_NS = 3_000_000_000
+# A move is over when so long nothing has left.
+_SETTLED_S = 2.5
+
+
+class NoSuchWorkerError(MillraceError, code="worker_not_found"):
+    """No live worker has that name."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare ``millrace workers`` and its commands."""
+    parser = subparsers.add_parser(
+        "workers",
+        help="see the workers, and have their streams go on elsewhere",
+        description="See the workers of a running system, and have their streams go on elsewhere.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", dest="workers_command", required=True)
+
+    listing = commands.add_parser("list", help="who serves what")
+    listing.add_argument("--json", action="store_true", help="answer in JSON")
+    _add_where(listing, _list)
+
+    drain = commands.add_parser(
+        "drain",
+        help="have a worker take no new work",
+        description="Have a worker take no new work. Its streams go on at other workers as far as "
+        "there is room, the rest ends there. It stays, empty, until its process is stopped. The "
+        "exit code is 1 if it has not become empty in time.",
+    )
+    drain.add_argument("name", metavar="NAME")
+    drain.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds to wait until it is empty; 0: do not wait (default: %(default)s)",
+    )
+    _add_where(drain, _drain)
+
+    move = commands.add_parser(
+        "move",
+        help="have other workers go on with what a worker runs now",
+        description="Have other workers of the same model go on with what a worker runs now, as "
+        "far as there is room. It goes on taking work.",
+    )
+    move.add_argument("name", metavar="NAME")
+    move.add_argument("--to", metavar="OTHER", help="to this worker alone")
+    _add_where(move, _move)
+
+
+def _add_where(
+    parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
+) -> None:
+    group = parser.add_argument_group("where")
+    group.add_argument("--nats", metavar="URL", help="the server to use instead")
+    add_data_argument(group)
+    parser.set_defaults(handler=action)
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    async def show(bus: Bus) -> int:
+        workers = await _live(bus)
+        if arguments.json:
+            print_json([_without_token(status) for status in workers])
+        elif workers:
+            _print_table(workers)
+        else:
+            print("no worker is there")
+        return 0
+
+    return _on_bus(arguments, show)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    async def drain(bus: Bus) -> int:
+        from millrace.schemas.control import Drain
+
+        worker = await _find(bus, arguments.name)
+        command = Drain(reason="millrace workers drain")
+        reply = await bus.control.command(worker.worker_id, command, _COMMAND_TIMEOUT_S)
+        if reply is None or not reply.ok:
+            why = "it does not answer" if reply is None else reply.message
+            raise MillraceError(f"{worker.name} cannot be drained: {why}")
+        print(f"{worker.name} takes no new work", flush=True)
+        left = _num_held(worker)
+        until_s = time.monotonic() + arguments.timeout
+        while left and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            left = await _num_left(bus, worker)
+        if arguments.timeout:
+            print(f"{left} requests are still there" if left else f"{worker.name} is empty")
+        return 1 if left and arguments.timeout else 0
+
+    return _on_bus(arguments, drain)
+
+
+def _move(arguments: argparse.Namespace) -> int:
+    async def move(bus: Bus) -> int:
+        from millrace.schemas.control import MoveStreams
+
+        worker = await _find(bus, arguments.name)
+        to = None if arguments.to is None else await _find(bus, arguments.to)
+        if to is not None and (to.model != worker.model or to.worker_id == worker.worker_id):
+            raise MillraceError(
+                f"{worker.name} serves {worker.model}: its streams go on at another worker of that "
+                f"model, not at {to.name}, which serves {to.model}."
+            )
+        num_before = _num_held(worker)
+        to_worker_id = "" if to is None else to.worker_id
+        await bus.control.move_streams(
+            MoveStreams(worker_id=worker.worker_id, to_worker_id=to_worker_id)
+        )
+        left = await _settled(bus, worker)
+        place = "" if to is None else f" to {to.name}"
+        print(f"{max(num_before - left, 0)} of {num_before} requests left {worker.name}{place}")
+        return 0
+
+    return _on_bus(arguments, move)
+
+
+# --- what workers say -----------------------------------------------------------------------------
+
+
+async def _live(bus: Bus) -> list[WorkerStatus]:
+    """The last status of each live worker, by name."""
+    now_ns = time.time_ns()
+    known = await bus.workers.known()
+    live = [status for status in known if now_ns - status.sent_ns <= _SILENT_NS]
+    return sorted(live, key=lambda status: (status.model, status.name))
+
+
+async def _find(bus: Bus, name: str) -> WorkerStatus:
+    workers = await _live(bus)
+    for status in workers:
+        if name in (status.name, status.worker_id):
+            return status
+    names = ", ".join(status.name for status in workers) or "none"
+    raise NoSuchWorkerError(f"There is no worker {name!r:.200}. Workers: {names}.")
+
+
+async def _num_left(bus: Bus, worker: WorkerStatus) -> int:
+    """What a worker has now; none if it is gone."""
+    for status in await _live(bus):
+        if status.worker_id == worker.worker_id:
+            return _num_held(status)
+    return 0
+
+
+async def _settled(bus: Bus, worker: WorkerStatus) -> int:
+    """What a worker has once nothing leaves it any more."""
+    left, since_s = _num_held(worker), time.monotonic()
+    while left and time.monotonic() - since_s < _SETTLED_S:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        now_left = await _num_left(bus, worker)
+        if now_left < left:
+            left, since_s = now_left, time.monotonic()
+    return left
+
+
+def _without_token(status: WorkerStatus) -> WorkerStatus:
+    """What a peer has to show before it may read is for peers alone."""
+    from msgspec.structs import replace
+
+    if status.transfer is None:
+        return status
+    return replace(status, transfer=replace(status.transfer, token=""))
+
+
+def _num_held(status: WorkerStatus) -> int:
+    return status.num_running + status.num_waiting
+
+
+def _print_table(workers: list[WorkerStatus]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "model", "role", "state", "running", "waiting", "KV", "moves"):
+        table.add_column(heading, overflow="fold")
+    for status in workers:
+        used = status.num_blocks - status.num_free_blocks
+        table.add_row(
+            status.name,
+            status.model,
+            status.role.value,
+            _state_of(status),
+            f"{status.num_running} of {status.max_num_sequences}",
+            str(status.num_waiting),
+            f"{used / status.num_blocks:.0%}" if status.num_blocks else "",
+            "computed again" if status.transfer is None else "pulled",
+        )
+    Console().print(table)
+
+
+def _state_of(status: WorkerStatus) -> str:
+    if status.engine_down:
+        return "loading"
+    return "draining" if status.draining else "serving"
+
+
+def _on_bus(arguments: argparse.Namespace, action: Callable[[Bus], Awaitable[int]]) -> int:
+    async def work() -> int:
+        from millrace.bus import nats
+
+        bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-workers")
+        try:
+            return await action(bus)
+        finally:
+            await bus.close()
+
+    return asyncio.run(work())

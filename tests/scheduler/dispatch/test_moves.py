@@ -1,0 +1,177 @@
+"""Streams that move name whose KV cache has their context."""
+
+from __future__ import annotations
+
+from millrace.bus.memory import MemoryBus
+from millrace.schemas.control import MoveStreams, PrefixReport, ResumePoint
+from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
+from millrace.schemas.sampling import SamplingParams
+from tests.scheduler.scripted_worker import ScriptedWorker
+from tests.scheduler.world import World, job
+
+PROMPT = tuple(range(1, 65))
+
+
+async def _serving(world: World, name: str, num_slots: int = 4) -> ScriptedWorker:
+    """A worker whose blocks others can pull."""
+    worker = await world.add_worker(name, num_slots)
+    worker.hand_over_blocks()
+    await worker.announce()
+    return worker
+
+
+async def _run(world: World, worker: ScriptedWorker, *request_ids: str) -> None:
+    for request_id in request_ids:
+        await world.client.jobs.publish(job(request_id, prompt_token_ids=PROMPT))
+    await world.until(lambda: set(worker.running) >= set(request_ids))
+
+
+async def _move(world: World, worker: ScriptedWorker, to: ScriptedWorker | None = None) -> None:
+    to_worker_id = "" if to is None else to.worker_id
+    move = MoveStreams(worker_id=worker.worker_id, to_worker_id=to_worker_id)
+    await world.client.control.move_streams(move)
+
+
+async def _drain(worker: ScriptedWorker) -> None:
+    worker.draining = True
+    await worker.announce()
+
+
+async def test_a_drained_worker_is_the_source_of_all_that_its_streams_have(world: World) -> None:
+    point = ResumePoint(token_ids=(9, 8, 7))
+    await world.client.control.serve_resume_points("client", lambda _: point)
+    first = await _serving(world, "a")
+    await _run(world, first, "r1", "r2")
+    second = await _serving(world, "b")
+    await _drain(first)
+    await world.pass_real(lambda: len(second.running) == 2)
+    for moved in second.running.values():
+        source = moved.kv_source
+        assert source is not None
+        assert (source.worker_id, source.endpoint) == (first.worker_id, first.transfer)
+        assert source.num_tokens == len(PROMPT) + 3
+    assert world.schedulers[0].dispatchers["m"].runner.counts.moves == {"pulled": 2}
+
+
+async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
+    world: World,
+) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1")
+    second = await world.add_worker("b")
+    await _drain(first)
+    await world.pass_real(lambda: "r1" in second.running)
+    assert second.running["r1"].kv_source is None
+    assert world.schedulers[0].dispatchers["m"].runner.counts.moves == {"computed": 1}
+    second.hand_over_blocks()
+    await second.announce()
+    third = await _serving(world, "c")
+    third.weights = "others"
+    await third.announce()
+    await _drain(second)
+    await world.pass_real(lambda: "r1" in third.running)
+    assert third.running["r1"].kv_source is None
+
+
+async def test_an_engine_that_is_down_serves_nothing(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1")
+    second = await _serving(world, "b")
+    first.engine_down = True
+    await first.announce()
+    await world.pass_real(lambda: "r1" in second.running)
+    assert second.running["r1"].kv_source is None
+
+
+async def test_a_dead_worker_is_no_source(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1")
+    second = await _serving(world, "b")
+    await first.kill()
+    await world.pass_real(lambda: "r1" in second.running)
+    assert second.running["r1"].kv_source is None
+
+
+async def test_a_refused_move_is_sent_again_with_its_source(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1")
+    second = await _serving(world, "b")
+    second.rejection = "full"
+    await _drain(first)
+    await world.pass_real(lambda: not first.running)
+    second.rejection = ""
+    await second.announce()
+    await world.pass_real(lambda: "r1" in second.running)
+    source = second.running["r1"].kv_source
+    assert source is not None
+    assert source.worker_id == first.worker_id
+
+
+async def test_streams_leave_as_fast_as_they_are_pulled(world: World) -> None:
+    """Each would take a second to compute, and a millisecond to pull."""
+    first = await _serving(world, "a", num_slots=16)
+    names = [f"r{number}" for number in range(8)]
+    for name in names:
+        long = job(name, prompt_token_ids=tuple(range(1, 401)))
+        await world.client.jobs.publish(long)
+    await world.until(lambda: len(first.running) == 8)
+    second = await _serving(world, "b", num_slots=16)
+    second.prefill_tokens_per_s, second.pull_tokens_per_s = 400.0, 400_000.0
+    await second.announce()
+    await _drain(first)
+    before_s = world.clock.monotonic()
+    await world.pass_real(lambda: len(second.running) == 8)
+    assert world.clock.monotonic() - before_s < 2.0
+
+
+async def test_an_operator_moves_what_runs_now_and_the_worker_goes_on(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1", "r2")
+    await _serving(world, "b")
+    third = await _serving(world, "c")
+    await _move(world, first, third)
+    await world.pass_real(lambda: len(third.running) == 2)
+    assert not first.running
+    fillers = [f"f{number}" for number in range(6)]
+    for name in fillers:
+        await world.client.jobs.publish(job(name))
+    await world.until(lambda: bool(first.running))
+
+
+async def test_a_move_goes_nowhere_without_room(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run(world, first, "r1", "r2")
+    second = await _serving(world, "b", num_slots=1)
+    await _move(world, first)
+    await world.pass_real(lambda: len(second.running) == 1)
+    await world.pass_s(1.0)
+    assert len(first.running) == 1
+    await second.finish_all()
+    await world.pass_s(2.0)
+    assert len(first.running) == 1, "it was asked for once"
+
+
+async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) -> None:
+    first = await _serving(world, "a", num_slots=1)
+    await _run(world, first, "r1")
+    keys: list[bytes] = []
+    extend_keys(keys, root_key(""), PROMPT, num_blocks=3, block_size_tokens=16)
+    report = PrefixReport(
+        worker_id=first.worker_id,
+        model="m",
+        number=1,
+        whole=True,
+        added=b"".join(key[:REPORTED_BYTES] for key in keys),
+    )
+    await MemoryBus(world.broker).workers.report_prefixes(report)
+    second = await _serving(world, "b")
+    second.prefill_tokens_per_s, second.pull_tokens_per_s = 1_000.0, 100_000.0
+    await second.announce()
+    await _run(world, second, "r2")
+    source = second.running["r2"].kv_source
+    assert source is not None
+    assert (source.worker_id, source.num_tokens) == (first.worker_id, 48)
+    scored = SamplingParams(max_tokens=4, seed=1, prompt_logprobs=1)
+    await world.client.jobs.publish(job("r3", prompt_token_ids=PROMPT, sampling=scored))
+    await world.until(lambda: "r3" in second.running)
+    assert second.running["r3"].kv_source is None, "all of it is asked for"

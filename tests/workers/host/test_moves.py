@@ -1,0 +1,120 @@
+"""Blocks of the KV cache that go with streams, as workers tell of them."""
+
+from __future__ import annotations
+
+from millrace.registry.served import ServedModel
+from millrace.schemas.control import Cancel, CancelReason, Prefilled, Pulled
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.transfer import KvSource, TransferEndpoint
+from tests.support.waiting import eventually
+from tests.workers.scripted import Bench, bench
+
+ENDPOINT = TransferEndpoint(layout="l", token="t", socket="/run/x")
+SOURCE = KvSource(worker_id="w-other", endpoint=ENDPOINT, num_tokens=3)
+
+
+async def _supersede(b: Bench, request_id: str) -> None:
+    await b.peer.control.cancel(
+        Cancel(request_id=request_id, reason=CancelReason.SUPERSEDED, below_epoch=2)
+    )
+    await eventually(lambda: not b.worker.requests.holds(request_id))
+
+
+async def test_the_engine_is_told_of_the_source_and_the_source_when_it_was_used(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        pulled: list[Pulled] = []
+        await b.peer.control.subscribe_pulled("w-other", pulled.append)
+        assert (await b.dispatch(kv_source=SOURCE)).ok
+        assert b.engine.added["r1:1"].kv_source == SOURCE
+        b.engine.emit("r1:1")
+        b.engine.emit("r1:1", [20])
+        b.engine.emit("r1:1", [21], FinishReason.LENGTH)
+        await b.ended()
+        assert pulled == [Pulled(worker_id="w-other", request_ids=("r1",))]
+
+
+async def test_a_heartbeat_says_where_blocks_are_pulled_from(demo: ServedModel) -> None:
+    async with bench(demo, role=WorkerRole.DECODE) as b:
+        b.engine.transfer_endpoint = ENDPOINT
+        await b.settle(1.0)
+        assert (b.statuses[-1].role, b.statuses[-1].transfer) == (WorkerRole.DECODE, ENDPOINT)
+
+
+async def test_a_worker_that_ends_waits_for_those_who_pull_what_it_had(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        b.engine.transfer_endpoint = ENDPOINT
+        await b.dispatch()
+        await b.dispatch(b.job("r2"))
+        for engine_id in ("r1:1", "r2:1"):
+            b.engine.emit(engine_id, [20])
+        b.stopping.set()
+        await b.settle(0.2)
+        for request_id in ("r1", "r2"):
+            await _supersede(b, request_id)
+        await b.settle(0.5)
+        assert b.run is not None
+        assert not b.run.done()
+        told = Pulled(worker_id=b.worker.worker_id, request_ids=("r1",))
+        await b.peer.control.publish_pulled(told)
+        await b.settle(0.5)
+        assert not b.run.done()
+        await b.peer.control.publish_pulled(
+            Pulled(worker_id=b.worker.worker_id, request_ids=("r2",))
+        )
+        await b.settle(0.3)
+        await eventually(lambda: b.run is not None and b.run.done())
+
+
+async def test_it_does_not_wait_for_ever(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        b.engine.transfer_endpoint = ENDPOINT
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        b.stopping.set()
+        await b.settle(0.2)
+        await _supersede(b, "r1")
+        before_s = b.clock.monotonic()
+        await b.stop()
+        assert 1.5 < b.clock.monotonic() - before_s < 3.0
+
+
+async def test_what_had_not_begun_or_serves_no_blocks_is_not_waited_for(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        await _supersede(b, "r1")
+        assert b.worker.requests.moves.num_kept == 0
+        b.engine.transfer_endpoint = ENDPOINT
+        await b.dispatch(b.job("r2"))
+        await _supersede(b, "r2")
+        assert b.worker.requests.moves.num_kept == 0
+
+
+async def test_a_prefill_worker_tells_once_which_of_its_streams_may_go_on(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo, role=WorkerRole.PREFILL) as b:
+        told: list[Prefilled] = []
+        await b.peer.control.subscribe_prefilled(told.append)
+        await b.dispatch()
+        b.engine.emit("r1:1")
+        await b.settle()
+        assert not told
+        b.engine.emit("r1:1", [20])
+        b.engine.emit("r1:1", [21])
+        await eventually(lambda: bool(told))
+        await b.settle(0.5)
+        assert told == [Prefilled(worker_id=b.worker.worker_id, request_ids=("r1",))]
+
+
+async def test_others_tell_nothing_of_the_kind(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        told: list[Prefilled] = []
+        await b.peer.control.subscribe_prefilled(told.append)
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        await b.settle(0.5)
+        assert not told

@@ -1,0 +1,101 @@
+"""Streams that leave for another worker or come from one, with blocks of the KV cache."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from millrace.schemas.control import Prefilled, Pulled
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.errors import MillraceError
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.generations.state import Phase
+
+# How long a worker that ends keeps its engine for a stream that has left, at most.
+_KEPT_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class StreamMoves:
+    """Remembers which streams have left and may still pull their blocks from here, and tells the
+    workers that others came from once they need nothing more. A worker of the role ``prefill``
+    tells the schedulers which of its streams may go on elsewhere. Each notice goes out once, and
+    may be lost."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._kept_until_s: dict[str, float] = {}  # the earliest first
+        self._pulled: defaultdict[str, list[str]] = defaultdict(list)
+        self._prefilled: list[str] = []
+        self._has_pending = asyncio.Event()
+
+    # --- what leaves ---
+
+    def left(self, generation: Generation) -> None:
+        """Another worker goes on with what ran here."""
+        has_blocks = generation.phase in (Phase.PREFILLING, Phase.DECODING)
+        if not has_blocks or self._context.engine.transfer_endpoint is None:
+            return
+        self._forget_late()
+        self._kept_until_s.pop(generation.request_id, None)
+        until_s = self._context.clock.monotonic() + _KEPT_S
+        self._kept_until_s[generation.request_id] = until_s
+
+    def note_pulled(self, pulled: Pulled) -> None:
+        """Whoever runs these has what it needs."""
+        for request_id in pulled.request_ids:
+            self._kept_until_s.pop(request_id, None)
+
+    @property
+    def num_kept(self) -> int:
+        """Streams that have left lately and may still pull."""
+        self._forget_late()
+        return len(self._kept_until_s)
+
+    def _forget_late(self) -> None:
+        now_s = self._context.clock.monotonic()
+        while self._kept_until_s:
+            first = next(iter(self._kept_until_s))
+            if self._kept_until_s[first] > now_s:
+                return
+            del self._kept_until_s[first]
+
+    # --- what comes, and what may go on ---
+
+    def advanced(self, generation: Generation, *, began: bool) -> None:
+        """The engine has begun with a request, or has made its first token."""
+        source = generation.kv_source
+        if source is not None and began:
+            self._pulled[source.worker_id].append(generation.request_id)
+            self._has_pending.set()
+        is_prefilled = generation.phase is Phase.DECODING and generation.beams is None
+        if is_prefilled and self._context.config.role is WorkerRole.PREFILL:
+            self._prefilled.append(generation.request_id)
+            self._has_pending.set()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await self._has_pending.wait()
+            self._has_pending.clear()
+            try:
+                await self._publish()
+            except MillraceError as error:
+                logger.warning("notices of moves could not be sent", extra={"code": error.code})
+
+    async def _publish(self) -> None:
+        control, worker_id = self._context.bus.control, self._context.worker_id
+        prefilled, self._prefilled = self._prefilled, []
+        pulled, self._pulled = self._pulled, defaultdict(list)
+        if prefilled:
+            await control.publish_prefilled(
+                Prefilled(worker_id=worker_id, request_ids=tuple(prefilled))
+            )
+        for source_id, request_ids in pulled.items():
+            if request_ids:
+                await control.publish_pulled(
+                    Pulled(worker_id=source_id, request_ids=tuple(request_ids))
+                )
