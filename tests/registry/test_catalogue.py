@@ -298,6 +298,20 @@ def test_what_an_engine_cannot_do_is_refused(tmp_path: Path, says: str, told: st
         written(tmp_path, f"models:\n  small:\n    source: ./a\n    {says}\n")
 
 
+@pytest.mark.parametrize(
+    ("told", "setting"),
+    [({"transfer": True}, "transfer"), ({"transfer_address": "10.0.0.1:0"}, "transfer_address")],
+)
+def test_only_the_own_engine_exchanges_blocks(
+    tmp_path: Path, told: dict[str, Any], setting: str
+) -> None:
+    text = "models:\n  small:\n    source: ./a\n    engine: {kind: vllm}\n"
+    entry = written(tmp_path, text).get("small")
+    with pytest.raises(ConfigError, match=rf"engine\.{setting} is for Millrace's own engine"):
+        entry.engine_config(EngineConfig(**told))
+    assert entry.engine_config(EngineConfig(transfer=False)).transfer is False
+
+
 def test_a_gguf_file_is_not_quantized_when_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="llamacpp runs this model"):
         written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n    quantization: int8\n")

@@ -12,6 +12,7 @@ from millrace.schemas.control import Cancel
 from millrace.schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import EngineOutput, EngineStats
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
@@ -233,6 +234,26 @@ async def test_counters_run_on_over_all_engines() -> None:
     assert keeper.stats.decode_tokens == 35
     assert keeper.stats.num_steps == 30
     assert keeper.stats.num_running == 1
+    run.cancel()
+
+
+async def test_blocks_are_served_where_the_engine_that_runs_serves_them() -> None:
+    clock = ManualClock()
+    engines = [ScriptedEngine()]
+    engines[0].transfer_endpoint = TransferEndpoint(layout="l", token="first")
+
+    async def restart() -> ScriptedEngine:
+        assert keeper.transfer_endpoint is None
+        engines.append(ScriptedEngine())
+        engines[-1].transfer_endpoint = TransferEndpoint(layout="l", token="second")
+        return engines[-1]
+
+    keeper = EngineKeeper(engines[0], restart, clock)
+    run = asyncio.create_task(keeper.run())
+    assert keeper.transfer_endpoint == engines[0].transfer_endpoint
+    engines[0].fail("exit code -9")
+    await clock.advance(1.0)
+    assert keeper.transfer_endpoint == engines[1].transfer_endpoint
     run.cancel()
 
 

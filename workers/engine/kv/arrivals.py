@@ -58,7 +58,7 @@ class Tier(Protocol):
         """Whether block ``index`` of a sequence, with such a key, is likely to be there."""
 
     def brings_s(self, sequence: Sequence, num_blocks: int, /) -> float:
-        """What bringing so many for it will take."""
+        """What bringing so many for it will take, if they are there."""
 
     def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
         """Begin to bring a part; ``on_done`` is called with it, on whatever thread, in any case."""
@@ -80,7 +80,7 @@ class _Arrival:
 
 class Arrivals:
     """Has what is missing of a newcomer's prefix brought into host memory, each block from the tier
-    that is fastest.
+    that is fastest for all of it.
 
     It is not ``ready`` until that is done, or a deadline is over, while others go on; whatever does
     not come is computed. Blocks that come already for another are waited for, not brought twice.
@@ -113,8 +113,7 @@ class Arrivals:
         return bool(self._parts)
 
     def add_tier(self, tier: Tier) -> None:
-        """Bring blocks from there, too; of two that are as fast, from the one that was added
-        first."""
+        """Bring blocks from there, too."""
         self._tiers.append(tier)
 
     def fetch(self, sequence: Sequence) -> bool:
@@ -125,17 +124,20 @@ class Arrivals:
         held: list[bytes] = []
         coming: list[Part] = []
         wanted: dict[Tier, list[bytes]] = {}
-        for index, key in enumerate(self._tables.keys_to_find(sequence)):
+        keys = self._tables.keys_to_find(sequence)
+        tiers = sorted(self._tiers, key=lambda tier: tier.brings_s(sequence, len(keys)))
+        for index, key in enumerate(keys):
             if self._tables.block_of(key) is not None:
                 continue
             if key in self._host:
                 held.append(key)
             elif key in self._coming:
                 coming.append(self._coming[key])
-            elif (tier := self._fastest(sequence, key, index)) is not None:
-                wanted.setdefault(tier, []).append(key)
             else:
-                break
+                tier = next((tier for tier in tiers if tier.has(sequence, key, index)), None)
+                if tier is None:
+                    break
+                wanted.setdefault(tier, []).append(key)
         timeout_s = self._timeout_s(sequence, wanted, coming)
         if timeout_s is None:
             return False
@@ -150,12 +152,6 @@ class Arrivals:
         for part in new:
             part.tier.begin(part, self._note_done)
         return True
-
-    def _fastest(self, sequence: Sequence, key: bytes, index: int) -> Tier | None:
-        having = [tier for tier in self._tiers if tier.has(sequence, key, index)]
-        if len(having) < 2:
-            return having[0] if having else None
-        return min(having, key=lambda tier: tier.brings_s(sequence, 1))
 
     def _timeout_s(
         self, sequence: Sequence, wanted: dict[Tier, list[bytes]], coming: list[Part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -92,6 +93,8 @@ class PeerTier:
 
     def brings_s(self, sequence: Sequence, num_blocks: int, /) -> float:
         """See ``Tier``."""
+        if sequence.request.kv_source is None:
+            return math.inf
         speed = self._speed_of(sequence)
         return speed.wait_s + num_blocks * self._memory.block_bytes / speed.bytes_per_s
 
