@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.support.command import command_parser, write_json
 from millrace.cli.local.supervisor import begin_child
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 _STEPS = 120
 _FREE = {"OMP_PROC_BIND": "false"}

@@ -111,11 +111,11 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
     """The other process: all of its cache is full and idle. Ends with the pipe."""
     import numpy as np
 
-    from millrace.workers.engine.bell import Bell
     from millrace.workers.engine.kv.block_tables import BlockTables
     from millrace.workers.engine.kv.host_cache import HostCache
     from millrace.workers.engine.kv.host_memory import host_memory_of
     from millrace.workers.engine.kv.tiers import Tiers
+    from millrace.workers.engine.threads.bell import Bell
 
     cache = _cache(shape, num_blocks)
     memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)

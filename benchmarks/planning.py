@@ -29,7 +29,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.model import add_model_arguments
 from benchmarks.support.prompts import distinct_prompts
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 _GOALS_MS = {32: 1.0, 256: 3.0}
 _PROMPT_TOKENS = 64

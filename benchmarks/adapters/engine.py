@@ -25,7 +25,7 @@ from benchmarks.support.s3_server import s3_server, upload
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 _NUM_ADAPTERS, _RANK = 20, 16
 _LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))

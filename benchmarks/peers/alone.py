@@ -17,7 +17,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 Send = Callable[[Load, Sequence[Prompt]], Sequence[RequestTimes]]
 MILLRACE_ENGINE = "millrace-engine"

@@ -17,7 +17,7 @@ from benchmarks.support.closed_loop import run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 
 class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):

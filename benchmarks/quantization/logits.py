@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.quantization.kinds import KINDS, WIDE
 from benchmarks.support.command import command_parser
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from benchmarks.quantization.kinds import KINDS, settings
 from benchmarks.support.command import command_parser
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 if TYPE_CHECKING:
     from millrace.registry.demo.answers import Answerer, Messages

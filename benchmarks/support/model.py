@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads
+from millrace.workers.engine.threads.choice import configure_threads
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

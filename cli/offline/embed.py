@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
     it is to be answered."""
-    from millrace.workers.engine.threads import configure_threads
+    from millrace.workers.engine.threads.choice import configure_threads
 
     config = engine_config(arguments)
     # Before anything imports torch: it reads its thread settings once.

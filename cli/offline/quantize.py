@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when the checkpoint is written; whatever keeps it from being so raises."""
-    from millrace.workers.engine.threads import configure_threads
+    from millrace.workers.engine.threads.choice import configure_threads
 
     for name, least in (("samples", 1), ("threads", 0)):
         if getattr(arguments, name) < least:

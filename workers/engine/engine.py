@@ -16,7 +16,6 @@ from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.adapters.pool import AdapterPool
-from millrace.workers.engine.bell import Bell
 from millrace.workers.engine.checkpoint_tokenizer import checkpoint_tokenizer
 from millrace.workers.engine.device_times import DeviceTimes
 from millrace.workers.engine.executor import Executor
@@ -60,6 +59,7 @@ from millrace.workers.engine.sequence_group import draw_seed, make_sequence_grou
 from millrace.workers.engine.settings import num_adapter_slots, with_device_defaults
 from millrace.workers.engine.speculation.making import make_speculator
 from millrace.workers.engine.statistics import engine_stats
+from millrace.workers.engine.threads.bell import Bell
 from millrace.workers.engine.types import (
     DeviceTime,
     EngineOutput,

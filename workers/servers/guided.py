@@ -15,7 +15,7 @@ from millrace.schemas.errors import GrammarError, MillraceError
 from millrace.schemas.sampling import Grammar
 from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
 from millrace.workers.engine.grammar.probe import GrammarProbe
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.dialect import ServerStreamError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from millrace.workers.engine.bell import Bell
+from millrace.workers.engine.threads.bell import Bell
 
 
 def _can_be_read(bell: Bell) -> bool:

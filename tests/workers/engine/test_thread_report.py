@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.thread_report import explain_threads
-from millrace.workers.engine.threads import configure_threads, usable_cores
+from millrace.workers.engine.threads.choice import configure_threads, usable_cores
+from millrace.workers.engine.threads.report import explain_threads
 
 _CORES = usable_cores()
 _PLURAL = "core" if _CORES == 1 else "cores"

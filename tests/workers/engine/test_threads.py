@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import (
+from millrace.workers.engine.threads.choice import (
     configure_threads,
     default_num_threads,
     places,
@@ -66,12 +66,12 @@ def test_threads_are_bound_where_each_core_has_one(monkeypatch: pytest.MonkeyPat
         configure_threads(EngineConfig(num_threads=num_threads), shared=True, environ=environ)
         return environ.get("OMP_PROC_BIND")
 
-    monkeypatch.setattr("millrace.workers.engine.threads._cores", {0, 1, 2})
+    monkeypatch.setattr("millrace.workers.engine.threads.choice._cores", {0, 1, 2})
     assert binding(3) == "true"
     assert binding(2) is None, "a core is left to the others"
     assert binding(3, GOMP_CPU_AFFINITY="0-2") is None
     assert binding(3, OMP_PROC_BIND="false") == "false"
-    monkeypatch.setattr("millrace.workers.engine.threads._cores", {0})
+    monkeypatch.setattr("millrace.workers.engine.threads.choice._cores", {0})
     assert binding(1) is None
 
 
@@ -86,7 +86,7 @@ def test_engines_beside_one_another_begin_at_other_cores() -> None:
 _BOUND = """
 import os, threading
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads, leave_core, usable_cores
+from millrace.workers.engine.threads.choice import configure_threads, leave_core, usable_cores
 num_cores = usable_cores()
 configure_threads(EngineConfig(), shared=False, environ=None)
 import torch

@@ -19,8 +19,8 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.bell import Bell
 from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.threads.bell import Bell
 from millrace.workers.engine.types import (
     DeviceLostError,
     DeviceTime,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from millrace.schemas.errors import AdapterError
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.workers.engine.sequence import Rank, Sequence, SequenceState
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 
 # What one fetches from afar does not hold up the others.
 _NUM_THREADS = 4

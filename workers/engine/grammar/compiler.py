@@ -16,7 +16,7 @@ from millrace.schemas.sampling import Grammar, SamplingParams
 from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
 from millrace.workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
 from millrace.workers.engine.sequence import Sequence, SequenceState
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 
 NUM_COMPILE_THREADS = 2
 MAX_CACHED_GRAMMARS = 128

@@ -14,7 +14,7 @@ from millrace.schemas.errors import GrammarError
 from millrace.workers.engine.grammar.library import Matcher
 from millrace.workers.engine.grammar.reasoning import ReasoningMatcher
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 
 _MAX_THREADS = 4
 _ROWS_AT_LEAST = 8

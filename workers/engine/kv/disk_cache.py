@@ -14,7 +14,7 @@ from millrace.workers.engine.kv.block_file import BlockFile
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.kv.host_cache import TierFigures
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from millrace.workers.engine.kv.cache import KVCache, pieces_of
 from millrace.workers.engine.kv.disk_cache import SlotMemory
 from millrace.workers.engine.kv.host_cache import HostMemory
-from millrace.workers.engine.threads import leave_core
+from millrace.workers.engine.threads.choice import leave_core
 from millrace.workers.transfer.memory import Blocks, SharedPages
 from millrace.workers.transfer.runs import copy_runs, runs_of, shares_of
 

@@ -12,7 +12,7 @@ from millrace.schemas.transfer import KvSource, TransferEndpoint
 from millrace.workers.engine.kv.arrivals import Part
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 from millrace.workers.transfer.client import Pulled, Target
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.peers import Peers

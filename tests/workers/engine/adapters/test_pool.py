@@ -14,7 +14,7 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.scheduling.running import RunningSequences
 from millrace.workers.engine.sequence import Sequence, SequenceState
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 from millrace.workers.engine.types import EngineRequest
 
 

@@ -30,7 +30,7 @@ from millrace.workers.engine.grammar.masks import MaskFiller
 from millrace.workers.engine.grammar.probe import GrammarProbe
 from millrace.workers.engine.grammar.reasoning import ReasoningMatchers
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.task_threads import TaskThreads
+from millrace.workers.engine.threads.tasks import TaskThreads
 from tests.support.engine.tokenizers_made import (
     byte_fallback,
     byte_level,

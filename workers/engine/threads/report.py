@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads import configure_threads, usable_cores
+from millrace.workers.engine.threads.choice import configure_threads, usable_cores
 
 
 def choose_threads(config: EngineConfig, shared: bool) -> str:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from millrace.workers.engine.threads import leave_core
+from millrace.workers.engine.threads.choice import leave_core
 
 Task = Callable[[], None]
 
