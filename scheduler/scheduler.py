@@ -29,7 +29,14 @@ from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.config import SchedulerConfig
-from millrace.schemas.control import Cancel, CancelReason, Ended, MoveStreams, WorkerStatus
+from millrace.schemas.control import (
+    Cancel,
+    CancelReason,
+    Ended,
+    MoveStreams,
+    Prefilled,
+    WorkerStatus,
+)
 from millrace.schemas.errors import BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
@@ -141,6 +148,7 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
+        subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
         subscriptions.append(await bus.workers.watch_prefixes(self.context.prefixes.apply))
         while True:
@@ -196,6 +204,12 @@ class Scheduler:
         dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
         if worker is not None and dispatcher is not None:
             dispatcher.move_streams(worker, move.to_worker_id)
+
+    def _on_prefilled(self, prefilled: Prefilled) -> None:
+        worker = self.context.fleet.get(prefilled.worker_id)
+        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
+        if worker is not None and dispatcher is not None:
+            dispatcher.hand_on(worker, prefilled.request_ids)
 
     def _on_silent(self, worker_id: str) -> None:
         self._on_departed(self.context.fleet.give_up(worker_id))

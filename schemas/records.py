@@ -35,7 +35,8 @@ class Status(StrEnum):
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """An earlier attempt at a request, which another one continued, as far as it is known: what one
     took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
-    ``device_us`` and ``energy_j`` as in ``RequestRecord``."""
+    ``device_us`` and ``energy_j`` as in ``RequestRecord``. ``cached_tokens`` of those that it began
+    with were in its worker's cache."""
 
     epoch: int
     worker_id: str
@@ -43,6 +44,7 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
     ended_ns: int = 0
     device_us: int = 0
     energy_j: float | None = None
+    cached_tokens: int = 0
 
 
 def sum_energy(parts: Iterable[float | None]) -> float | None:

@@ -39,6 +39,7 @@ from millrace.runtime.process import python_command
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import first_error
 from millrace.schemas.config import Config, RedisConfig
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
 
 # For others on this machine that may read our files: addresses with passwords in them.
@@ -70,10 +71,10 @@ class Plan:
     """What to run: ``models`` are catalogue names, each with ``num_workers`` workers at first, and
     then as many as the schedulers want if ``config`` has ``scheduler.autoscale.max_workers``.
 
-    ``config`` is what the user set; the addresses in it are chosen when the stack starts.
-    ``port_is_fixed``: the gateway's port was asked for, and no other will do. ``serving`` is what
-    the models are, and what others are added from. ``adapters`` are offered from the start, beside
-    those that were added before.
+    ``roles`` are those of a model's first workers; others have both. ``config`` is what the user
+    set; the addresses in it are chosen when the stack starts. ``port_is_fixed``: the gateway's port
+    was asked for, and no other will do. ``serving`` is what the models are, and what others are
+    added from. ``adapters`` are offered from the start, beside those that were added before.
     """
 
     data: Path
@@ -82,6 +83,7 @@ class Plan:
     serving: Models
     port_is_fixed: bool = False
     num_workers: int = 1
+    roles: tuple[WorkerRole, ...] = ()
     num_gateways: int = 1
     num_schedulers: int = 1
     adapters: tuple[Adapter, ...] = ()
@@ -328,11 +330,15 @@ class Stack:
         return [
             process
             for model in self.plan.models
-            for process in self._pool.new_workers(model, self.live.changes.num_workers(model))
+            for process in self._pool.new_workers(
+                model, self.live.changes.num_workers(model), self.plan.roles
+            )
         ]
 
-    def _worker(self, name: str, model: str) -> Process:
+    def _worker(self, name: str, model: str, role: WorkerRole = WorkerRole.BOTH) -> Process:
         env = {"MILLRACE_WORKER__NAME": name, "MILLRACE_WORKER__MODEL": model}
+        if role is not WorkerRole.BOTH:
+            env["MILLRACE_WORKER__ROLE"] = role
         if self.live.changes.runs_by_itself(model):
             env |= _OWN_ENGINE
         return self._part(

@@ -24,7 +24,7 @@ from millrace.cli.adapter_options import (
 from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
 from millrace.cli.local.private_files import make_private
-from millrace.cli.local.worker_bounds import num_first, parse_bounds
+from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -100,7 +100,11 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--workers", type=int, help="workers per model, with --autoscale at first (default: 1)"
+        "--workers",
+        type=workers_option,
+        metavar="N|ROLE:N,ROLE:N",
+        help="workers per model, with --autoscale at first (default: 1), or so many of each role: "
+        "prefill:1,decode:2 computes long prompts apart from streams (docs/kv-cache.md)",
     )
     group.add_argument(
         "--autoscale",
@@ -117,9 +121,11 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; 0 after an orderly stop, 1 if a part did not start."""
-    for name in ("workers", "gateways", "schedulers"):
-        count = getattr(arguments, name)
-        if count is not None and count < 1:
+    counts = {"gateways": arguments.gateways, "schedulers": arguments.schedulers}
+    if arguments.workers is not None:
+        counts["workers"] = arguments.workers.number
+    for name, count in counts.items():
+        if count < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
     # What the servers write is for nobody else on this machine: they get this from us.
@@ -162,7 +168,10 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         # A setting that its engine does not have is said here, before anything starts.
         entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}
-    num_workers = num_first(config.scheduler.autoscale, arguments.workers)
+    first = arguments.workers or FirstWorkers(1)
+    if first.roles:
+        _check_roles(config)
+    num_workers = num_first(config.scheduler.autoscale, first.number)
     return Plan(
         data=data,
         config=msgspec.structs.replace(config, catalogue=catalogue),
@@ -176,10 +185,22 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         ),
         port_is_fixed=_is_port_fixed(arguments, config),
         num_workers=num_workers,
+        roles=first.roles,
         num_gateways=arguments.gateways,
         num_schedulers=arguments.schedulers,
         adapters=_adapters(arguments.adapter, entries),
     )
+
+
+def _check_roles(config: Config) -> None:
+    """Raise ConfigError where streams cannot go on behind prompts that others have computed."""
+    if config.worker.engine.kind is not EngineKind.REAL:
+        raise ConfigError(
+            "--workers: roles are for Millrace's own engine, from which blocks can be pulled; give "
+            "a number."
+        )
+    if config.scheduler.autoscale.max_workers:
+        raise ConfigError("--workers: roles do not go with --autoscale; give a number.")
 
 
 def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:

@@ -1,11 +1,37 @@
-"""``--autoscale MIN:MAX``: how few and how many workers a model may have."""
+"""``--workers`` and ``--autoscale MIN:MAX``: how many workers a model has, and may have."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from typing import NamedTuple
 
 from millrace.schemas.config import AutoscaleConfig
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError, MillraceError
+
+
+class FirstWorkers(NamedTuple):
+    """How many workers a model has at first, and their roles; empty: each has both."""
+
+    number: int
+    roles: tuple[WorkerRole, ...] = ()
+
+
+def workers_option(text: str) -> FirstWorkers:
+    """``N``, or as many of each role as in ``prefill:1,decode:2``. Raises ArgumentTypeError."""
+    if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        return FirstWorkers(int(text))
+    roles: list[WorkerRole] = []
+    for part in text.split(","):
+        name, _, count = part.partition(":")
+        if name not in set(WorkerRole) or not re.fullmatch(r"[1-9]\d{0,3}", count, re.ASCII):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number nor ROLE:N,ROLE:N with roles of "
+                f"{', '.join(WorkerRole)}, such as prefill:1,decode:2"
+            )
+        roles += [WorkerRole(name)] * int(count)
+    return FirstWorkers(len(roles), tuple(roles))
 
 
 def parse_bounds(text: str, at_most: int) -> tuple[int, int]:

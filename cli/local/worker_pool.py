@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from millrace.bus.api import Bus
@@ -13,8 +13,9 @@ from millrace.cli.local.scrape_targets import TargetedProcesses
 from millrace.cli.local.supervisor import Process, StartError
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import WorkerStatus
+from millrace.schemas.engines import WorkerRole
 
-NewWorker = Callable[[str, str], Process]
+NewWorker = Callable[[str, str, WorkerRole], Process]
 
 
 class WorkerPool:
@@ -28,7 +29,7 @@ class WorkerPool:
         run_dir: Path,
         say: Callable[[str], None],
     ) -> None:
-        """``new_worker`` makes a process of a name and a model."""
+        """``new_worker`` makes a process of a name, a model and a role."""
         self._processes = processes
         self._new_worker = new_worker
         self._run_dir = run_dir
@@ -37,16 +38,20 @@ class WorkerPool:
         self._statuses: dict[str, WorkerStatus] = {}
         self._scaler: WorkerScaler | None = None
 
-    def new_workers(self, model: str, count: int) -> list[Process]:
-        """As many workers for the model, under names that are free, not started so far."""
+    def new_workers(
+        self, model: str, count: int, roles: Sequence[WorkerRole] = ()
+    ) -> list[Process]:
+        """As many workers for the model, under names that are free, not started so far; the first
+        of them in the given roles."""
         made = []
-        for _ in range(count):
+        for index in range(count):
+            role = roles[index] if index < len(roles) else WorkerRole.BOTH
             names = (f"worker-{number}" for number in itertools.count(1))
             name = next(name for name in names if not self._is_taken(name))
             self._models[name] = model
             if self._scaler is not None:
                 self._scaler.adopt(name, model)
-            made.append(self._new_worker(name, model))
+            made.append(self._new_worker(name, model, role))
         return made
 
     def note(self, status: WorkerStatus) -> None:
@@ -71,7 +76,7 @@ class WorkerPool:
         """Have as many workers from now on as the schedulers want."""
         scaler = self._scaler = WorkerScaler(
             self._processes,
-            self._new_worker,
+            lambda name, model: self._new_worker(name, model, WorkerRole.BOTH),
             self._num_held,
             max_workers,
             SystemClock(),

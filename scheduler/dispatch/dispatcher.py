@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.job_runner import JobRunner
@@ -168,6 +169,11 @@ class Dispatcher:
         """Have others, or one of them, go on with what a worker runs now."""
         if not self._stopped and self._context.bus.connected:
             self._migration.move(worker, to_worker_id)
+
+    def hand_on(self, worker: WorkerView, request_ids: Iterable[str]) -> None:
+        """Have workers that decode go on with streams whose prompts a worker has computed."""
+        if not self._stopped and self._context.bus.connected:
+            self._migration.hand_on(worker, request_ids)
 
     def _migrate(self, scheduled: ScheduledJob, place: Place) -> None:
         self.runner.take_from_worker(scheduled, has_source=place.kv_source is not None)

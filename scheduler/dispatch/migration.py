@@ -4,7 +4,7 @@ asks for it, at once if its engine is down."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -17,6 +17,10 @@ from millrace.scheduler.placement import placement
 # this: what waits there for its turn would go on where it was meanwhile.
 _LEAD_S = 0.05
 _PAUSE_S = 0.02
+
+
+# Between two looks for a worker that decodes, where none has had room.
+_NO_ROOM_PAUSE_S = 0.2
 
 
 class _Asked(NamedTuple):
@@ -53,6 +57,7 @@ class Migration:
         self._send = send
         self._moving: set[str] = set()
         self._asked: dict[str, _Asked] = {}
+        self._prefilled: dict[str, set[str]] = {}
         self._stopped = False
 
     def stop(self) -> None:
@@ -72,6 +77,48 @@ class Migration:
         if held:
             self._asked[worker.worker_id] = _Asked(to_worker_id, held)
             self.begin(worker)
+
+    def hand_on(self, worker: WorkerView, request_ids: Iterable[str]) -> None:
+        """Have workers that decode go on with streams whose prompts a worker has computed, as soon
+        as one has room."""
+        worker_id = worker.worker_id
+        if worker_id in self._prefilled:
+            self._prefilled[worker_id].update(request_ids)
+            return
+        self._prefilled[worker_id] = set(request_ids)
+        self._context.tasks.spawn(self._hand_on(worker_id), f"hand on from {worker_id}")
+
+    async def _hand_on(self, worker_id: str) -> None:
+        try:
+            while self._context.bus.connected and not self._stopped:
+                worker = self._context.fleet.get(worker_id)
+                left = self._prefilled[worker_id]
+                if worker is None or worker.status.draining or worker.status.engine_down:
+                    return  # they leave for that reason
+                left.intersection_update(worker.runs)
+                is_full = self._hand_on_some(worker, left)
+                if not left:
+                    return
+                await self._context.clock.sleep(_NO_ROOM_PAUSE_S if is_full else _PAUSE_S)
+        finally:
+            del self._prefilled[worker_id]
+
+    def _hand_on_some(self, worker: WorkerView, request_ids: set[str]) -> bool:
+        """Whether some would go, and nobody has room for them."""
+        placement_round = PlacementRound(self._context, self._model)
+        is_full = False
+        for scheduled in self._movable(worker):
+            if scheduled.request_id not in request_ids:
+                continue
+            place = placement_round.find_decoder(scheduled, worker)
+            if place is None:
+                is_full = True
+            elif place.kv_source is None:
+                request_ids.discard(scheduled.request_id)  # it would be computed again
+            elif placement.work_ahead_s(place.worker) <= _LEAD_S:
+                request_ids.discard(scheduled.request_id)
+                self._send(scheduled, place)
+        return is_full
 
     async def _move(self, worker_id: str) -> None:
         try:

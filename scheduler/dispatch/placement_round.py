@@ -9,7 +9,7 @@ from millrace.scheduler.dispatch.preemption import PreemptionPolicy
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
-from millrace.scheduler.placement import placement
+from millrace.scheduler.placement import placement, roles
 from millrace.scheduler.placement.kv_sources import KvHolders
 from millrace.schemas.errors import AdapterError, ContextLengthError
 from millrace.schemas.transfer import KvSource
@@ -45,8 +45,15 @@ class PlacementRound:
 
     def find(self, scheduled: ScheduledJob) -> Place | None:
         """The place for a job that waits."""
-        workers = self._workers(scheduled)
-        return self._choose(scheduled, workers, workers, scheduled.left_worker_id)
+        workers = candidates = self._workers(scheduled)
+        if roles.have_roles(workers):
+            cached = self._context.prefixes.cached_tokens(workers, scheduled.prefix_keys)
+            candidates = (
+                roles.for_running(workers, scheduled.resources)
+                if scheduled.ran_before
+                else roles.for_new(workers, scheduled.resources, cached)
+            )
+        return self._choose(scheduled, candidates, workers, scheduled.left_worker_id)
 
     def find_elsewhere(
         self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
@@ -59,6 +66,15 @@ class PlacementRound:
             for worker in workers
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
+        if not to_worker_id and roles.have_roles(candidates):
+            candidates = roles.for_running(candidates, scheduled.resources)
+        return self._choose(scheduled, candidates, workers, away_from.worker_id)
+
+    def find_decoder(self, scheduled: ScheduledJob, away_from: WorkerView) -> Place | None:
+        """The place for a stream that goes on where there is time for it, behind a prompt that a
+        worker has computed; of those alone that decode by their role."""
+        workers = self._workers(scheduled)
+        candidates = [one for one in roles.decoders(workers) if one is not away_from]
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def _choose(

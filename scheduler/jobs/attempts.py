@@ -83,6 +83,7 @@ class AttemptHistory:
             ended_ns=now_ns,
             device_us=served.device_us,
             energy_j=served.energy_j,
+            cached_tokens=served.cached_tokens,
         )
         self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
         if self._reported is not None:

@@ -192,7 +192,7 @@ class Sink:
             await self._pause(consumer, _SHORT_REST_S)
             if not self._wake.is_set():
                 # The client looks five times a second whether what is paused goes on.
-                partitions = consumer.assignment()
+                partitions = list(consumer.assignment())
                 consumer.unsubscribe()
                 await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S - _SHORT_REST_S)
                 consumer.assign(partitions)

@@ -86,7 +86,10 @@ async def test_a_record_ends_the_rest_of_bridge_and_sink(
 
 
 async def test_a_record_ends_a_rest_that_unassigned_its_partitions(
-    store: Store, embedded_kafka: KafkaConfig, monkeypatch: pytest.MonkeyPatch
+    store: Store,
+    embedded_kafka: KafkaConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     unassigned = asyncio.Event()
     unsubscribe = AIOKafkaConsumer.unsubscribe
@@ -105,6 +108,7 @@ async def test_a_record_ends_a_rest_that_unassigned_its_partitions(
             assert service.sink.is_resting
             await bus.outbox.publish(request_record(number))
             await eventually(partial(_has_rows, store, number + 1), timeout_s=20.0)
+    assert "failed; starting it again" not in caplog.text
 
 
 async def _has_rows(store: Store, num_rows: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace.bus.memory import MemoryBus
 from millrace.schemas.control import MoveStreams, PrefixReport, ResumePoint
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
 from millrace.schemas.sampling import SamplingParams
 from tests.scheduler.scripted_worker import ScriptedWorker
@@ -175,3 +176,87 @@ async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) 
     await world.client.jobs.publish(job("r3", prompt_token_ids=PROMPT, sampling=scored))
     await world.until(lambda: "r3" in second.running)
     assert second.running["r3"].kv_source is None, "all of it is asked for"
+
+
+async def _in_role(world: World, name: str, role: WorkerRole) -> ScriptedWorker:
+    worker = await _serving(world, name)
+    worker.role = role
+    worker.prefill_tokens_per_s, worker.pull_tokens_per_s = 400.0, 400_000.0
+    await worker.announce()
+    return worker
+
+
+async def _with_roles(world: World) -> tuple[ScriptedWorker, ScriptedWorker]:
+    """A worker for prompts and one that decodes already, which a long prompt would hold up."""
+    decoding = await _in_role(world, "d", WorkerRole.DECODE)
+    await world.client.jobs.publish(job("busy"))
+    await world.until(lambda: "busy" in decoding.running)
+    prefilling = await _in_role(world, "p", WorkerRole.PREFILL)
+    return prefilling, decoding
+
+
+async def _ask_long(world: World, *names: str) -> None:
+    for name in names:
+        await world.client.jobs.publish(job(name, prompt_token_ids=tuple(range(1, 401))))
+
+
+async def test_a_long_prompt_is_computed_apart_and_its_stream_goes_on_where_it_decodes(
+    world: World,
+) -> None:
+    prefilling, decoding = await _with_roles(world)
+    await _ask_long(world, "r1")
+    await world.client.jobs.publish(job("short"))
+    await world.until(lambda: "r1" in prefilling.running and "short" in decoding.running)
+    await world.pass_s(1.0)
+    assert "r1" in prefilling.running, "its prompt is not computed so far"
+    await prefilling.tell_prefilled("r1")
+    await world.pass_real(lambda: "r1" in decoding.running)
+    source = decoding.running["r1"].kv_source
+    assert source is not None
+    assert (source.worker_id, source.num_tokens) == (prefilling.worker_id, 400)
+    assert not prefilling.running
+
+
+async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World) -> None:
+    prefilling, decoding = await _with_roles(world)
+    decoding.rejection = "full"
+    decoding.num_slots = 1
+    await decoding.announce()
+    await _ask_long(world, "r1", "r2")
+    await world.until(lambda: len(prefilling.running) == 2)
+    await prefilling.tell_prefilled("r1")
+    await prefilling.tell_prefilled("r2")
+    await world.pass_s(2.0)
+    assert len(prefilling.running) == 2
+    await prefilling.finish("r2")
+    decoding.rejection, decoding.num_slots = "", 4
+    await decoding.announce()
+    await world.pass_real(lambda: "r1" in decoding.running)
+
+
+async def test_it_stays_where_nobody_decodes_or_its_blocks_cannot_be_had(world: World) -> None:
+    prefilling, decoding = await _with_roles(world)
+    await _ask_long(world, "r1")
+    await world.until(lambda: "r1" in prefilling.running)
+    prefilling.transfer = None
+    await prefilling.announce()
+    await prefilling.tell_prefilled("r1")
+    await world.pass_s(1.0)
+    assert "r1" in prefilling.running
+    await decoding.kill()
+    await world.pass_s(5.0)
+    await _ask_long(world, "r2")
+    await world.until(lambda: "r2" in prefilling.running)
+    await prefilling.tell_prefilled("r2")
+    await prefilling.tell_prefilled("nobody")
+    await world.pass_s(1.0)
+    assert {"r1", "r2"} <= set(prefilling.running)
+
+
+async def test_a_stream_whose_prefilling_worker_dies_goes_on_where_it_can(world: World) -> None:
+    prefilling, decoding = await _with_roles(world)
+    await _ask_long(world, "r1")
+    await world.until(lambda: "r1" in prefilling.running)
+    await prefilling.kill()
+    await world.pass_real(lambda: "r1" in decoding.running)
+    assert decoding.running["r1"].kv_source is None

@@ -227,7 +227,12 @@ class Generation:
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_pulled_tokens = output.num_pulled_tokens
-            self.num_cached_tokens = min(output.num_cached_tokens, len(self.prompt_token_ids))
+            num_cached = output.num_cached_tokens
+            if self.lives:
+                # What an earlier attempt computed and this one has pulled was not found for free.
+                earlier = self.lives[max(self.lives)].cached_tokens
+                num_cached = max(num_cached - output.num_pulled_tokens, min(earlier, num_cached))
+            self.num_cached_tokens = min(num_cached, len(self.prompt_token_ids))
         elif output.num_cached_tokens > self._num_found_tokens and not output.started:
             # Some servers say it at the end only. Another engine's start says what it found anew.
             self._num_found_tokens = output.num_cached_tokens
