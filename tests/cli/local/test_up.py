@@ -91,9 +91,12 @@ def test_autoscaling_says_how_many_workers_there_are_at_first(
         (["--autoscale", "1:1000"], "between 1 and 256, got 1000"),
         (["--autoscale", "1:2", "--workers", "3"], "--workers 3 is more"),
         (["--config", "settings.yaml"], "min_workers is 3"),
+        (["--autoscale", "1:2", "--workers", "prefill:1,decode:1"], "do not go with --autoscale"),
+        (["--engine", "simulated", "--workers", "prefill:1"], "Millrace's own engine"),
+        (["--workers", "0"], "--workers must be at least 1"),
     ],
 )
-def test_autoscaling_that_cannot_be_is_refused_before_anything_starts(
+def test_workers_that_cannot_be_are_refused_before_anything_starts(
     arguments: list[str],
     says: str,
     tmp_path: Path,

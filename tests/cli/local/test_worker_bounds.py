@@ -1,11 +1,35 @@
-"""``--autoscale MIN:MAX`` as it is written, and what is refused."""
+"""``--workers`` and ``--autoscale MIN:MAX`` as they are written, and what is refused."""
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.cli.local.worker_bounds import FirstWorkers, parse_bounds, workers_option
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
+
+_PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"),
+    [
+        ("3", FirstWorkers(3)),
+        ("-1", FirstWorkers(-1)),
+        ("prefill:1,decode:2", FirstWorkers(3, (_PREFILL, _DECODE, _DECODE))),
+        ("both:1", FirstWorkers(1, (WorkerRole.BOTH,))),
+    ],
+)
+def test_workers_are_counted_or_have_roles(text: str, workers: FirstWorkers) -> None:
+    assert workers_option(text) == workers
+
+
+@pytest.mark.parametrize("text", ["", "a", "prefill", "prefill:0", "cook:1", "prefill:1,", "1:1"])
+def test_other_workers_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="both, prefill, decode, such as"):
+        workers_option(text)
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("0:1", (0, 1)), ("1:4", (1, 4)), ("8:8", (8, 8))])

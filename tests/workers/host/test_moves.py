@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Prefilled, Pulled
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource, TransferEndpoint
+from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
 
@@ -34,6 +38,21 @@ async def test_the_engine_is_told_of_the_source_and_the_source_when_it_was_used(
         b.engine.emit("r1:1", [21], FinishReason.LENGTH)
         await b.ended()
         assert pulled == [Pulled(worker_id="w-other", request_ids=("r1",))]
+
+
+@pytest.mark.parametrize(("earlier", "cached"), [(0, 1), (2, 2), (9, 3)])
+async def test_what_an_earlier_attempt_computed_is_not_charged_as_cached(
+    demo: ServedModel, earlier: int, cached: int
+) -> None:
+    async with bench(demo) as b:
+        life = Attempt(epoch=0, worker_id="w-other", cached_tokens=earlier)
+        job = b.job(prompt_token_ids=(5, 6, 7, 8))
+        assert (await b.dispatch(job, kv_source=SOURCE, lives=(life,))).ok
+        b.engine.step(EngineOutput(request_id="r1:1", num_cached_tokens=3, num_pulled_tokens=2))
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        await b.ended()
+        (record,) = await b.records()
+        assert record.cached_tokens == cached
 
 
 async def test_a_heartbeat_says_where_blocks_are_pulled_from(demo: ServedModel) -> None:
