@@ -116,6 +116,12 @@ class SchedulerMetrics(Collector):
             ["model", "why"],
             (((model, why.value), n) for model, of in counts for why, n in of.reruns.items()),
         )
+        yield _counter(
+            "millrace_scheduler_moves",
+            "Streams that were moved, by how their context comes: pulled or computed",
+            ["model", "source"],
+            (((model, how), n) for model, of in counts for how, n in of.moves.items()),
+        )
         known = self._scheduler.dispatchers
         ended: Counter[tuple[str, str, str]] = Counter()
         for (model, status, code), count in self._scheduler.context.finalizer.num_ended.items():

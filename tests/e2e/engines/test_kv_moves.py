@@ -4,6 +4,7 @@ with the blocks of the other, whoever is killed; and so they do from a worker th
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from millrace.cli.main import main
 from tests.e2e.clients import Answer, ask_sse
+from tests.support.scraped import Scraped
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -56,6 +58,14 @@ async def _texts(http: httpx.AsyncClient, first: int, count: int) -> list[str]:
     return [answer.text for answer in answers]
 
 
+async def _num_pulled_moves(system: System, http: httpx.AsyncClient) -> float:
+    """Streams that went on with blocks of another worker, as the scheduler counted."""
+    targets = json.loads((system.data / "run" / "metrics-targets.json").read_text())
+    (address,) = [t["targets"][0] for t in targets if t["labels"]["part"] == "scheduler"]
+    scraped = Scraped((await http.get(f"http://{address}/metrics")).text)
+    return scraped.value("millrace_scheduler_moves_total", model="demo", source="pulled")
+
+
 async def test_streams_go_on_behind_prompts_that_another_has_computed(apart: System) -> None:
     async with httpx.AsyncClient(base_url=apart.http, timeout=60.0) as http:
         # Nobody decodes, so each is computed where it decodes.
@@ -65,6 +75,7 @@ async def test_streams_go_on_behind_prompts_that_another_has_computed(apart: Sys
         fresh = await _texts(http, 100, 4)
         await asyncio.gather(*busy)
         assert await _texts(http, 100, 4) == fresh
+        assert await _num_pulled_moves(apart, http) >= 4
 
 
 @pytest.mark.parametrize("name", ["worker-1", "worker-2"])
