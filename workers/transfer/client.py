@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from millrace.workers.transfer import wire
+from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.memory import Blocks, BlockShape, map_blocks
 from millrace.workers.transfer.runs import copy_runs, cut, runs_of
@@ -159,7 +160,7 @@ class RemoteConnection:
     def _receive_block(self, pieces: list[memoryview]) -> None:
         checksum = bytearray(wire.CHECKSUM.size)
         self._stream.receive_into([memoryview(checksum), *pieces])
-        if wire.CHECKSUM.unpack(checksum)[0] != wire.checksum_of(pieces):
+        if wire.CHECKSUM.unpack(checksum)[0] != checksum_of(pieces):
             raise PeerError("a block came with other bytes than were sent")
 
     def close(self) -> None:

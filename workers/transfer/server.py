@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from millrace.workers.transfer import wire
+from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.loans import Lender
 from millrace.workers.transfer.streams import PeerGoneError, Stream
@@ -148,7 +149,7 @@ def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:
     for place in places:
         region, number = wire.region_and_number(place)
         pieces = [memoryview(layer) for layer in regions[region][:, number]]
-        checksum = wire.CHECKSUM.pack(wire.checksum_of(pieces))
+        checksum = wire.CHECKSUM.pack(checksum_of(pieces))
         stream.send_pieces([memoryview(checksum), *pieces])
 
 

@@ -13,7 +13,6 @@ memory it hands over (``WELCOME``, with the files), and the peer asks as often a
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
@@ -31,7 +30,7 @@ _VERSION = 1
 _HELLO = struct.Struct("<8sI32s16s")
 _HEADER = struct.Struct("<4sII")
 _REGION = struct.Struct("<QQQ")
-CHECKSUM = struct.Struct("<I")
+CHECKSUM = struct.Struct("<Q")
 HELLO_BYTES, HEADER_BYTES = _HELLO.size, _HEADER.size
 # Where a block is: the number of its region, then its own.
 _REGION_SHIFT = 31
@@ -149,11 +148,3 @@ def parse_places(body: bytes) -> tuple[int, ...]:
 def over(*, is_valid: bool) -> bytes:
     """Whether the blocks stayed as they were for as long as they were read."""
     return frame(Kind.OVER, int(is_valid))
-
-
-def checksum_of(pieces: Sequence[memoryview]) -> int:
-    """Of the bytes of a block."""
-    checksum = 0
-    for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
-    return checksum

@@ -21,6 +21,7 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.transfer import addresses, wire
 from millrace.workers.transfer.addresses import host_and_port, listen_on_path, this_host
+from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.client import LocalConnection, Pulled, Target
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.memory import BlockShape, SharedPages, map_blocks
@@ -107,8 +108,8 @@ def test_a_loan_that_is_over_too_soon_is_told(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is made, but what it is of nobody knows."""
-    spoiled = "copy_runs" if way == "local" else "wire.checksum_of"
-    before = wire.checksum_of
+    spoiled = "copy_runs" if way == "local" else "checksum_of"
+    before = checksum_of
 
     def expires(*args: Any) -> Any:
         served.shelf.lent[-1].expire()
@@ -123,7 +124,7 @@ def test_a_block_that_changed_on_the_way_is_not_taken(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "millrace.workers.transfer.wire.checksum_of", lambda pieces: id(pieces) % 2**32
+        "millrace.workers.transfer.server.checksum_of", lambda pieces: id(pieces) % 2**32
     )
     with pytest.raises(PeerError, match="other bytes"):
         _pull(_peers(), served.remote, [1], _target([0]))

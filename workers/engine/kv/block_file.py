@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.kv.checksum import checksum_of
+from millrace.workers.transfer.checksum import checksum_of
 
 _PAGE_BYTES = 4096
 _MAGIC = b"mrkv0002"
