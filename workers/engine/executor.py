@@ -19,12 +19,14 @@ from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.scheduling.step_speed import StepSpeed
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from millrace.workers.engine.speculation.pace import Pace
 from millrace.workers.engine.speculation.speculator import Speculator
 from millrace.workers.engine.speculation.verification import Verification, Verified
 from millrace.workers.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
 _sequence = itemgetter(0)
+_proposed = attrgetter("proposed")
 
 
 class _PendingStep(NamedTuple):
@@ -45,7 +47,8 @@ class Executor:
     """Executes plans. An error of one sequence ends that sequence only.
 
     With ``overlap`` a step is read after the next one has been launched, unless the host has to
-    choose tokens of it; so at most one step is in flight between two calls.
+    choose tokens of it or its tokens are wanted for proposals; so at most one step is in flight
+    between two calls.
 
     The duration of a call is charged to the sequences of the step in flight, and of two steps to
     those of the earlier one: so all the time that the device is busy is charged to requests.
@@ -74,6 +77,7 @@ class Executor:
         self.speed = StepSpeed(costs)
         self._overlap = overlap
         self._monotonic = monotonic
+        self._pace = Pace()
         self._unread: _PendingStep | None = None
         self._processed_s = 0.0
         self.prefill_tokens = 0
@@ -92,8 +96,9 @@ class Executor:
         outputs: list[EngineOutput],
         speculator: Speculator | None = None,
     ) -> None:
-        """Launch a plan, with what a speculator proposes for it, then process the step before it,
-        and this one too unless it may be read later. [] only processes the step in flight.
+        """Launch a plan, with what a speculator proposes for it if no step is in flight, then
+        process the step before it, and this one too unless it may be read later. [] only processes
+        the step in flight.
 
         When the model fails on a plan, the plan is bisected down to the sequences at fault.
         """
@@ -101,8 +106,9 @@ class Executor:
         before, self._unread = self._unread, None
         if before is None:
             self.meter.start(begin_s)
-        if speculator is not None and plan:
+        if speculator is not None and plan and before is None:
             speculator.propose(plan)
+            self._pace.note(proposed=any(map(_proposed, map(_sequence, plan))))
             begin_s = self._monotonic()
         pending = self._launch(plan, begin_s) if plan else None
         charged = before
@@ -114,7 +120,7 @@ class Executor:
                 self.meter.charge(plan, self._device_work.of(plan), self._monotonic())
             self._bisect(plan, pending, outputs)
         elif before is None or self._process(before, outputs, behind=pending):
-            if self._overlap and pending is not None and not pending.step.needs_host:
+            if pending is not None and self._may_overlap(pending, speculator):
                 self._unread = pending
                 charged = before or pending
             elif pending is not None:
@@ -127,6 +133,12 @@ class Executor:
             self.meter.charge(charged.plan, charged.weights, self._processed_s)
         else:
             self.meter.charge(plan, self._device_work.of(plan), self._processed_s)
+
+    def _may_overlap(self, pending: _PendingStep, speculator: Speculator | None) -> bool:
+        """Whether a step may be read after the launch of the next one."""
+        if not self._overlap or pending.step.needs_host:
+            return False
+        return speculator is None or not self._pace.waits()
 
     def _charge(self, pending: _PendingStep) -> None:
         self.meter.charge(pending.plan, pending.weights, self._monotonic())

@@ -31,7 +31,8 @@ class Runner(Protocol):
     """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
-    step may be launched before. ``host_device``: where the logits are that the host chooses from.
+    step may be launched before; its steps have ``max_num_sequences`` rows to draw from at most.
+    ``host_device``: where the logits are that the host chooses from.
     ``takes_adapters``: whether rows of sequences with adapters are computed with these.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     ``likeliest``: what finds the largest of them there faster than torch, if anything does.
@@ -103,6 +104,13 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
     comes with the checkpoint folder ``path`` of ``target``, in as many blocks as that has; None if
     there is none. Raises CheckpointError or ConfigError."""
     head_path = eagle3_of(engine.speculation)
+    if target.overlaps:
+        if head_path is not None or draft_of(engine.speculation) is not None:
+            raise ConfigError(
+                "engine.speculation: drafts and heads compute on a CPU, beside a model that does; "
+                "choose ngram on a GPU."
+            )
+        return None
     if head_path is not None and target.is_row_exact and isinstance(target, ModelRunner):
         return HeadRunner.load(Path(head_path), target)
     folder = _draft_folder(path, engine)

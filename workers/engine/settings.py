@@ -41,15 +41,20 @@ def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
     return config.max_adapters
 
 
-def speculates(config: EngineConfig, *, is_row_exact: bool) -> bool:
-    """Whether tokens are proposed. Raises ConfigError where they would change what is drawn."""
-    if config.speculation not in (None, "off", False) and not is_row_exact:
+def speculates(config: EngineConfig, *, is_row_exact: bool, on_device: bool) -> bool:
+    """Whether tokens are proposed: on a device that chooses tokens by itself only if that is asked
+    for. Raises ConfigError where they would change what is drawn."""
+    if config.speculation in ("off", False):
+        return False
+    if config.speculation is None:
+        return is_row_exact and not on_device
+    if not is_row_exact:
         raise ConfigError(
             "engine.speculation: several tokens of a sequence are computed in one step, bit for "
-            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and without experts "
-            "only; leave it out or set it to off."
+            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and by those of a GPU "
+            "with engine.deterministic, without experts only; leave it out or set it to off."
         )
-    return config.speculation not in ("off", False) and is_row_exact
+    return True
 
 
 def choose_device(name: str) -> torch.device:

@@ -31,7 +31,7 @@ def exact_shape(layout: BatchLayout) -> StepShape:
         num_single=layout.num_single,
         num_tokens=len(layout.token_ids),
         num_sequences=len(layout.ranges),
-        num_sampled=len(layout.sampled),
+        num_sampled=len(layout.sampled) + len(layout.proposed_rows),
     )
 
 
@@ -127,10 +127,12 @@ def finite_items(
     layout: BatchLayout,
     shape: StepShape,
 ) -> list[bool]:
-    """Whether all rows of each item of a plan are finite, by the flags of a step's rows."""
+    """Whether all rows of each item of a plan are finite, by the flags of a step's rows; those of
+    proposed tokens, which may never come, are left out."""
     starts = [shifted(query.start, layout, shape) for query in layout.ranges]
     ends = [start + query.num_tokens for start, query in zip(starts, layout.ranges, strict=True)]
     totals = np.concatenate(([0], np.cumsum(~flags)))
     bad = (totals[ends] - totals[starts]).tolist()
-    by_sequence = dict(zip(layout.sequences, bad, strict=True))
+    # The rows of a sequence with proposed tokens are one range each, that of its own token first.
+    by_sequence = dict(zip(reversed(layout.sequences), reversed(bad), strict=True))
     return [by_sequence[sequence] == 0 for sequence, _ in plan]

@@ -14,10 +14,11 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.adapters.slots import AdapterSlots, slot_elements
 from millrace.workers.engine.device.adapters import DeviceAdapters
+from millrace.workers.engine.device.buffers import Bounds
 from millrace.workers.engine.device.device import Device, Stopwatch
 from millrace.workers.engine.device.memory import cache_bytes, check_slots
 from millrace.workers.engine.device.operations import DeviceOperations
-from millrace.workers.engine.device.runner import Adapted, Bounds, DeviceRunner
+from millrace.workers.engine.device.runner import Adapted, DeviceRunner
 from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
 from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
 from millrace.workers.kernels.gpu.attention_shape import AttentionShape
@@ -195,4 +196,5 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
         device=device,
         bounds=bounds,
         adapted=adapted,
+        is_row_exact=engine.deterministic and config.experts is None,
     )

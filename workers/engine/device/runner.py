@@ -17,6 +17,7 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import BatchLayout, lay_out
 from millrace.workers.engine.device.adapters import DeviceAdapters, has_adapters
+from millrace.workers.engine.device.buffers import Bounds, Buffers
 from millrace.workers.engine.device.device import Array, Device, Stopwatch
 from millrace.workers.engine.device.graphs import RecordedSteps, ladder
 from millrace.workers.engine.device.inputs import (
@@ -38,7 +39,7 @@ from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.types import DeviceLostError
 from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
-from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape
+from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepShape
 from millrace.workers.kernels.operations import WeightSize
 from millrace.workers.models.decoder import Decoder
 
@@ -47,45 +48,11 @@ _log = logging.getLogger(__name__)
 DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
 
 
-class Bounds(NamedTuple):
-    """The most that a step has: sequences, tokens, and blocks of one sequence."""
-
-    num_sequences: int
-    num_tokens: int
-    num_blocks: int
-
-
 class Adapted(NamedTuple):
     """``decoder`` computes steps with ``adapters``."""
 
     adapters: DeviceAdapters
     decoder: DeviceDecoder
-
-
-class _Buffers(NamedTuple):
-    """What steps read and leave, always in the same place: the packed vector and what is made of
-    it, logits and tokens of what is sampled, and which rows are finite."""
-
-    packed: torch.Tensor
-    inputs: StepInputs
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    finite: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, bounds: Bounds, vocab_size: int, dtype: torch.dtype, device: torch.device
-    ) -> _Buffers:
-        sequences = bounds.num_sequences
-        # Padding may be a sequence more than there are.
-        largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)
-        return cls(
-            packed=torch.zeros(largest.num_packed, dtype=torch.int64, device=device),
-            inputs=StepInputs.empty(largest, device),
-            logits=torch.zeros(sequences, vocab_size, dtype=dtype, device=device),
-            tokens=torch.zeros(sequences, dtype=torch.int64, device=device),
-            finite=torch.ones(bounds.num_tokens, dtype=torch.bool, device=device),
-        )
 
 
 class _Choice(NamedTuple):
@@ -106,10 +73,12 @@ class DeviceRunner:
     the next step's inputs there before anybody has read them. Steps of shapes that were recorded
     are padded to them and replayed. Those with adapters are computed by another decoder of the same
     weights, and recorded by themselves: a step without any costs what it does where there are none.
+
+    Tokens that are proposed for a sequence are single rows like those of others, and the host draws
+    from them: so a step has no more rows with proposals than ``bounds`` has sequences.
     """
 
     overlaps = True
-    is_row_exact = False
     likeliest = None
 
     def __init__(
@@ -122,8 +91,10 @@ class DeviceRunner:
         device: Device,
         bounds: Bounds,
         adapted: Adapted | None = None,
+        is_row_exact: bool = False,
     ) -> None:
         self.config = config
+        self.is_row_exact = is_row_exact
         self.cache = cache
         self.takes_adapters = adapted is not None
         self._decoder = decoder
@@ -140,7 +111,7 @@ class DeviceRunner:
             max_num_sequences=bounds.num_sequences,
             max_blocks=bounds.num_blocks,
         )
-        self._buffers = _Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
+        self._buffers = Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
         self._recorded = RecordedSteps()
         self._recorded_adapted = RecordedSteps()
 
@@ -225,7 +196,7 @@ class DeviceRunner:
         shape = exact if recorded is None else recorded
         choice = self._divide(layout, rows, shape)
         with torch.inference_mode():
-            numbers = [row.number for row in rows.values()]
+            numbers = [rows[sequence].number for sequence in layout.sequences]
             self._tell(pack(layout, numbers, choice.rows, shape, self._state.padding_row))
             if adapted is not None:
                 adapted.adapters.tell(layout, shape)
@@ -242,6 +213,8 @@ class DeviceRunner:
                 scored = score_rows(layout.scored, states, self._decoder.logits)
             read = self._read_back(plan, layout, shape, choice)
             logits = self._host_logits(choice.host_places)
+        if layout.proposed_rows:
+            self._forget_proposed(choice.by_host)
         return InFlightStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _failed(self, error: Exception) -> BaseException:
@@ -261,14 +234,14 @@ class DeviceRunner:
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
     ) -> _Choice:
-        """Who chooses the next token of which sequence."""
+        """Who chooses the next token of which sequence; behind proposed tokens the host does."""
         choice = _Choice([], [], [], [], [])
         for place, (sequence, row) in enumerate(
             zip(layout.sampled, layout.sampled_rows, strict=True)
         ):
             state_row = rows[sequence]
             number = self._state.padding_row
-            if state_row.suits and not sequence.forks:
+            if state_row.suits and not sequence.forks and not sequence.proposed:
                 number = state_row.number
                 if not state_row.begun:
                     self._sampler.add(number, sequence)
@@ -281,7 +254,18 @@ class DeviceRunner:
             choice.rows.append(
                 SampledRow(shifted(row, layout, shape), number, sequence.num_output_tokens)
             )
+        # They are in the order of their sequences, all of which are the host's.
+        first, padding_row = len(choice.rows), self._state.padding_row
+        choice.host_places.extend(range(first, first + len(layout.proposed_rows)))
+        choice.rows.extend([SampledRow(row, padding_row, 0) for row in layout.proposed_rows])
         return choice
+
+    def _forget_proposed(self, sequences: list[Sequence]) -> None:
+        """Nobody knows yet which of the blocks behind their own tokens they keep."""
+        size = self.cache.block_size_tokens
+        for sequence in sequences:
+            if sequence.proposed:
+                self._state.forget_behind(sequence, sequence.num_computed_tokens // size + 1)
 
     def _tell(self, packed: Array) -> None:
         """Bring the device what it needs to know for the next step."""

@@ -80,6 +80,13 @@ class DeviceState:
         )
         row.table, row.num_sent, row.last_sent = table, len(table), table[-1]
 
+    def forget_behind(self, sequence: Sequence, num_blocks: int) -> None:
+        """Send the blocks behind the first ``num_blocks`` of a sequence again with its next step:
+        they may be given back until then, and others taken in their places."""
+        row = self._rows[sequence]
+        if row.table is not None and row.num_sent > num_blocks:
+            row.num_sent, row.last_sent = num_blocks, row.table[num_blocks - 1]
+
     def _take_free(self) -> int:
         if not self._free:
             for sequence in [s for s in self._rows if s.state is not SequenceState.RUNNING]:

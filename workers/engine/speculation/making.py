@@ -20,11 +20,19 @@ def make_speculator(
     target: Runner,
     draft: DraftRunner | None,
 ) -> Speculator | None:
-    """None where nothing is proposed. Raises ConfigError where it would change what is drawn."""
-    if not speculates(config, is_row_exact=target.is_row_exact):
+    """By settled settings; None where nothing is proposed. Raises ConfigError where it would change
+    what is drawn."""
+    if not speculates(config, is_row_exact=target.is_row_exact, on_device=target.overlaps):
         return None
     drafts: Draft | None = None
     if draft is not None:
         kind = HeadDraft if isinstance(draft, HeadRunner) else Draft
         drafts = kind(draft, costs)
-    return Speculator(tables, costs, config.max_batch_tokens, config.itl_bound_ms / 1e3, drafts)
+    return Speculator(
+        tables,
+        costs,
+        config.max_batch_tokens,
+        config.itl_bound_ms / 1e3,
+        drafts,
+        max_drawn_rows=config.max_num_sequences if target.overlaps else None,
+    )

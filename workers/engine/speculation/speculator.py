@@ -44,7 +44,9 @@ class Speculator:
     ``tokens / seconds`` of the part of the step that decodes, as ``costs`` predicts it: far from it
     where many rows share the reading of the weights, so that at high load nothing is proposed. The
     rows come out of what a step's budget leaves, and their blocks of those that nobody needs; with
-    an ``itl_bound_s`` above 0 no step becomes longer than that for them.
+    an ``itl_bound_s`` above 0 no step becomes longer than that for them. Where a device draws
+    tokens by itself, the host does behind proposed ones: a step has at most ``max_drawn_rows`` rows
+    then that tokens are drawn from.
     """
 
     def __init__(
@@ -54,12 +56,15 @@ class Speculator:
         max_batch_tokens: int,
         itl_bound_s: float = 0.0,
         draft: Draft | None = None,
+        *,
+        max_drawn_rows: int | None = None,
     ) -> None:
         self._draft = draft
         self._tables = tables
         self._costs = costs
         self._max_batch_tokens = max_batch_tokens
         self._itl_bound_s = itl_bound_s
+        self._max_drawn_rows = max_drawn_rows
         self._acceptance = Acceptance()
 
     def propose(self, plan: list[ScheduledSequence]) -> None:
@@ -149,9 +154,16 @@ class Speculator:
                 counts[i] = count
         return counts
 
+    def _suits(self, sequence: Sequence) -> bool:
+        """Whether host and device say the same of it, where the host draws in place of a device:
+        its log-probabilities may be others in the last digit."""
+        return self._max_drawn_rows is None or sequence.request.sampling.logprobs is None
+
     def _budget(self, plan: list[ScheduledSequence], row_s: float) -> int:
         """How many rows more a step may have."""
         budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
+        if self._max_drawn_rows is not None:
+            budget = min(budget, self._max_drawn_rows - len(plan))
         if self._itl_bound_s <= 0 or not self._costs.is_warm or row_s <= 0:
             return budget
         left_s = self._itl_bound_s - self._costs.step_s(StepWork.of(plan))
@@ -172,7 +184,7 @@ class Speculator:
         not looked at."""
         suggestions: Suggestions | None = sequence.suggestions
         if suggestions is None:
-            if not _may_speculate(sequence):
+            if not _may_speculate(sequence) or not self._suits(sequence):
                 return None
             suggestions = sequence.suggestions = Suggestions(sequence, self._acceptance)
         if suggestions.rests():
