@@ -29,6 +29,7 @@ def share(least: float) -> Goal:
 
 LLAMA_8B, QWEN_06B, QWEN_8B = "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"
 KERNELS, TOKENS, ADAPTERS = "kernels", "tokens", "adapters"
+SPECULATION = "speculation"
 TRANSFORMERS = "transformers-"
 
 START = "start, weights to recorded graphs"
@@ -39,6 +40,7 @@ DECODE_ATTENTION = "decode attention, 64 x 4k"
 SKEWED_ATTENTION = "decode attention, skewed over balanced"
 LOGITS_ERROR = "logits in bf16, relative error to fp32"
 STEPS_BESIDE_LOADS = "steps while adapters are loaded, p99 over p99 without"
+EQUAL_ANSWERS = "answers that are the same with proposals"
 DETERMINISTIC = "deterministic: requests whose tokens never change"
 
 
@@ -52,6 +54,10 @@ def prefill(count: int, num_tokens: int) -> str:
 
 def adapted(streams: int, changed: str) -> str:
     return f"tokens/s, {streams} streams, adapters of {changed} over the base"
+
+
+def predicted(streams: int) -> str:
+    return f"tokens/s with predictions that are 80 % right over without, {streams} streams"
 
 
 def over(load: str) -> str:
@@ -76,6 +82,10 @@ _GOALS: dict[tuple[str, str], tuple[Goal, ...]] = {
     (ADAPTERS, adapted(1, "q v")): (_ALMOST,),
     (ADAPTERS, adapted(32, "q v")): (_ALMOST,),
     (ADAPTERS, STEPS_BESIDE_LOADS): (Goal("<= 1.2 x", most_value=1.2),),
+    (SPECULATION, predicted(1)): (Goal(">= 2.2 x", least_value=2.2),),
+    (SPECULATION, predicted(32)): (Goal(">= 0.98 x", least_value=0.98),),
+    (SPECULATION, f"{EQUAL_ANSWERS}, 1 streams"): (Goal("all", least_share=1.0),),
+    (SPECULATION, f"{EQUAL_ANSWERS}, 32 streams"): (Goal("all", least_share=1.0),),
     (TOKENS, LOGITS_ERROR): (Goal("<= 0.02", most_value=0.02),),
     (TOKENS, DETERMINISTIC): (Goal("all", least_share=1.0),),
 } | {(model, BUSY): (share(0.97),) for model in (LLAMA_8B, QWEN_06B, QWEN_8B)}

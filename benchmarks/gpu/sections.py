@@ -18,6 +18,7 @@ from benchmarks.gpu.goals import (
     LLAMA_8B,
     QWEN_06B,
     QWEN_8B,
+    SPECULATION,
     TOKENS,
     TRANSFORMERS,
 )
@@ -64,6 +65,7 @@ SECTIONS = (
     Section("quantized", "quantized_kernels", 60),
     Section(TRANSFORMERS + LLAMA_8B, "transformers_loads", 30, LLAMA_8B),
     Section(ADAPTERS, "adapters", 180),
+    Section(SPECULATION, "speculation", 90),
 )
 
 

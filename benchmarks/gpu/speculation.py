@@ -1,0 +1,120 @@
+"""Answers of which most was predicted, on an engine that proposes tokens and on one that does not:
+the same tokens, in less time."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu.engine_runs import EngineRun, engine_config
+from benchmarks.gpu.goals import EQUAL_ANSWERS, LLAMA_8B, predicted
+from benchmarks.gpu.scope import Scope
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.engine.types import EngineRequest
+
+_PROMPT, _SMOKE_PROMPT = 512, 4
+_OUTPUT, _SMOKE_OUTPUT = 256, 6
+_STREAMS, _SMOKE_STREAMS = (1, 32), (2,)
+# Of a hundred tokens of a prediction so many are others than those that come.
+_PERCENT_WRONG = 20
+_Answers = dict[str, list[int]]
+
+
+class _Answered(NamedTuple):
+    answers: _Answers
+    elapsed_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.answers.values())) / self.elapsed_s
+
+
+def run(scope: Scope) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        plain = _engine(scope, Path(name) / "plain", "off")
+        proposing = _engine(scope, Path(name) / "proposing", "ngram")
+        for streams in _SMOKE_STREAMS if scope.smoke else _STREAMS:
+            case = predicted(streams)
+            if scope.out_of_time(case):
+                continue
+            with scope.case(case):
+                _compare(scope, plain, proposing, streams)
+
+
+def _engine(scope: Scope, folder: Path, speculation: str) -> EngineRun:
+    """Both have the same random weights. Their KV caches are small: two engines share a device."""
+    config = engine_config(
+        scope,
+        kernels="reference" if scope.smoke else "triton",
+        cuda_graphs=not scope.smoke,
+        deterministic=True,
+        speculation=speculation,
+        num_blocks=32 if scope.smoke else 4_096,
+    )
+    return EngineRun(scope, LLAMA_8B, folder, config)
+
+
+def _compare(scope: Scope, plain: EngineRun, proposing: EngineRun, streams: int) -> None:
+    prompts = plain.prompts(streams, _SMOKE_PROMPT if scope.smoke else _PROMPT)
+    _answer(scope, plain, prompts, {})  # what a first time costs
+    without = _answer(scope, plain, prompts, {})
+    predictions = _spoiled(scope, proposing, without.answers)
+    _answer(scope, proposing, prompts, predictions)
+    proposed = _answer(scope, proposing, prompts, predictions)
+    stats = proposing.engine.stats()
+    scope.emit(
+        predicted(streams),
+        proposed.tokens_per_s / without.tokens_per_s,
+        "x",
+        details={
+            "tokens_per_s_without": without.tokens_per_s,
+            "tokens_per_s_with": proposed.tokens_per_s,
+            "proposed": stats.proposed_tokens,
+            "accepted": stats.accepted_tokens,
+        },
+    )
+    num_equal = sum(proposed.answers[key] == own for key, own in without.answers.items())
+    scope.emit(f"{EQUAL_ANSWERS}, {streams} streams", num_equal, "requests", ceiling=streams)
+
+
+def _answer(
+    scope: Scope, run: EngineRun, prompts: list[tuple[int, ...]], predictions: _Answers
+) -> _Answered:
+    """Greedy answers, by the numbers of their prompts."""
+    answers: _Answers = {str(number): [] for number in range(len(prompts))}
+    begin_s = time.perf_counter()
+    for (key, _), prompt in zip(answers.items(), prompts, strict=True):
+        run.engine.add(
+            EngineRequest(
+                request_id=key,
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    max_tokens=_SMOKE_OUTPUT if scope.smoke else _OUTPUT,
+                    temperature=0.0,
+                    ignore_eos=True,
+                ),
+                prediction_token_ids=tuple(predictions.get(key, ())),
+            )
+        )
+    while run.engine.has_work:
+        for output in run.engine.step():
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+            answers[output.request_id] += output.token_ids
+    return _Answered(answers, time.perf_counter() - begin_s)
+
+
+def _spoiled(scope: Scope, run: EngineRun, answers: _Answers) -> _Answers:
+    generator = random.Random(scope.seed)
+    return {
+        key: [
+            generator.randrange(run.model.vocab_size)
+            if generator.randrange(100) < _PERCENT_WRONG
+            else token
+            for token in answer
+        ]
+        for key, answer in answers.items()
+    }
