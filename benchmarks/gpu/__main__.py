@@ -16,7 +16,7 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   quantized       products with weights of 8 and 4 bits, beside those of bf16
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
                   streams, and steps while adapters are loaded; name it to give it time enough
-  speculation     answers of which most was predicted, with proposals and without, --deterministic
+  speculation     answers of which most was predicted, with proposals and without; deterministic
 
 Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
 cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's
