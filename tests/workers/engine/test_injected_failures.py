@@ -164,7 +164,7 @@ def test_the_engine_outlives_failing_allocations(
         (engine._runner, "launch"),
         (engine._runner.cache, "finite_blocks"),
         (engine._sampler, "add"),
-        (engine._sampler, "_sample_chunk"),
+        (engine._sampler, "_sample_rows"),
         (engine._grammars, "start_masks"),
         (engine._grammars, "masks"),
         (engine._grammars, "accept"),

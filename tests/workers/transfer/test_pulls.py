@@ -108,14 +108,15 @@ def test_a_loan_that_is_over_too_soon_is_told(
     served: Served, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is made, but what it is of nobody knows."""
-    spoiled = "copy_runs" if way == "local" else "checksum_of"
+    # Where blocks are sent, they are sent before anybody looks at them.
+    spoiled = "client.copy_runs" if way == "local" else "server.checksum_of"
     before = checksum_of
 
     def expires(*args: Any) -> Any:
         served.shelf.lent[-1].expire()
         return None if way == "local" else before(*args)
 
-    monkeypatch.setattr(f"millrace.workers.transfer.client.{spoiled}", expires)
+    monkeypatch.setattr(f"millrace.workers.transfer.{spoiled}", expires)
     with pytest.raises(PeerError, match="had to give the blocks to others"):
         _pull(_peers(), served.endpoint(way), [1, 2], _target([0, 1]))
 
