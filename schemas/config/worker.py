@@ -116,9 +116,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     predicts; ``draft=PATH`` these, and where they have nothing what the checkpoint at the path
     says; ``eagle3=PATH`` the same with the EAGLE-3 head at the path; ``off`` (or false) nothing;
     none: ``ngram``, and the checkpoint in a model's own folder ``draft`` if it has one, where a row
-    is computed the same in all company, as the compiled kernels do in bfloat16, else ``off``. What
-    a model's ``speculation`` in the catalogue says holds where this is none. See
-    docs/speculation.md."""
+    is computed the same in all company, as the compiled kernels do in bfloat16 on a CPU, else
+    ``off``; on a GPU ``off`` in any case. What a model's ``speculation`` in the catalogue says
+    holds where this is none. See docs/speculation.md."""
 
     max_adapters: int | None = None
     """LoRA adapters that are in memory at a time, the least recently used making room for others;

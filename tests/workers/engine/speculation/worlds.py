@@ -98,7 +98,8 @@ class Guesses:
                 known = self._known[sequence.request_id, sequence.choice].token_ids
                 assert known[: len(made)] == made, "it has gone another way"
                 room = sequence.max_total_tokens - sequence.num_tokens - 1
-                most = min(self._random.randrange(self._most + 1), room)
+                left = speculator._budget(plan, 0.0) - sum(len(one.proposed) for one, _ in plan)
+                most = max(0, min(self._random.randrange(self._most + 1), room, left))
                 guess = [
                     token
                     if self._random.random() < self._share_right
