@@ -43,6 +43,14 @@ class LlamaShape(NamedTuple):
 
 
 LLAMA_100M = LlamaShape()
+LLAMA_8B = LlamaShape(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+)
 
 
 def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Path:

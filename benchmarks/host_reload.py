@@ -9,46 +9,20 @@ many bytes. The goal: 4,096 tokens come back within 50 ms, memory bandwidth allo
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-import tempfile
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoints import LlamaShape, config_of
+from benchmarks.checkpoints import LLAMA_8B
 from benchmarks.support.command import command_parser
-from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.workers.engine.kv.cache import KVCache
+from benchmarks.support.kv_caches import BLOCK_TOKENS, cache_of
 from millrace.workers.engine.kv.host_memory import PlainHostMemory
 
-_LLAMA_8B = LlamaShape(
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    intermediate_size=14_336,
-    vocab_size=128_256,
-)
-_BLOCK_TOKENS = 16
 _GOAL_MS = 50
-
-
-def _cache(num_blocks: int) -> KVCache:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(_LLAMA_8B)))
-        config = read_model_config(Path(folder))
-    return KVCache(
-        config,
-        num_blocks=num_blocks,
-        block_size_tokens=_BLOCK_TOKENS,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
 
 
 def _median_ms(work: Callable[[], object], repeats: int) -> float:
@@ -61,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=7, help="measurements; the median counts")
     parsed = parser.parse_args(arguments)
-    num_blocks = -(-parsed.tokens // _BLOCK_TOKENS)
-    cache = _cache(num_blocks)
+    num_blocks = -(-parsed.tokens // BLOCK_TOKENS)
+    cache = cache_of(LLAMA_8B, num_blocks)
     memory = PlainHostMemory(cache, num_blocks * cache.data[:, 0].numel() * cache.data.itemsize)
     size_bytes = num_blocks * memory.block_bytes
     source = torch.ones(size_bytes, dtype=torch.uint8)

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -28,8 +26,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.checkpoints import LLAMA_100M, LlamaShape, config_of
+from benchmarks.checkpoints import LLAMA_8B, LLAMA_100M, LlamaShape
 from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.kv_caches import BLOCK_TOKENS, cache_of
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import add_model_arguments, measured_model
 from benchmarks.support.processes import SPAWN
@@ -38,21 +37,11 @@ from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 if TYPE_CHECKING:
-    from millrace.workers.engine.kv.cache import KVCache
     from millrace.workers.process.engine_process import EngineClient
 
 _RESULT = Path(__file__).parent / "results" / "kv_transfer.json"
-_BLOCK_TOKENS = 16
 _LAYOUT = "blocks"
 _TIMEOUT_S = 60.0
-_LLAMA_8B = LlamaShape(
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    intermediate_size=14_336,
-    vocab_size=128_256,
-)
 
 
 class BlockFigures(msgspec.Struct, kw_only=True):
@@ -84,25 +73,6 @@ class Result(msgspec.Struct, kw_only=True):
     engine: EngineFigures
 
 
-def _cache(shape: LlamaShape, num_blocks: int) -> KVCache:
-    import torch
-
-    from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.kv.cache import KVCache
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(shape)))
-        config = read_model_config(Path(folder))
-    return KVCache(
-        config,
-        num_blocks=num_blocks,
-        block_size_tokens=_BLOCK_TOKENS,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        shared=True,
-    )
-
-
 def _key(block: int) -> bytes:
     return block.to_bytes(16, "big")
 
@@ -117,9 +87,9 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
     from millrace.workers.engine.kv.tiers import Tiers
     from millrace.workers.engine.threads.bell import Bell
 
-    cache = _cache(shape, num_blocks)
+    cache = cache_of(shape, num_blocks, shared=True)
     memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)
-    tables = BlockTables(num_blocks, _BLOCK_TOKENS, cache, host=HostCache(memory))
+    tables = BlockTables(num_blocks, BLOCK_TOKENS, cache, host=HostCache(memory))
     blocks = cache.blocks.numpy()
     blocks[:] = np.random.default_rng(0).integers(0, 256, blocks.shape, dtype=np.uint8)
     for block in tables.pool.allocate(num_blocks) or ():
@@ -140,7 +110,7 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
 
 def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFigures:
     """Blocks of a shape, from a process that has just them."""
-    num_blocks = -(-num_tokens // _BLOCK_TOKENS)
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=serve, args=(theirs, shape, num_blocks), daemon=True)
     process.start()
@@ -181,7 +151,7 @@ def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Cal
     from millrace.workers.transfer.memory import BlockShape
     from millrace.workers.transfer.peers import Peers
 
-    cache = _cache(shape, 1)
+    cache = cache_of(shape, 1, shared=True)
     memory = host_memory_of(cache, num_blocks * cache.blocks[:, 0].numel(), shared=True)
     slots = memory.slots()
     peers = Peers(endpoint.layout, BlockShape(*slots.shape), this_host())
@@ -196,7 +166,7 @@ def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Cal
 
 def _plain_copy(shape: LlamaShape, num_blocks: int) -> tuple[int, Callable[[], object]]:
     """The bytes of the blocks, and a copy of as many in one piece by one thread."""
-    size_bytes = num_blocks * _cache(shape, 1).blocks[:, 0].numel()
+    size_bytes = num_blocks * cache_of(shape, 1).blocks[:, 0].numel()
     source, target = bytearray(size_bytes), bytearray(size_bytes)
     to, from_ = (
         ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(one)) for one in (target, source)
@@ -290,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cpu=cpu_name(),
             tokens=parsed.tokens,
             blocks_100m=measure_blocks(LLAMA_100M, parsed.tokens, parsed.repeats),
-            blocks_8b=measure_blocks(_LLAMA_8B, parsed.tokens, parsed.repeats),
+            blocks_8b=measure_blocks(LLAMA_8B, parsed.tokens, parsed.repeats),
             engine=asyncio.run(measure_engine(model, parsed.tokens, parsed.repeats)),
         )
     engine = result.engine

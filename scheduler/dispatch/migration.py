@@ -17,8 +17,6 @@ from millrace.scheduler.placement import placement
 # this: what waits there for its turn would go on where it was meanwhile.
 _LEAD_S = 0.05
 _PAUSE_S = 0.02
-
-
 # Between two looks for a worker that decodes, where none has had room.
 _NO_ROOM_PAUSE_S = 0.2
 

@@ -47,12 +47,7 @@ class PlacementRound:
         """The place for a job that waits."""
         workers = candidates = self._workers(scheduled)
         if roles.have_roles(workers):
-            cached = self._context.prefixes.cached_tokens(workers, scheduled.prefix_keys)
-            candidates = (
-                roles.for_running(workers, scheduled.resources)
-                if scheduled.ran_before
-                else roles.for_new(workers, scheduled.resources, cached)
-            )
+            candidates = self._in_role(scheduled, workers)
         return self._choose(scheduled, candidates, workers, scheduled.left_worker_id)
 
     def find_elsewhere(
@@ -76,6 +71,12 @@ class PlacementRound:
         workers = self._workers(scheduled)
         candidates = [one for one in roles.decoders(workers) if one is not away_from]
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
+
+    def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:
+        if scheduled.ran_before:
+            return roles.for_running(workers, scheduled.resources)
+        cached = self._context.prefixes.cached_tokens(workers, scheduled.prefix_keys)
+        return roles.for_new(workers, scheduled.resources, cached)
 
     def _choose(
         self,

@@ -28,6 +28,8 @@ _SHUFFLE = 5
 # Of an expected answer that nobody can estimate.
 DEFAULT_OUTPUT_TOKENS = 128.0
 _turns = itertools.count(1)
+# Of a worker that has pulled nothing so far: a token is pulled so many times faster than computed.
+ASSUMED_PULL_GAIN = 10.0
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ class WorkerView:
     other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request that
     comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
     ``pending_pull_tokens`` come from other workers' caches before them, as far as they were sent
-    since. ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull,
+    since. ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull, measured or
+    taken from the former,
     ``decode_step_s`` a step that decodes with one more request, ``usual_step_s`` one with half of
     its slots taken (0: nothing was measured so far). ``kv_kind`` is equal where blocks can be
     pulled from one another, None where they cannot be. ``adapters`` are those that it has.
@@ -114,11 +117,11 @@ class WorkerView:
         self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
         self.pending_pull_tokens = float(unseen_pull_tokens)
         self.kv_kind = _kv_kind_of(status)
-        rate = status.pull_tokens_per_s
-        self.pull_token_s = 1 / rate if rate > 0 else 0.0
         reported = status.num_running + status.num_waiting
         rate = status.prefill_tokens_per_s
         self.prefill_token_s = 1 / rate if rate > 0 else 0.0
+        rate = status.pull_tokens_per_s
+        self.pull_token_s = 1 / rate if rate > 0 else self.prefill_token_s / ASSUMED_PULL_GAIN
         if status.decode_step_ms > 0 and (status.num_running or not self._steps.num_told):
             # One that runs nothing says again what it measured when it ran nobody knows how many.
             num_slots = status.max_num_sequences

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.fleet.worker_view import ASSUMED_PULL_GAIN, WorkerView
 from millrace.schemas.transfer import KvSource
 
-# Of a worker that has pulled nothing so far: a token is pulled so many times faster than computed.
-_ASSUMED_GAIN = 10.0
 # What a pull costs beside its bytes: it is asked for, and the request waits for it.
 PULL_OVERHEAD_S = 0.005
 
@@ -72,5 +70,5 @@ class KvHolders:
 
 
 def pull_token_s(worker: WorkerView, prefill_token_s: float) -> float:
-    """What a worker takes to pull a token."""
-    return worker.pull_token_s or prefill_token_s / _ASSUMED_GAIN
+    """What a worker takes to pull a token, also where it has measured nothing at all."""
+    return worker.pull_token_s or prefill_token_s / ASSUMED_PULL_GAIN

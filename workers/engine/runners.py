@@ -27,15 +27,34 @@ from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.operations import WeightSize
 
 
-class Runner(Protocol):
+class DraftRunner(Protocol):
+    """Computes tokens for what drafts, and for what is drafted for. ``host_device``: where the
+    logits are that the host chooses from. ``likeliest``: what finds the largest of them there
+    faster than torch, if anything does."""
+
+    @property
+    def host_device(self) -> torch.device: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def likeliest(self) -> Likeliest | None: ...
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
+        """Have a plan's tokens computed."""
+
+
+class Runner(DraftRunner, Protocol):
     """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
     step may be launched before; its steps have ``max_num_sequences`` rows to draw from at most.
-    ``host_device``: where the logits are that the host chooses from.
     ``takes_adapters``: whether rows of sequences with adapters are computed with these.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
-    ``likeliest``: what finds the largest of them there faster than torch, if anything does.
     """
 
     overlaps: bool
@@ -43,45 +62,11 @@ class Runner(Protocol):
     is_row_exact: bool
 
     @property
-    def host_device(self) -> torch.device: ...
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def likeliest(self) -> Likeliest | None: ...
-
-    @property
     def weight_size(self) -> WeightSize: ...
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         """Read an adapter of at most such a rank into a slot of this number, which no step that is
         launched meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
-
-    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed."""
-
-
-class DraftRunner(Protocol):
-    """What of a runner a draft needs."""
-
-    @property
-    def host_device(self) -> torch.device: ...
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def likeliest(self) -> Likeliest | None: ...
-
-    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed."""
 
 
 def load_runner(path: Path, engine: EngineConfig) -> Runner:

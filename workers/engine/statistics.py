@@ -66,6 +66,7 @@ def engine_stats(
         num_pulled_bytes=peers.num_pulled_bytes,
         num_failed_pulls=peers.num_failed_pulls,
         num_served_blocks=peers.num_served_blocks,
+        pull_tokens_per_s=peers.pull_tokens_per_s,
         num_swaps=tables.num_swaps,
         adapters=adapters.loaded(),
         max_adapters=adapters.num_slots,

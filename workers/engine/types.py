@@ -139,7 +139,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
     came back and ``num_unreadable_blocks`` did not. From other workers' engines
     ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
-    for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
+    for did not and was computed, and ``num_served_blocks`` went to them; what came of late came at
+    ``pull_tokens_per_s`` (0: nothing so far). ``adapters`` are in the
     ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
     ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
     """
@@ -179,6 +180,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_pulled_bytes: int = 0
     num_failed_pulls: int = 0
     num_served_blocks: int = 0
+    pull_tokens_per_s: float = 0.0
     num_swaps: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0

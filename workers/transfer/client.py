@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from millrace.workers.transfer import wire
@@ -91,17 +91,13 @@ class LocalConnection:
 
     def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
         """See ``Connection``."""
-        begin_s = time.monotonic()
+
+        def read(_count: int, body: bytes) -> None:
+            self._copy(wire.parse_places(body), target)
+            self._stream.send(wire.frame(wire.Kind.DONE, 0))
+
         self._stream.allow(timeout_s)
-        self._stream.send(wire.lend(keys))
-        _, count, body = self._stream.receive_frame(wire.Kind.LENT)
-        lent_s = time.monotonic()
-        if count > len(keys):
-            raise PeerError("it lends more than was asked for")
-        self._copy(wire.parse_places(body), target)
-        self._stream.send(wire.frame(wire.Kind.DONE, 0))
-        _check_valid(self._stream)
-        return Pulled(count, lent_s - begin_s, time.monotonic() - lent_s)
+        return _pull(self._stream, keys, wire.Kind.LENT, read)
 
     def _copy(self, places: Sequence[int], target: Target) -> None:
         where = [wire.region_and_number(place) for place in places]
@@ -145,17 +141,13 @@ class RemoteConnection:
 
     def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
         """See ``Connection``."""
-        begin_s = time.monotonic()
+
+        def read(count: int, _body: bytes) -> None:
+            for slot in target.slots[:count]:
+                self._receive_block([memoryview(layer) for layer in target.blocks[:, slot]])
+
         self._stream.allow(timeout_s)
-        self._stream.send(wire.lend(keys))
-        _, count, _ = self._stream.receive_frame(wire.Kind.SENT)
-        lent_s = time.monotonic()
-        if count > len(keys):
-            raise PeerError("it sends more than was asked for")
-        for slot in target.slots[:count]:
-            self._receive_block([memoryview(layer) for layer in target.blocks[:, slot]])
-        _check_valid(self._stream)
-        return Pulled(count, lent_s - begin_s, time.monotonic() - lent_s)
+        return _pull(self._stream, keys, wire.Kind.SENT, read)
 
     def _receive_block(self, pieces: list[memoryview]) -> None:
         checksum = bytearray(wire.CHECKSUM.size)
@@ -168,7 +160,19 @@ class RemoteConnection:
         self._stream.sock.close()
 
 
-def _check_valid(stream: Stream) -> None:
+def _pull(
+    stream: Stream, keys: list[bytes], answer: wire.Kind, read: Callable[[int, bytes], None]
+) -> Pulled:
+    """Ask for blocks, ``read`` as many as the answer says there are, by its body, and hear whether
+    they stayed what they were."""
+    begin_s = time.monotonic()
+    stream.send(wire.lend(keys))
+    _, count, body = stream.receive_frame(answer)
+    lent_s = time.monotonic()
+    if count > len(keys):
+        raise PeerError("it has more than was asked for")
+    read(count, body)
     _, is_valid, _ = stream.receive_frame(wire.Kind.OVER)
     if not is_valid:
         raise PeerError("it had to give the blocks to others before they were read")
+    return Pulled(count, lent_s - begin_s, time.monotonic() - lent_s)

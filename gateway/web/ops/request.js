@@ -174,7 +174,7 @@ function groups(request) {
       ["Prompt", whole(request.prompt_tokens)],
       ["of them cached", request.prompt_tokens ? `${whole(request.cached_tokens)} (${percent((100 * request.cached_tokens) / request.prompt_tokens)})` : "0"],
       ["Output", whole(request.completion_tokens)],
-      ["of them proposed ahead", request.proposed_tokens ? `${whole(request.accepted_tokens)} (of ${whole(request.proposed_tokens)} that were)` : "0"],
+      ["Proposed ahead", `${whole(request.accepted_tokens)} of ${whole(request.proposed_tokens)} came`],
       ["Finish reason", request.finish_reason || "–"],
     ]),
     group("Latency", [

@@ -39,8 +39,7 @@ export function showTotals(rows, { seconds }, words) {
     latency("First byte", "first_byte", figures.latencies, FIRST_BYTE),
     latency("TPOT", "tpot", figures.latencies, "Time per output token, median"),
     latency("Whole answer", "e2e", figures.latencies, "From receipt to the end, median"),
-    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in`, of: (one) => one.totals.completion_tokens },
-    { name: "Proposed ahead", value: totals.proposed_tokens ? percent(share(totals)) : "none", detail: totals.proposed_tokens ? `${compact(totals.accepted_tokens)} of ${compact(totals.proposed_tokens)} came` : "of output tokens", title: "Output tokens that were proposed before they were drawn, and so took no step of their own", of: (one) => share(one.totals), shown: percent },
+    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output came as they had been proposed ahead`, of: (one) => one.totals.completion_tokens },
     { name: "Tenants pay", value: paid(totals.cost), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}`, of: (one) => one.totals.cost, shown: paid },
     { name: "Devices cost", value: paid(totals.device_cost), detail: `${span(totals.device_us)} busy · ${totals.energy_j === null ? "" : `${joules(totals.energy_j)} · `}${paid(idle)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart`, of: (one) => one.totals.device_cost, shown: paid },
   ];
@@ -60,8 +59,9 @@ function figuresOf({ totals: [totals], devices, refusedOverTime, firstByte }) {
   };
 }
 
-/** Of a hundred output tokens, how many had been proposed. */
-const share = ({ accepted_tokens, completion_tokens }) => (100 * accepted_tokens) / Math.max(1, completion_tokens);
+/** Of output tokens, how many had been proposed before they were drawn. */
+const ahead = ({ accepted_tokens, completion_tokens }) =>
+  accepted_tokens ? `, ${percent((100 * accepted_tokens) / completion_tokens)} proposed ahead` : "";
 
 const sum = (rows) => rows.reduce((until, row) => until + Number(row.refused), 0);
 

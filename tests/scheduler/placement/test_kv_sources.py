@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.resource_request import ResourceRequest
 from millrace.scheduler.placement import placement
@@ -97,3 +99,19 @@ def test_what_is_being_pulled_is_ahead_of_the_next_until_it_is_seen() -> None:
 
 def test_nobody_knows_how_fast_the_first_pull_will_be() -> None:
     assert pull_token_s(serving("a-1", pull_tokens_per_s=0.0), 1e-4) == 1e-5
+
+
+def test_what_is_pulled_is_done_with_time_also_where_nobody_has_measured_it() -> None:
+    measured: dict[str, Any] = {"pull_tokens_per_s": 1_000.0}
+    for speeds, token_s in (
+        (measured, 1e-3),
+        ({"pull_tokens_per_s": 0.0, "prefill_tokens_per_s": 50.0}, 2e-3),
+    ):
+        worker = serving("a-1", **speeds)
+        assert worker.pull_token_s == pytest.approx(token_s)
+        worker.reserve("r", ResourceRequest(2_000, 100), num_pulled_tokens=1_900)
+        assert worker.pending_pull_tokens == 1_900
+        worker.advance(1.0)
+        assert worker.pending_pull_tokens == pytest.approx(1_900 - 1 / token_s)
+        worker.advance(100.0)
+        assert worker.pending_pull_tokens == 0

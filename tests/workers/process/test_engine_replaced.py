@@ -30,6 +30,7 @@ _GAUGES = {
     "num_used_host_blocks",
     "num_disk_blocks",
     "num_used_disk_blocks",
+    "pull_tokens_per_s",
     "outstanding_tokens",
     "outstanding_prompt_tokens",
     "prefill_tokens_per_s",

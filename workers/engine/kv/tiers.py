@@ -22,12 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class PeerFigures(NamedTuple):
-    """What came from other workers' engines, how often it did not, and what went to them."""
+    """What came from other workers' engines and at what rate, how often it did not, and what went
+    to them."""
 
     num_pulled_blocks: int = 0
     num_pulled_bytes: int = 0
     num_failed_pulls: int = 0
     num_served_blocks: int = 0
+    pull_tokens_per_s: float = 0.0
 
 
 class Tiers:
@@ -109,4 +111,5 @@ class Tiers:
             tier.num_pulled_bytes,
             tier.num_failed_pulls,
             lending.num_served_blocks,
+            tier.tokens_per_s,
         )

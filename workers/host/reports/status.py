@@ -123,6 +123,7 @@ class StatusReporter:
             adapter_load_ms=stats.adapter_load_ms,
             role=self._config.role,
             transfer=self._engine.transfer_endpoint,
+            pull_tokens_per_s=stats.pull_tokens_per_s,
             draining=self._draining,
             engine_down=self._engine.is_down,
             retired=retired,

@@ -1,0 +1,30 @@
+"""KV caches of models that are not there, for what moves blocks and computes nothing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.checkpoints import LlamaShape, config_of
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.workers.engine.kv.cache import KVCache
+
+BLOCK_TOKENS = 16
+
+
+def cache_of(shape: LlamaShape, num_blocks: int, *, shared: bool = False) -> KVCache:
+    """In bfloat16 on the CPU; ``shared``: in pages that other processes may map."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(shape)))
+        config = read_model_config(Path(folder))
+    return KVCache(
+        config,
+        num_blocks=num_blocks,
+        block_size_tokens=BLOCK_TOKENS,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        shared=shared,
+    )
