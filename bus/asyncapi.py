@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.bus import codec, subjects
+from millrace.bus.tokens import ENVELOPE
 from millrace.schemas.control import (
     Cancel,
     Ended,
@@ -126,7 +127,7 @@ _CHANNELS = (
     ),
     _Channel(
         "envelopes",
-        f"tok.{{reply}}.{subjects.ENVELOPE}",
+        f"tok.{{reply}}.{ENVELOPE}",
         "Frames of many requests",
         "send",
         (FrameBatch,),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from millrace.bus import codec, subjects
+from millrace.bus.tokens import untoken
 from millrace.runtime.json_outline import check_outline
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
@@ -175,7 +176,7 @@ def _tenant_of(subject: str) -> str | None:
     if len(parts) == 3:
         return LOCAL_TENANT
     try:
-        tenant = subjects.untoken(parts[3]) if len(parts) in (4, 5) else None
+        tenant = untoken(parts[3]) if len(parts) in (4, 5) else None
     except ValueError:
         return None
     return tenant if tenant is None or len(tenant) <= MAX_NAME_CHARACTERS else None

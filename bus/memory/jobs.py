@@ -13,6 +13,7 @@ from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.memory.broker import MemoryBroker
 from millrace.bus.memory.queue import StoredJob, sequence_of
 from millrace.bus.storage import NATS
+from millrace.bus.tokens import token
 from millrace.bus.transport import Subscription, Transport
 from millrace.schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from millrace.schemas.jobs import DeadJob, Job
@@ -34,7 +35,7 @@ class MemoryJobQueue:
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         payload = codec.encode(job)
         subject = subjects.job(TenantQueue.of(job, reserved=reserved))
-        return self.publish_raw(subject, payload, None, subjects.token(job.request_id))
+        return self.publish_raw(subject, payload, None, token(job.request_id))
 
     def publish_raw(
         self, subject: str, payload: bytes, content_type: str | None, message_id: str

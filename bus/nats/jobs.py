@@ -22,6 +22,7 @@ from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
 from millrace.bus.nats.leases import read_lease
 from millrace.bus.nats.pull_inbox import PullInbox
 from millrace.bus.nats.puller import Puller
+from millrace.bus.tokens import token
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.runtime.tracing import HEADER as TRACEPARENT
@@ -108,7 +109,7 @@ class NatsJobQueue:
     # --- in ---
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
-        headers = {MESSAGE_ID: subjects.token(job.request_id)}
+        headers = {MESSAGE_ID: token(job.request_id)}
         subject = subjects.job(TenantQueue.of(job, reserved=reserved))
         try:
             stored = await jetstream.store(self._connection, subject, codec.encode(job), headers)
@@ -301,7 +302,7 @@ class NatsJobQueue:
     async def _store_dead(self, dead: DeadJob, sequence: int) -> None:
         """``sequence`` is the job's in its queue: it is stored once. Raises BusUnavailableError."""
         subject = subjects.dead_job(dead.reason)
-        headers = {MESSAGE_ID: f"{sequence}:{subjects.token(dead.reason)}"}
+        headers = {MESSAGE_ID: f"{sequence}:{token(dead.reason)}"}
         try:
             await self._store_letter(subject, dead, headers)
         except PayloadTooLargeError:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from millrace.bus import subjects
 from millrace.bus.nats.jetstream import API
+from millrace.bus.tokens import token
 from millrace.schemas.jobs import Tier
 
 _INBOX = "_INBOX"
@@ -43,7 +44,7 @@ def inbox_of(part: Part) -> str:
 
 def service_inbox(tenant: str) -> str:
     """The same of the service of a tenant."""
-    return f"{_INBOX}.service.{subjects.token(tenant)}"
+    return f"{_INBOX}.service.{token(tenant)}"
 
 
 def grants_of(part: Part) -> Grants:
