@@ -217,7 +217,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
     not say), since a stream moves only among the same ones. ``role`` is what work it is
     preferred for. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none over);
-    it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far).
+    it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far), and
+    ``outstanding_pull_tokens`` are on their way to it, which are not among those to be computed.
     ``adapters`` are in its ``max_adapters`` slots (0: it takes none); ``adapter_load_ms`` is what
     the last ones took to load (0: none was).
     ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
@@ -249,6 +250,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     role: WorkerRole = WorkerRole.BOTH
     transfer: TransferEndpoint | None = None
     pull_tokens_per_s: float = 0.0
+    outstanding_pull_tokens: int = 0
     draining: bool = False
     engine_down: bool = False
     retired: bool = False

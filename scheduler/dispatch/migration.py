@@ -113,7 +113,7 @@ class Migration:
                 is_full = True
             elif place.kv_source is None:
                 request_ids.discard(scheduled.request_id)  # it would be computed again
-            elif placement.work_ahead_s(place.worker) <= _LEAD_S:
+            elif _has_time(place):
                 request_ids.discard(scheduled.request_id)
                 self._send(scheduled, place)
         return is_full
@@ -146,7 +146,7 @@ class Migration:
             place = placement_round.find_elsewhere(scheduled, worker, to_worker_id)
             if place is None:
                 continue  # one that is shorter, or of a higher tier, may fit
-            if not status.engine_down and placement.work_ahead_s(place.worker) > _LEAD_S:
+            if not status.engine_down and not _has_time(place):
                 return True
             scheduled.suspicion.outlived_engine |= status.engine_down
             self._send(scheduled, place)
@@ -189,3 +189,10 @@ class Migration:
         )
         if point is not None and len(point.token_ids) > scheduled.client.num_tokens_at_start:
             scheduled.suspicion.outlived_engine = False
+
+
+def _has_time(place: Place) -> bool:
+    """Whether a stream would go on there at once. Pulls come one after the other: those that share
+    the memory's bandwidth all stand still for as long as all of them take."""
+    is_pulling = place.kv_source is not None and place.worker.pending_pull_tokens > 0
+    return not is_pulling and placement.work_ahead_s(place.worker) <= _LEAD_S

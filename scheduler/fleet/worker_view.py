@@ -62,15 +62,14 @@ class WorkerView:
     ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs to
     other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request that
     comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
-    ``pending_pull_tokens`` come from other workers' caches before them, as far as they were sent
-    since. ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull, measured or
-    taken from the former,
-    ``decode_step_s`` a step that decodes with one more request, ``usual_step_s`` one with half of
-    its slots taken (0: nothing was measured so far). ``kv_kind`` is equal where blocks can be
-    pulled from one another, None where they cannot be. ``adapters`` are those that it has.
-    ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is when it was first
-    heard of. ``last_turn`` grows with each request that any worker is given: the least is that of
-    the one which had none for longest. Reading costs O(1), whatever is held.
+    ``pending_pull_tokens`` are still to come from other workers' caches, by its own word alone.
+    ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull, measured or taken
+    from the former, ``decode_step_s`` a step that decodes with one more request, ``usual_step_s``
+    one with half of its slots taken (0: nothing was measured so far). ``kv_kind`` is equal where
+    blocks can be pulled from one another, None where they cannot be. ``adapters`` are those that it
+    has. ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is when it was
+    first heard of. ``last_turn`` grows with each request that any worker is given: the least is
+    that of the one which had none for longest. Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
@@ -115,7 +114,7 @@ class WorkerView:
                 unseen_prompt_tokens += run.num_prompt_tokens
                 unseen_pull_tokens += run.num_pulled_tokens
         self.pending_prompt_tokens = float(status.outstanding_prompt_tokens + unseen_prompt_tokens)
-        self.pending_pull_tokens = float(unseen_pull_tokens)
+        self.pending_pull_tokens = float(status.outstanding_pull_tokens + unseen_pull_tokens)
         self.kv_kind = _kv_kind_of(status)
         reported = status.num_running + status.num_waiting
         rate = status.prefill_tokens_per_s
@@ -145,13 +144,10 @@ class WorkerView:
         self._recount()
 
     def advance(self, now_s: float) -> None:
-        """Time has passed: the worker went on with its prompts, and pulled."""
+        """Time has passed: the worker went on with its prompts. What it has pulled it tells."""
         passed_s = now_s - self._advanced_s
         if passed_s > 0:
             self._advanced_s = now_s
-            if self.pull_token_s > 0 and self.pending_pull_tokens > 0:
-                left = self.pending_pull_tokens - passed_s / self.pull_token_s
-                self.pending_pull_tokens = max(0.0, left)
             if self.prefill_token_s > 0 and self.pending_prompt_tokens > 0:
                 left = self.pending_prompt_tokens - passed_s / self.prefill_token_s
                 self.pending_prompt_tokens = max(0.0, left)

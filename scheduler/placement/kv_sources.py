@@ -54,19 +54,20 @@ class KvHolders:
     def pull(
         self, worker: WorkerView, num_cached_tokens: int, prefill_token_s: float
     ) -> Pull | None:
-        """What a worker would pull that has so many of the tokens itself, if that is predicted to
-        be faster than computing them, at ``prefill_token_s`` each."""
+        """What a worker would pull that has so many of the tokens itself, if that takes less time
+        than to compute them, at ``prefill_token_s`` each; what is ahead of them there makes either
+        wait."""
         if worker.kv_kind is None or not self._by_kind:
             return None
         holder = self._by_kind.get(worker.kv_kind)
         if holder is None or holder.worker is worker:
             return None
         num_tokens = holder.num_tokens - num_cached_tokens
-        num_ahead = worker.pending_pull_tokens
-        seconds = PULL_OVERHEAD_S + (num_ahead + num_tokens) * pull_token_s(worker, prefill_token_s)
-        if num_tokens <= 0 or seconds >= num_tokens * prefill_token_s:
+        token_s = pull_token_s(worker, prefill_token_s)
+        own_s = PULL_OVERHEAD_S + num_tokens * token_s
+        if num_tokens <= 0 or own_s >= num_tokens * prefill_token_s:
             return None
-        return Pull(holder, num_tokens, seconds)
+        return Pull(holder, num_tokens, own_s + worker.pending_pull_tokens * token_s)
 
 
 def pull_token_s(worker: WorkerView, prefill_token_s: float) -> float:

@@ -30,6 +30,7 @@ def engine_stats(
     host = tables.host
     assert host is not None
     below = host.below.figures()
+    num_prompt_tokens = _prompt_tokens(live) if planner.num_waiting or prefills else 0
     return EngineStats(
         max_num_sequences=planner.max_num_sequences,
         num_running=len(planner.running),
@@ -46,7 +47,8 @@ def engine_stats(
         busy_s=executor.meter.busy_s,
         charged_s=executor.meter.charged_s,
         outstanding_tokens=planner.outstanding_tokens,
-        outstanding_prompt_tokens=_prompt_tokens(live) if planner.num_waiting or prefills else 0,
+        outstanding_prompt_tokens=max(num_prompt_tokens - peers.num_coming_tokens, 0),
+        outstanding_pull_tokens=peers.num_coming_tokens,
         prefill_tokens_per_s=speed.prefill_tokens_per_s,
         decode_step_ms=speed.decode_step_ms,
         max_tokens_per_request=max_tokens_per_request,
@@ -66,7 +68,6 @@ def engine_stats(
         num_pulled_bytes=peers.num_pulled_bytes,
         num_failed_pulls=peers.num_failed_pulls,
         num_served_blocks=peers.num_served_blocks,
-        pull_tokens_per_s=peers.pull_tokens_per_s,
         num_swaps=tables.num_swaps,
         adapters=adapters.loaded(),
         max_adapters=adapters.num_slots,

@@ -121,8 +121,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
     tokens of prompt and longest completion whose keys and values are not computed yet;
     ``outstanding_prompt_tokens`` of them are known, and will be prefilled unless they are found in
-    the cache. ``prefill_tokens_per_s`` and ``decode_step_ms`` are those of the last steps (0:
-    nothing was measured yet).
+    the cache; those that are on their way from other workers or a disk are not among these, but
+    ``outstanding_pull_tokens``. ``prefill_tokens_per_s`` and ``decode_step_ms`` are those of the
+    last steps (0: nothing was measured yet).
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. Of ``proposed_tokens`` that were computed besides, in case they
@@ -139,8 +140,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
     came back and ``num_unreadable_blocks`` did not. From other workers' engines
     ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
-    for did not and was computed, and ``num_served_blocks`` went to them; what came of late came at
-    ``pull_tokens_per_s`` (0: nothing so far). ``adapters`` are in the
+    for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
     ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
     ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
     """
@@ -161,6 +161,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     charged_s: float = 0.0
     outstanding_tokens: int = 0
     outstanding_prompt_tokens: int = 0
+    outstanding_pull_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_ms: float = 0.0
     max_tokens_per_request: int = 0
@@ -180,7 +181,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_pulled_bytes: int = 0
     num_failed_pulls: int = 0
     num_served_blocks: int = 0
-    pull_tokens_per_s: float = 0.0
     num_swaps: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0

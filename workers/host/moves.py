@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 
 from millrace.schemas.control import Prefilled, Pulled
 from millrace.schemas.engines import WorkerRole
@@ -15,6 +16,8 @@ from millrace.workers.host.generations.state import Phase
 
 # How long a worker that ends keeps its engine for a stream that has left, at most.
 _KEPT_S = 2.0
+# What a pull still counts when the next one comes.
+_KEPT_SHARE = 0.8
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +26,24 @@ class StreamMoves:
     """Remembers which streams have left and may still pull their blocks from here, and tells the
     workers that others came from once they need nothing more. A worker of the role ``prefill``
     tells the schedulers which of its streams may go on elsewhere. Each notice goes out once, and
-    may be lost."""
+    may be lost.
+
+    ``on_pulled`` is called when a stream has what it came for: there is time for the next one."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self.on_pulled: Callable[[], None] = lambda: None
         self._kept_until_s: dict[str, float] = {}  # the earliest first
         self._pulled: defaultdict[str, list[str]] = defaultdict(list)
         self._prefilled: list[str] = []
         self._has_pending = asyncio.Event()
+        self._recent_tokens = self._recent_s = 0.0
+
+    @property
+    def pull_tokens_per_s(self) -> float:
+        """What requests were here with what they pulled at of late, all that they waited for
+        included; 0 before the first."""
+        return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
     # --- what leaves ---
 
@@ -69,12 +82,21 @@ class StreamMoves:
         """The engine has begun with a request, or has made its first token."""
         source = generation.kv_source
         if source is not None and began:
+            self._note_pull(generation)
+            self.on_pulled()
             self._pulled[source.worker_id].append(generation.request_id)
             self._has_pending.set()
         is_prefilled = generation.phase is Phase.DECODING and generation.beams is None
         if is_prefilled and self._context.config.role is WorkerRole.PREFILL:
             self._prefilled.append(generation.request_id)
             self._has_pending.set()
+
+    def _note_pull(self, generation: Generation) -> None:
+        timing = generation.timing
+        if generation.num_pulled_tokens:
+            waited_s = (timing.started_ns - timing.accepted_ns) / 1e9
+            self._recent_tokens = _KEPT_SHARE * self._recent_tokens + generation.num_pulled_tokens
+            self._recent_s = _KEPT_SHARE * self._recent_s + max(waited_s, 0.0)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""

@@ -113,6 +113,7 @@ class Worker:
         self._engine.on_device_times = self.requests.on_device_times
         self._engine.on_lost = self._on_engine_lost
         self._engine.on_replaced = self._on_engine_replaced
+        self.requests.moves.on_pulled = self._status.announce_soon
         self._bus.on_reconnect(self._leases.extend_now)
         self._bus.on_reconnect(self._status.announce_soon)
         self._bus.on_reconnect(self._prefixes.report_whole)

@@ -85,8 +85,8 @@ def test_what_is_being_pulled_is_ahead_of_the_next_until_it_is_seen() -> None:
     assert worker.pending_prompt_tokens == 100
     ahead_s = placement.work_ahead_s(worker)
     assert abs(ahead_s - (1_900 / 200_000 + 100 / 10_000)) < 1e-9
-    worker.advance(0.005)
-    assert round(worker.pending_pull_tokens) == 900
+    worker.advance(100.0)
+    assert worker.pending_pull_tokens == 1_900, "it says itself when they are there"
     worker.observe(status("a-1", **_SIZE, **_SPEEDS), 0.01)
     assert worker.pending_pull_tokens == 1_900, "the dispatch is not confirmed"
     worker.confirm("r1")
@@ -101,7 +101,7 @@ def test_nobody_knows_how_fast_the_first_pull_will_be() -> None:
     assert pull_token_s(serving("a-1", pull_tokens_per_s=0.0), 1e-4) == 1e-5
 
 
-def test_what_is_pulled_is_done_with_time_also_where_nobody_has_measured_it() -> None:
+def test_what_is_on_its_way_is_told_and_takes_as_long_as_it_did_of_late() -> None:
     measured: dict[str, Any] = {"pull_tokens_per_s": 1_000.0}
     for speeds, token_s in (
         (measured, 1e-3),
@@ -110,8 +110,5 @@ def test_what_is_pulled_is_done_with_time_also_where_nobody_has_measured_it() ->
         worker = serving("a-1", **speeds)
         assert worker.pull_token_s == pytest.approx(token_s)
         worker.reserve("r", ResourceRequest(2_000, 100), num_pulled_tokens=1_900)
-        assert worker.pending_pull_tokens == 1_900
-        worker.advance(1.0)
-        assert worker.pending_pull_tokens == pytest.approx(1_900 - 1 / token_s)
-        worker.advance(100.0)
-        assert worker.pending_pull_tokens == 0
+        worker.observe(status("a-1", **_SPEEDS, outstanding_pull_tokens=300), 1.0)
+        assert worker.pending_pull_tokens == 2_200, "as it was told, and what was sent since"

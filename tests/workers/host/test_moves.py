@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from millrace.registry.served import ServedModel
@@ -59,11 +58,18 @@ async def test_what_an_earlier_attempt_computed_is_not_charged_as_cached(
 async def test_a_heartbeat_says_where_blocks_are_pulled_from(demo: ServedModel) -> None:
     async with bench(demo, role=WorkerRole.DECODE) as b:
         b.engine.transfer_endpoint = ENDPOINT
-        b.engine.stats = msgspec.structs.replace(b.engine.stats, pull_tokens_per_s=9_000.0)
         await b.settle(1.0)
         told = b.statuses[-1]
         assert (told.role, told.transfer) == (WorkerRole.DECODE, ENDPOINT)
-        assert told.pull_tokens_per_s == 9_000.0
+        assert told.pull_tokens_per_s == 0
+        assert (await b.dispatch(kv_source=SOURCE)).ok
+        began = EngineOutput(
+            request_id="r1:1", num_cached_tokens=3, num_pulled_tokens=2, queued_s=0.001
+        )
+        await b.settle(0.5)
+        b.engine.step(began)
+        await b.settle(1.0)
+        assert b.statuses[-1].pull_tokens_per_s > 0
 
 
 async def test_a_worker_that_ends_waits_for_those_who_pull_what_it_had(demo: ServedModel) -> None:

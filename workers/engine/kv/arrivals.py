@@ -112,6 +112,11 @@ class Arrivals:
         """Whether something is on its way."""
         return bool(self._parts)
 
+    @property
+    def num_coming_tokens(self) -> int:
+        """Of prefixes, on their way."""
+        return len(self._coming) * self._tables.pool.block_size_tokens
+
     def add_tier(self, tier: Tier) -> None:
         """Bring blocks from there, too."""
         self._tiers.append(tier)

@@ -75,12 +75,6 @@ class PeerTier:
         self.num_pulled_blocks = 0
         self.num_pulled_bytes = 0
         self.num_failed_pulls = 0
-        self._recent_tokens = self._recent_s = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """What pulls ran at of late, waiting included; 0 before the first."""
-        return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
     def has(self, sequence: Sequence, _key: bytes, index: int, /) -> bool:
         """See ``Tier``."""
@@ -140,9 +134,6 @@ class PeerTier:
         self.num_pulled_bytes += num_bytes
         if pulled.num_blocks:
             self._speed_of(part.sequence).note(pulled, num_bytes)
-            kept = 1 - _NEWEST_WEIGHT
-            self._recent_tokens = kept * self._recent_tokens + pulled.num_blocks * self._size
-            self._recent_s = kept * self._recent_s + pulled.wait_s + pulled.copy_s
 
 
 def _endpoint_of(sequence: Sequence) -> TransferEndpoint:

@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 class PeerFigures(NamedTuple):
-    """What came from other workers' engines and at what rate, how often it did not, and what went
-    to them."""
+    """What came from other workers' engines, how often it did not, what went to them, and how many
+    tokens are on their way, from these or from a disk."""
 
     num_pulled_blocks: int = 0
     num_pulled_bytes: int = 0
     num_failed_pulls: int = 0
     num_served_blocks: int = 0
-    pull_tokens_per_s: float = 0.0
+    num_coming_tokens: int = 0
 
 
 class Tiers:
@@ -103,13 +103,14 @@ class Tiers:
 
     def peer_figures(self) -> PeerFigures:
         """How the exchange with other workers stands."""
+        num_coming_tokens = self.arrivals.num_coming_tokens
         if self.exchange is None:
-            return PeerFigures()
+            return PeerFigures(num_coming_tokens=num_coming_tokens)
         tier, lending = self.exchange.tier, self.exchange.lending
         return PeerFigures(
             tier.num_pulled_blocks,
             tier.num_pulled_bytes,
             tier.num_failed_pulls,
             lending.num_served_blocks,
-            tier.tokens_per_s,
+            num_coming_tokens,
         )

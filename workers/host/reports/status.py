@@ -14,6 +14,7 @@ from millrace.schemas.records import WorkerSample
 from millrace.workers.engine.types import EngineStats
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.meter import EnergyTotals
+from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
@@ -40,6 +41,9 @@ class WorkerLoad(Protocol):
     def num_ending(self) -> int: ...
 
     def num_held_by_tier(self) -> dict[Tier, int]: ...
+
+    @property
+    def moves(self) -> StreamMoves: ...
 
 
 class StatusReporter:
@@ -123,7 +127,8 @@ class StatusReporter:
             adapter_load_ms=stats.adapter_load_ms,
             role=self._config.role,
             transfer=self._engine.transfer_endpoint,
-            pull_tokens_per_s=stats.pull_tokens_per_s,
+            pull_tokens_per_s=self._load.moves.pull_tokens_per_s,
+            outstanding_pull_tokens=stats.outstanding_pull_tokens,
             draining=self._draining,
             engine_down=self._engine.is_down,
             retired=retired,

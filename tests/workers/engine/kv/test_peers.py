@@ -44,7 +44,6 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
     assert stats.num_pulled_blocks == 5
     assert stats.num_pulled_bytes == 5 * BLOCK_BYTES
     assert stats.num_failed_pulls == 0
-    assert stats.pull_tokens_per_s > 0 == peer.stats().pull_tokens_per_s
     assert peer.stats().num_served_blocks == 5
     # Again: what is here is not pulled.
     tokens, started = world.pull(engine, source, peer)
