@@ -71,8 +71,9 @@ async def test_records_of_version_1_land_with_the_defaults_of_what_they_lack(
         "record_version FROM requests FINAL"
     )
     cost = Decimal("0.0000222")
-    since = (0, Decimal(0), [], None, "", 0, "", [])
-    assert requests == [("v1-request", "acme", 34, cost, DONE_US_1, *since, 1)]
+    assert requests == [
+        ("v1-request", "acme", 34, cost, DONE_US_1, 0, Decimal(0), [], None, "", 0, "", [], 1)
+    ]
     deliveries = await store.rows(
         "SELECT request_id, gateway, tokens_delivered, model, num_resumes, num_stalls, stalled_ms, "
         "longest_gap_ms, record_version FROM deliveries FINAL"
