@@ -139,7 +139,7 @@ def moved_request(done_ns: int) -> RequestRecord:
         epoch=66,
         lives=(life,),
         pulled_tokens=1_984,
-        kv_source="worker-3",
+        kv_source="worker-3-5f0c2e9b",
         trace_id="0af7651916cd43dd8448eb211c80319c",
     )
 

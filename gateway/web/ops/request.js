@@ -222,7 +222,7 @@ function groups(request) {
 
 /** What its attempts had from other workers' KV caches, in the order of attempts. */
 function pulls({ pull_sources, pull_tokens }) {
-  return pull_sources.map((source, i) => [`Pulled from ${source}`, `${whole(pull_tokens[i])} tokens`]);
+  return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }
 
 /** A list of names and values; those without a value are left out. */
