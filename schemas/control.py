@@ -114,7 +114,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
     ``completion_tokens`` were made by this attempt, not by one before it. ``epoch`` is its last; it
     began at ``started_ns`` (0: it never did) and took ``device_us`` and ``energy_j`` of the device
-    (see ``RequestRecord``). ``answer`` is there if it ended the request."""
+    (see ``RequestRecord``). ``answer`` is there if it ended the request. ``pulled_tokens`` and
+    ``kv_source`` as in ``Attempt``."""
 
     request_id: str
     tenant: str
@@ -127,6 +128,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     energy_j: float | None = None
+    pulled_tokens: int = 0
+    kv_source: str = ""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

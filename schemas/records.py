@@ -12,12 +12,12 @@ from enum import StrEnum
 
 import msgspec
 
-from millrace.schemas.engines import CostMethod
+from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy; 3:
-# until proposed tokens. A field that is missing has its default.
-RECORD_VERSION = 4
+# until proposed tokens; 4: until pulled tokens. A field that is missing has its default.
+RECORD_VERSION = 5
 
 STALL_MS = 1_000.0
 
@@ -36,7 +36,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
     """An earlier attempt at a request, which another one continued, as far as it is known: what one
     took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
     ``device_us`` and ``energy_j`` as in ``RequestRecord``. ``cached_tokens`` of those that it began
-    with were in its worker's cache."""
+    with were in its worker's cache, ``pulled_tokens`` of which had come for it from the worker
+    ``kv_source`` (empty: none had)."""
 
     epoch: int
     worker_id: str
@@ -45,6 +46,8 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
     device_us: int = 0
     energy_j: float | None = None
     cached_tokens: int = 0
+    pulled_tokens: int = 0
+    kv_source: str = ""
 
 
 def sum_energy(parts: Iterable[float | None]) -> float | None:
@@ -52,6 +55,16 @@ def sum_energy(parts: Iterable[float | None]) -> float | None:
     known = list(parts)
     measured = [joules for joules in known if joules is not None]
     return sum(measured) if measured and len(measured) == len(known) else None
+
+
+def sum_pulled(attempts: Iterable[Attempt]) -> tuple[int, str]:
+    """Tokens that attempts, the first one first, pulled from other workers, all together, and where
+    the last that came are from; empty if none did."""
+    num_tokens, source = 0, ""
+    for attempt in attempts:
+        num_tokens += attempt.pulled_tokens
+        source = attempt.kv_source or source
+    return num_tokens, source
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="request"):
@@ -72,7 +85,9 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     then than it would have, so its seed alone does not give this completion again. ``trace_id`` is
     that of its distributed trace, empty where none is recorded. Of ``proposed_tokens``, which were
     computed in case they should be the next, ``accepted_tokens`` were; both are of the attempt that
-    ended it.
+    ended it. ``pulled_tokens`` of what its attempts began with, prompt and tokens of earlier
+    attempts, came from other workers' KV caches, all attempts together; the last that came were of
+    ``kv_source``, empty if none did.
     """
 
     request_id: str
@@ -117,6 +132,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     energy_j: float | None = None
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    pulled_tokens: int = 0
+    kv_source: str = ""
     version: int = RECORD_VERSION
 
 
@@ -161,7 +178,9 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
     of the device costs ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation
     that its driver shows, ``device_memory_bytes`` what is in use of ``device_memory_total_bytes``;
     0 where there is no driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for
-    in the prefix cache, ``prefix_hit_tokens`` were there.
+    in the prefix cache, ``prefix_hit_tokens`` were there. It is preferred for work of ``role``;
+    ``pulled_tokens`` in whole blocks of the KV cache came from other workers, ``served_tokens``
+    went to them.
     """
 
     worker_id: str
@@ -192,6 +211,9 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
     currency: str = "USD"
     energy_j: float | None = None
     charged_j: float | None = None
+    role: WorkerRole = WorkerRole.BOTH
+    pulled_tokens: int = 0
+    served_tokens: int = 0
     version: int = RECORD_VERSION
 
 

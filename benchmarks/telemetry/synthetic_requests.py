@@ -143,6 +143,7 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
     started_us = received_us + (queue_ms * 1e3).astype(np.int64)
     first_us = received_us + (ttft_ms * 1e3).astype(np.int64)
     moved = (draw.random(size) < 0.004) & ran
+    pulled = np.where(moved, prompt // 16 * 16, 0)
     worker = draw.integers(0, _WORKERS_EACH, size)
     names = np.array([each.name for each in MODELS])[model]
     adapter = np.where(
@@ -180,6 +181,12 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
         "completion_tokens": completion.tolist(),
         "proposed_tokens": [0] * size,
         "accepted_tokens": [0] * size,
+        "pulled_tokens": pulled.tolist(),
+        "kv_source": _where(pulled > 0, np.char.add(names, "-9"), ""),
+        "pulls": [
+            [(2, f"{name}-9", num_tokens)] if num_tokens else []
+            for name, num_tokens in zip(names.tolist(), pulled.tolist(), strict=True)
+        ],
         "queue_ms": _where(ran, queue_ms, None),
         "ttft_ms": _where(ran, ttft_ms, None),
         "tpot_us": _where(ran & (completion > 1), tpot_ms * 1e3, None),
@@ -305,6 +312,9 @@ def _samples(
         "queue_depth": (np.maximum(busy - 0.7, 0) * 100).astype(int).tolist(),
         "prefix_query_tokens": (prefill * 2).tolist(),
         "prefix_hit_tokens": prefill.tolist(),
+        "role": ["both"] * size,
+        "pulled_tokens": [0] * size,
+        "served_tokens": [0] * size,
         "device_name": ["H200"] * size,
         "device_share": busy.tolist(),
         "device_memory_bytes": [120 << 30] * size,

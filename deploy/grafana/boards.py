@@ -119,6 +119,46 @@ def capacity() -> Sequence[Panel]:
             most=1,
         ),
         live(
+            "KV from peers",
+            {
+                "{{worker}}": "sum by (worker) (rate(millrace_kv_peer_pulled_bytes_total[5m]))",
+            },
+            description="What each worker pulled of other workers' KV caches.",
+            unit="Bps",
+        ),
+        live(
+            "KV from peers: failed pulls",
+            {
+                "{{worker}}": "sum by (worker) (increase(millrace_kv_peer_failed_pulls_total[5m]))",
+            },
+            description="Within 5 minutes; what did not come was computed.",
+        ),
+        live(
+            "Prefix cache hits by tier",
+            {
+                "{{tier}}": "sum by (tier) (rate(millrace_prefix_cache_tier_hits_total[5m]))",
+                "computed": (
+                    "sum(rate(millrace_prefix_cache_queries_total[5m])) "
+                    "- sum(rate(millrace_prefix_cache_hits_total[5m]))"
+                ),
+            },
+            description=(
+                "Tokens per second that were looked for: found on the device, in host memory, on "
+                "disk or with a peer, or computed."
+            ),
+            stack=True,
+        ),
+        live(
+            "Streams that moved",
+            {
+                "{{model}} {{source}}": (
+                    "sum by (model, source) (rate(millrace_scheduler_moves_total[5m]))"
+                ),
+            },
+            description="By whether their context was to be pulled from the former worker.",
+            unit="ops",
+        ),
+        live(
             "Steps",
             {
                 "{{model}} 50 %": _quantile(0.5, "millrace_engine_step_duration_seconds", "model"),

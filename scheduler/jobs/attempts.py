@@ -84,6 +84,8 @@ class AttemptHistory:
             device_us=served.device_us,
             energy_j=served.energy_j,
             cached_tokens=served.cached_tokens,
+            pulled_tokens=served.pulled_tokens,
+            kv_source=served.kv_source,
         )
         self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
         if self._reported is not None:
@@ -134,5 +136,7 @@ class AttemptHistory:
                 ended_ns=second.ended_ns,
                 device_us=device_us,
                 energy_j=sum_energy((first.energy_j, second.energy_j)),
+                pulled_tokens=first.pulled_tokens + second.pulled_tokens,
+                kv_source=second.kv_source or first.kv_source,
             )
             self._by_epoch[first.epoch] = _KnownAttempt(both, is_accepted=True, is_reported=True)

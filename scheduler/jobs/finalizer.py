@@ -22,7 +22,7 @@ from millrace.scheduler.jobs.terminal_status import REPEATED, TerminalStatus
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
 from millrace.schemas.jobs import DeadJob, Job, JobResult
-from millrace.schemas.records import RequestRecord, Status, sum_energy
+from millrace.schemas.records import RequestRecord, Status, sum_energy, sum_pulled
 from millrace.schemas.tenants import may_reply_to
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class Finalizer:
         scheduled.attempts.close(now_ns)
         lives, prices = scheduled.attempts.earlier(), self._prices(job.model)
         device_us = sum(life.device_us for life in lives)
+        pulled_tokens, kv_source = sum_pulled(lives)
         return replace(
             record,
             lives=lives,
@@ -154,6 +155,8 @@ class Finalizer:
             energy_j=sum_energy(life.energy_j for life in lives),
             currency=prices.currency,
             price_version=prices.version,
+            pulled_tokens=pulled_tokens,
+            kv_source=kv_source,
         )
 
     def _count(self, job: Job, terminal_status: TerminalStatus) -> None:

@@ -1,5 +1,6 @@
 -- Each worker that has reported within the last 15 seconds, by its latest sample; one at rest, which
--- reports twice a minute, within the last 45.
+-- reports twice a minute, within the last 45. What it pulled from other workers' KV caches and what
+-- they pulled from it is of these 45 seconds.
 -- param model: only this model's (default '')
 SELECT
     worker,
@@ -11,6 +12,9 @@ SELECT
     argMax(num_free_blocks, sampled_at) AS free_blocks,
     argMax(s.busy_share, sampled_at) AS busy_share,
     argMax(step_ms_mean, sampled_at) AS step_ms,
+    argMax(s.role, sampled_at) AS role,
+    sum(s.pulled_tokens) AS pulled_tokens,
+    sum(s.served_tokens) AS served_tokens,
     argMax(s.device_name, sampled_at) AS device_name,
     argMax(s.device_share, sampled_at) AS device_share,
     argMax(s.device_memory_bytes, sampled_at) AS device_memory_bytes,

@@ -28,6 +28,8 @@ _LIVES = (
     f"Array(Tuple(epoch UInt32, worker String, started_at Nullable({_TIME}), "
     f"ended_at Nullable({_TIME}), device_us UInt64))"
 )
+# Not in the tuples of lives: a sink of the version before, which writes those, goes on meanwhile.
+_PULLS = "Array(Tuple(epoch UInt32, kv_source String, pulled_tokens UInt32))"
 _MAX_UINT16 = (1 << 16) - 1
 _MAX_UINT32 = (1 << 32) - 1
 # Microseconds and bytes: what JSON's numbers hold exactly.
@@ -181,6 +183,19 @@ def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None
     ]
 
 
+def _pulls(record: RequestRecord) -> list[tuple[int, str, int]]:
+    """Of each attempt that pulled anything, that which ended the request included."""
+    pulls = [
+        (attempt.epoch, attempt.kv_source, attempt.pulled_tokens)
+        for attempt in record.lives
+        if attempt.pulled_tokens
+    ]
+    num_own_tokens = record.pulled_tokens - sum(num_tokens for _, _, num_tokens in pulls)
+    if num_own_tokens > 0:
+        pulls.append((record.epoch, record.kv_source, num_own_tokens))
+    return pulls
+
+
 REQUESTS: Table[RequestRecord] = Table(
     "requests",
     (
@@ -227,6 +242,9 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("resampled", "Bool", lambda r: r.resampled),
         Column("proposed_tokens", "UInt32", lambda r: r.proposed_tokens),
         Column("accepted_tokens", "UInt32", lambda r: r.accepted_tokens),
+        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens),
+        Column("kv_source", _STRING, lambda r: r.kv_source),
+        Column("pulls", _PULLS, _pulls),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
@@ -281,6 +299,9 @@ WORKER_SAMPLES: Table[WorkerSample] = Table(
         Column("queue_depth", "UInt32", lambda r: r.queue_depth),
         Column("prefix_query_tokens", "UInt32", lambda r: r.prefix_query_tokens),
         Column("prefix_hit_tokens", "UInt32", lambda r: r.prefix_hit_tokens),
+        Column("role", _STRING, lambda r: r.role.value),
+        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens),
+        Column("served_tokens", "UInt32", lambda r: r.served_tokens),
         Column("device_name", _STRING, lambda r: r.device_name),
         Column("device_share", "Float64", lambda r: r.device_share),
         Column("device_memory_bytes", "UInt64", lambda r: r.device_memory_bytes),

@@ -155,6 +155,8 @@ REQUEST_ROWS = [
         status=Status.FAILED,
         error_code="worker_lost",
         lives=(Attempt(epoch=1, worker_id="w-9", started_ns=1, ended_ns=2),),
+        pulled_tokens=96,
+        kv_source="w-9",
     ),
     shed("r5", "globex/eve", "large", 90, 40),
     served(

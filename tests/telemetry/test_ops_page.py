@@ -3,11 +3,16 @@ show and with a great deal."""
 
 from __future__ import annotations
 
+import time
+
+import msgspec
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Page, expect
 
 from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import WORKER_SAMPLES
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, shoot
+from tests.telemetry.records import worker_sample
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
 
 _NUM_CHARTS = 16
@@ -28,11 +33,40 @@ async def test_it_draws_what_the_store_holds(store: Store, ops: OpsPage, dark: b
     await expect(page.locator(".tile .value").first).to_have_text(f"{NUM_REQUESTS + 1:,}")
     await expect(page.locator("#recent tbody tr")).to_have_count(50)
     await expect(page.locator("#workers tbody tr")).to_have_count(2)
+    assert {"Role", "Pulled", "Served"} <= await _columns_of_workers(page)
+    await expect(page.locator("#workers tbody tr").first).to_contain_text("prefill")
+    await expect(page.locator("#workers tbody tr").last).to_contain_text("decode")
     await expect(page.locator("#unit-cost tbody tr").first).to_contain_text("$")
     await expect(page.locator("#errors tbody")).to_contain_text("engine_error")
     await expect(page.locator(".nothing:visible")).to_have_count(0)
     assert await count_charts_with_marks(page) == _NUM_CHARTS
     await shoot(page, f"ops-{'dark' if dark else 'light'}", full=True)
+    assert complaints == []
+
+
+async def _columns_of_workers(page: Page) -> set[str]:
+    names = await page.locator("#workers thead th").evaluate_all(
+        "cells => cells.map((cell) => cell.firstChild.textContent)"
+    )
+    return set(names)
+
+
+async def test_workers_without_roles_that_exchange_nothing_have_no_columns_for_it(
+    store: Store, ops: OpsPage
+) -> None:
+    samples = [worker_sample(0, sampled_ns=time.time_ns(), worker=name) for name in ("w-1", "w-2")]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, [1, 2]), "plain")
+    page, complaints = await ops.open()
+    await expect(page.locator("#workers tbody tr")).to_have_count(2)
+    plain = await _columns_of_workers(page)
+    assert "Running" in plain
+    assert not {"Role", "Pulled", "Served"} & plain
+    pulling = msgspec.structs.replace(
+        worker_sample(1, sampled_ns=time.time_ns(), worker="w-1"), pulled_tokens=4_096
+    )
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns([pulling], [3]), "pulling")
+    await expect(page.locator("#workers tbody tr").first).to_contain_text("4,096", timeout=15_000)
+    assert await _columns_of_workers(page) == plain | {"Pulled", "Served"}
     assert complaints == []
 
 

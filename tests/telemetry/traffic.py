@@ -9,6 +9,7 @@ from decimal import Decimal
 import msgspec
 
 from millrace.runtime.clock import SystemClock
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.records import (
     Attempt,
     DeliveryRecord,
@@ -68,6 +69,9 @@ def traffic() -> tuple[list[RequestRecord], list[DeliveryRecord], list[WorkerSam
             device_memory_bytes=60 << 30,
             device_memory_total_bytes=80 << 30,
             device_per_hour=_HOURLY,
+            role=WorkerRole.PREFILL if worker == "worker-1" else WorkerRole.DECODE,
+            pulled_tokens=32 if worker == "worker-2" else 0,
+            served_tokens=32 if worker == "worker-1" else 0,
         )
         for number in range(900)
         for worker in ("worker-1", "worker-2")
@@ -134,6 +138,8 @@ def moved_request(done_ns: int) -> RequestRecord:
         total_ms=4_000.0,
         epoch=66,
         lives=(life,),
+        pulled_tokens=1_984,
+        kv_source="worker-3-5f0c2e9b",
         trace_id="0af7651916cd43dd8448eb211c80319c",
     )
 

@@ -11,6 +11,8 @@ from millrace.runtime.tracing import Span, life_span, parse_traceparent, record_
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
+from millrace.schemas.transfer import KvSource, TransferEndpoint
+from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations.tracing import RunTraces
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.conftest import demo
@@ -20,6 +22,11 @@ __all__ = ["demo"]
 
 SCHEDULER = f"00-{'ab' * 16}-{'cd' * 8}-01"
 _NS = 1_000_000_000
+_SOURCE = KvSource(
+    worker_id="w-other",
+    endpoint=TransferEndpoint(layout="l", token="t", socket="/run/x"),
+    num_tokens=3,
+)
 
 
 @pytest.fixture
@@ -69,6 +76,47 @@ async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
     assert life.error == ""
     (stored,) = await b.records()
     assert stored.trace_id == "ab" * 16
+
+
+async def test_what_is_pulled_is_a_span_of_the_run(b: Bench, kept: KeptSpans) -> None:
+    begin_ns = b.clock.now_ns()
+    await b.dispatch(b.job(traceparent=SCHEDULER), kv_source=_SOURCE)
+    await b.settle(1.0)
+    b.engine.step(
+        EngineOutput(
+            request_id="r1:1",
+            started=True,
+            queued_s=0.5,
+            num_cached_tokens=2,
+            num_pulled_tokens=2,
+            pulled_s=0.25,
+        )
+    )
+    b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+    await b.ended()
+    pull, life = kept.one("kv pull"), kept.one("generate demo")
+    assert (pull.start_ns, pull.end_ns) == (begin_ns, begin_ns + _NS // 4)
+    assert pull.parent_span_id == _life_of(life)
+    for span in (pull, life):
+        assert span.attributes["millrace.kv.source"] == "w-other"
+        assert span.attributes["millrace.kv.pulled_tokens"] == 2
+
+
+async def test_a_pull_of_which_nothing_came_has_no_span(b: Bench, kept: KeptSpans) -> None:
+    await b.dispatch(b.job(traceparent=SCHEDULER), kv_source=_SOURCE)
+    b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+    await b.ended()
+    assert "kv pull" not in kept.names
+    attributes = kept.one("generate demo").attributes
+    assert attributes["millrace.kv.source"] == "w-other"
+    assert attributes["millrace.kv.pulled_tokens"] == 0
+
+
+async def test_a_run_without_a_source_says_nothing_of_one(b: Bench, kept: KeptSpans) -> None:
+    await b.dispatch(b.job(traceparent=SCHEDULER))
+    b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+    await b.ended()
+    assert not any("kv" in name for name in kept.one("generate demo").attributes)
 
 
 async def test_a_run_that_others_go_on_with_says_so(b: Bench, kept: KeptSpans) -> None:

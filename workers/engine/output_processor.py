@@ -252,6 +252,7 @@ class OutputProcessor:
             child.num_cached_tokens = parent.num_cached_tokens
             child.features = None if parent.features is None else parent.features.copy()
             child.num_pulled_tokens = parent.num_pulled_tokens
+            child.pulled_s = parent.pulled_s
             self._planner.fork(parent, child)
         return [parent, *forks]
 

@@ -49,6 +49,7 @@ def token_output(
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_pulled_tokens=sequence.num_pulled_tokens if first else 0,
+        pulled_s=sequence.pulled_s if first else 0.0,
         num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
         num_proposed_tokens=num_proposed,
         num_accepted_tokens=num_accepted,
@@ -69,6 +70,7 @@ def started_output(sequence: Sequence) -> EngineOutput:
         queued_s=sequence.queued_s,
         num_cached_tokens=sequence.num_cached_tokens,
         num_pulled_tokens=sequence.num_pulled_tokens,
+        pulled_s=sequence.pulled_s,
     )
 
 
@@ -86,6 +88,7 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
         queued_s=sequence.queued_s if first else 0.0,
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_pulled_tokens=sequence.num_pulled_tokens if first else 0,
+        pulled_s=sequence.pulled_s if first else 0.0,
         num_preemptions=sequence.num_preemptions,
         **result,
     )
@@ -127,6 +130,7 @@ def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[Engin
         "queued_s": first.queued_s,
         "num_cached_tokens": first.num_cached_tokens,
         "num_pulled_tokens": first.num_pulled_tokens,
+        "pulled_s": first.pulled_s,
     }
     begun = [
         output

@@ -52,19 +52,20 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     into the batch; it also says for how long it waited in the engine before that, ``queued_s``,
     and how many tokens of the prompt were found
     in the KV cache, ``num_cached_tokens``, ``num_pulled_tokens`` of which came from another
-    worker's for this request. The last output of a choice has either
-    ``finish_reason`` or ``error`` as (code, message), ``num_preemptions``, and ``device_us``, what
-    the choice took of the device; ``owes``: a step that it had a part in is not over yet, so a
-    ``DeviceTime`` follows. A request is over when each of its choices 0 … n - 1 has had its last
-    output, or with one error of choice 0 if it was refused; a cancelled request has no last output,
-    only a ``DeviceTime``. The choices of a beam search have one output each, all of them with the
-    same step, the best first, with all tokens and their ``cumulative_logprob``; an output without
-    anything says before that that it has chosen its first tokens, and what it took of the device
-    is that of choice 0. ``embedding`` ([hidden_size], in float32, as pooled: scaling it to length
-    1 is the caller's; [num_labels] before any activation, for ``CLASSIFY``) comes in the last
-    output of a request with ``pooling``, which makes no tokens. ``resampled``: from here on other
-    tokens are drawn than the seed would have given. ``num_proposed_tokens`` were computed beside
-    these, in case they should be the next, of which ``num_accepted_tokens`` were.
+    worker's for this request, the last of them ``pulled_s`` after the engine got it. The last
+    output of a choice has either ``finish_reason`` or ``error`` as (code, message),
+    ``num_preemptions``, and ``device_us``, what the choice took of the device; ``owes``: a step
+    that it had a part in is not over yet, so a ``DeviceTime`` follows. A request is over when each
+    of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it was
+    refused; a cancelled request has no last output, only a ``DeviceTime``. The choices of a beam
+    search have one output each, all of them with the same step, the best first, with all tokens and
+    their ``cumulative_logprob``; an output without anything says before that that it has chosen its
+    first tokens, and what it took of the device is that of choice 0. ``embedding`` ([hidden_size],
+    in float32, as pooled: scaling it to length 1 is the caller's; [num_labels] before any
+    activation, for ``CLASSIFY``) comes in the last output of a request with ``pooling``, which
+    makes no tokens. ``resampled``: from here on other tokens are drawn than the seed would have
+    given. ``num_proposed_tokens`` were computed beside these, in case they should be the next, of
+    which ``num_accepted_tokens`` were.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     error: tuple[str, str] | None = None
     num_cached_tokens: int = 0
     num_pulled_tokens: int = 0
+    pulled_s: float = 0.0
     started: bool = False
     queued_s: float = 0.0
     num_preemptions: int = 0
@@ -133,7 +135,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
-    were there; ``num_evicted_blocks`` were cached until their memory was needed. Of
+    were there: ``host_hit_tokens`` in host memory, ``disk_hit_tokens`` and ``peer_hit_tokens``
+    came from a disk or another worker for them, the others were on the device;
+    ``num_evicted_blocks`` were cached until their memory was needed. Of
     ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
     the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
@@ -167,6 +171,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_request: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     num_evicted_blocks: int = 0
     num_host_blocks: int = 0
     num_used_host_blocks: int = 0

@@ -243,9 +243,21 @@ class WorkerMetrics(Collector):
             for labels, of_engine in stats:
                 counter.add_metric(labels, figure.read(of_engine))
             yield counter
+        yield self._tier_hits()
         yield from self._requests()
         yield from self._devices()
         yield from self._times()
+
+    def _tier_hits(self) -> Metric:
+        hits = CounterMetricFamily(
+            "millrace_prefix_cache_tier_hits",
+            "Tokens that were found in the prefix cache, by where they came from",
+            labels=[*_LABELS, "tier"],
+        )
+        for one in self._workers:
+            for tier, num_tokens in _hits_by_tier(one.engine.stats).items():
+                hits.add_metric([*one.labels, tier], num_tokens)
+        return hits
 
     def _requests(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
@@ -367,6 +379,15 @@ class WorkerMetrics(Collector):
         for one in self._workers:
             tally(one).add_to(family, one.labels)
         return family
+
+
+def _hits_by_tier(stats: EngineStats) -> dict[str, int]:
+    brought = {
+        "host": stats.host_hit_tokens,
+        "disk": stats.disk_hit_tokens,
+        "peer": stats.peer_hit_tokens,
+    }
+    return {"device": stats.prefix_hit_tokens - sum(brought.values()), **brought}
 
 
 def _used(stats: EngineStats) -> int:

@@ -173,6 +173,7 @@ function groups(request) {
     group("Tokens", [
       ["Prompt", whole(request.prompt_tokens)],
       ["of them cached", request.prompt_tokens ? `${whole(request.cached_tokens)} (${percent((100 * request.cached_tokens) / request.prompt_tokens)})` : "0"],
+      ...pulls(request),
       ["Output", whole(request.completion_tokens)],
       ["Proposed ahead", `${whole(request.accepted_tokens)} of ${whole(request.proposed_tokens)} came`],
       ["Finish reason", request.finish_reason || "–"],
@@ -217,6 +218,11 @@ function groups(request) {
     ["Trace", request.trace_id],
   ]));
   return made;
+}
+
+/** What its attempts had from other workers' KV caches, in the order of attempts. */
+function pulls({ pull_sources, pull_tokens }) {
+  return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }
 
 /** A list of names and values; those without a value are left out. */

@@ -5,15 +5,21 @@ import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, wh
 import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
+const PULLED = "What came from other workers' KV caches within the last 45 seconds";
+const SERVED = "What other workers pulled from its KV cache within the last 45 seconds";
+// A column with `isOf(row)` is there while that holds for any row.
 const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
   { name: "Model", of: (row) => row.model },
   { name: "Device", of: (row) => row.device_name || "CPU" },
+  { name: "Role", of: (row) => row.role, isOf: hasRole },
   number("Running", (row) => whole(row.running)),
   number("Waiting", (row) => whole(row.waiting)),
   number("KV blocks", (row) => meter(row.blocks ? (100 * usedBlocks(row)) / row.blocks : 0), {
     title: (row) => `${whole(usedBlocks(row))} of ${whole(row.blocks)} blocks`,
   }),
+  number("Pulled", (row) => whole(row.pulled_tokens), { unit: "tokens", note: PULLED, isOf: exchanges }),
+  number("Served", (row) => whole(row.served_tokens), { unit: "tokens", note: SERVED, isOf: exchanges }),
   number("Busy", (row) => meter(100 * row.busy_share), { title: () => "of the last sample's time" }),
   number("Utilisation", (row) => (row.device_name ? percent(row.device_share <= 1 ? 100 * row.device_share : row.device_share) : "–")),
   number("Memory", (row) => (row.device_memory_total_bytes ? `${bytes(row.device_memory_bytes)} of ${bytes(row.device_memory_total_bytes)}` : "–")),
@@ -63,12 +69,26 @@ export function makeTables(save) {
 
 /** Show the rows of each; `addressOf(id)` is where a request is seen. */
 export function showTables(rows, addressOf) {
-  workers.show(rows.workersNow);
+  showWorkers(rows.workersNow);
   byId("workers-note").textContent = rows.workersNow.length ? `${rows.workersNow.length} now` : "";
   unitCost.show(rows.unitCost);
   errors.show(rows.errors, addressOf);
   const models = rows.firstByte.length > 2 ? rows.firstByte : rows.firstByte.filter(({ model }) => model);
   firstByte.show(models.flatMap((row) => WAYS.map((way) => ({ ...row, way }))));
+}
+
+function showWorkers(rows) {
+  const columns = WORKERS.filter(({ isOf }) => !isOf || rows.some(isOf));
+  if (columns.length !== workers.columns.length || columns.some((column, i) => column !== workers.columns[i])) workers.describe(columns);
+  workers.show(rows);
+}
+
+function hasRole({ role }) {
+  return role !== "both";
+}
+
+function exchanges({ pulled_tokens, served_tokens }) {
+  return Number(pulled_tokens) + Number(served_tokens) > 0;
 }
 
 function usedBlocks({ blocks, free_blocks }) {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -66,6 +67,15 @@ async def _num_pulled_moves(system: System, http: httpx.AsyncClient) -> float:
     return scraped.value("millrace_scheduler_moves_total", model="demo", source="pulled")
 
 
+def _records_of_pulls(system: System) -> list[dict[str, Any]]:
+    """Of requests that pulled from where an earlier attempt at them was."""
+    return system.sql(
+        "SELECT worker, kv_source, pulled_tokens, pulls.pulled_tokens AS attempts, "
+        "prompt_tokens, completion_tokens "
+        "FROM requests FINAL WHERE pulled_tokens > 0 AND has(lives.worker, kv_source)"
+    )
+
+
 async def test_streams_go_on_behind_prompts_that_another_has_computed(apart: System) -> None:
     async with httpx.AsyncClient(base_url=apart.http, timeout=60.0) as http:
         # Nobody decodes, so each is computed where it decodes.
@@ -77,6 +87,11 @@ async def test_streams_go_on_behind_prompts_that_another_has_computed(apart: Sys
         assert await _texts(http, 100, 4) == fresh
         # The eight that came while others decoded, unless those had ended before the last of them.
         assert await _num_pulled_moves(apart, http) >= 4
+    await eventually(lambda: len(_records_of_pulls(apart)) >= 4, what="rows of what was pulled")
+    for record in _records_of_pulls(apart):
+        assert record["kv_source"] != record["worker"]
+        assert record["pulled_tokens"] < record["prompt_tokens"] + record["completion_tokens"]
+        assert sum(record["attempts"]) == record["pulled_tokens"]
 
 
 @pytest.mark.parametrize("name", ["worker-1", "worker-2"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
+from msgspec.structs import replace
 
 from millrace.bus.running_requests import RunningRequest
 from millrace.scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
 from millrace.schemas.control import Served
 from millrace.schemas.jobs import Tier
-from millrace.schemas.records import Attempt, Status
+from millrace.schemas.records import Attempt, Status, sum_pulled
 from tests.scheduler.world import CONFIG, World, job
 
 _NS = 1_000_000_000
@@ -134,6 +135,19 @@ def test_a_run_that_goes_on_under_another_epoch_is_one_life() -> None:
     attempts.add_report(_told(2, 50), "a", 30)
     told = Attempt(epoch=2, worker_id="a", started_ns=5, ended_ns=30, device_us=50)
     assert attempts.earlier("b") == attempts.earlier("a") == (told,)
+
+
+def test_what_attempts_pulled_is_kept_and_added_up() -> None:
+    attempts = AttemptHistory()
+    for epoch in range(1, MAX_ATTEMPTS_KEPT + 2):
+        told = replace(_told(epoch, 50), pulled_tokens=32, kv_source=f"w-{epoch}")
+        attempts.add_report(told, "a", 30)
+    kept = attempts.earlier()
+    assert [one.pulled_tokens for one in kept] == [64] + [32] * (MAX_ATTEMPTS_KEPT - 1)
+    assert kept[0].kv_source == "w-2"
+    assert sum_pulled(kept) == (32 * (MAX_ATTEMPTS_KEPT + 1), f"w-{MAX_ATTEMPTS_KEPT + 1}")
+    assert sum_pulled((*kept, Attempt(epoch=99, worker_id="b")))[1] == kept[-1].kv_source
+    assert sum_pulled(()) == (0, "")
 
 
 def test_late_words_find_their_run() -> None:

@@ -36,6 +36,8 @@ def request(
     cost: str = "0.1",
     currency: str = "USD",
     lives: tuple[Attempt, ...] = (),
+    pulled_tokens: int = 0,
+    kv_source: str = "",
 ) -> RequestRecord:
     """100 tokens in (40 cached), 11 out; 2 s: 100 ms in the queue, TTFT 500 ms, TPOT 150 ms."""
     done_ns = BEGIN_S * 10**9 + round(at_s * 1_000) * 1_000_000
@@ -67,6 +69,8 @@ def request(
         device_us=500_000,
         device_cost=Decimal("0.02"),
         lives=lives,
+        pulled_tokens=pulled_tokens,
+        kv_source=kv_source,
     )
 
 
@@ -80,8 +84,12 @@ MOVED = request(
             started_ns=(BEGIN_S + 128) * 10**9 + 30_000_000,
             ended_ns=(BEGIN_S + 128) * 10**9 + 60_000_000,
             device_us=30_000,
+            pulled_tokens=32,
+            kv_source="w-9",
         ),
     ),
+    pulled_tokens=128,
+    kv_source="w-0",
 )
 REQUESTS_MADE = [
     request("a", 0),
@@ -288,6 +296,8 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     ]
     (row,) = await ask(filled, "request_details", id="moved")
     assert (row["cost"], row["device_cost"], row["num_resumes"]) == ("0.1", "0.02", 2)
+    assert (row["pulled_tokens"], row["kv_source"]) == (128, "w-0")
+    assert (row["pull_sources"], row["pull_tokens"]) == (["w-9", "w-0"], [32, 96])
     (row,) = await ask(filled, "request_details", id="a")
     assert not row["is_delivered"]
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.records import Status, WorkerSample
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.rollups.rollups import Rollups
@@ -95,6 +96,21 @@ async def test_workers_are_added_up(store: Store) -> None:
     assert max(row["decode_tokens_per_s"] for row in rows) > 500
     now = await ask(store, "workers_now")
     assert [row["name"] for row in now] == ["w-1", "w-2"]
+    assert [row["role"] for row in now] == ["both"] * 2
+    now_ns = time.time_ns()
+    samples = [
+        replace(
+            worker_sample(n, sampled_ns=now_ns - n * 10**9, worker="w-3"),
+            role=WorkerRole.DECODE,
+            pulled_tokens=16 * n,
+            served_tokens=1,
+        )
+        for n in range(1, 4)
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(3)), "peers")
+    *_, row = await ask(store, "workers_now")
+    assert (row["name"], row["role"]) == ("w-3", "decode")
+    assert (int(row["pulled_tokens"]), int(row["served_tokens"])) == (96, 3)
 
 
 async def test_a_step_longer_than_a_sample_makes_no_idle_time(store: Store) -> None:

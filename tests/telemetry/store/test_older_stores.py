@@ -141,6 +141,29 @@ async def test_two_that_rebuild_at_once_lose_nothing(old_store: Store) -> None:
     assert await old_store.rows(KEYS) == REBUILT
 
 
+async def test_a_sink_that_knows_nothing_of_pulls_goes_on(old_store: Store) -> None:
+    """As version 0018 has it, with rows from before and after the migration."""
+    for migration in load_migrations()[OLD:18]:
+        for statement in migration.statements:
+            await old_store.command(statement)
+    life = "[(1, 'w-9', now64(6), now64(6), 7)]"
+    write = (
+        "INSERT INTO requests (request_id, tenant, status, lives, received_at, done_at, "
+        f"outbox_sequence) SELECT {{id:String}}, 'acme', 'done', {life}, now64(6), now64(6), 1"
+    )
+    await old_store.command(write, {"id": "old"})
+    await old_store.command(SAMPLE)
+    await migrate(old_store)
+    await old_store.command(write, {"id": "late"})
+    assert await old_store.rows(
+        "SELECT request_id, lives.device_us, pulled_tokens, kv_source, pulls "
+        "FROM requests_once ORDER BY request_id"
+    ) == [("late", [7], 0, "", []), ("old", [7], 0, "", [])]
+    assert await old_store.rows(
+        "SELECT DISTINCT role, pulled_tokens, served_tokens FROM worker_samples_once"
+    ) == [("both", 0, 0)]
+
+
 async def test_rows_of_the_migration_before_read_in_ms_with_keys_and_joules_unknown(
     store_path: Path,
 ) -> None:

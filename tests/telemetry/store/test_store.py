@@ -105,6 +105,8 @@ async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
         ({"done_ns": (1 << 32) * 10**9}, "done_ns"),
         ({"lives": (Attempt(epoch=-1, worker_id="w"),)}, "lives.epoch"),
         ({"lives": (Attempt(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "lives.ended_ns"),
+        ({"lives": (Attempt(epoch=1, worker_id="w", pulled_tokens=-1),)}, "lives.pulled_tokens"),
+        ({"pulled_tokens": 1 << 32}, "pulled_tokens"),
         ({"version": 70_000}, "version"),
         ({"request_id": ""}, "id"),
     ],
@@ -130,6 +132,33 @@ async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
     await store.insert(REQUESTS, REQUESTS.to_columns([largest], [1]), "largest")
     rows = await store.rows("SELECT cost, device_us, lives.device_us, lives.worker FROM requests")
     assert rows == [(largest.cost, 1 << 53, [1 << 53], ["w"])]
+
+
+async def test_a_row_says_what_each_attempt_pulled_and_from_whom(store: Store) -> None:
+    lives = (
+        Attempt(epoch=1, worker_id="w-1"),
+        Attempt(epoch=2, worker_id="w-2", pulled_tokens=480, kv_source="w-1"),
+    )
+    record = msgspec.structs.replace(
+        request_record(1), epoch=4, lives=lives, pulled_tokens=1_984, kv_source="w-2"
+    )
+    alone = request_record(2)
+    ended = msgspec.structs.replace(
+        request_record(3), epoch=3, lives=lives, pulled_tokens=480, kv_source="w-1"
+    )
+    records = [record, alone, ended]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, [1, 2, 3]), "pulls")
+    rows = await store.rows(
+        "SELECT pulled_tokens, kv_source, pulls FROM requests_once ORDER BY request_id"
+    )
+    earlier = {"epoch": 2, "kv_source": "w-1", "pulled_tokens": 480}
+    own = {"epoch": 4, "kv_source": "w-2", "pulled_tokens": 1_504}
+    assert rows == [(1_984, "w-2", [earlier, own]), (0, "", []), (480, "w-1", [earlier])]
+    tokens_by_source = (
+        "SELECT pull.kv_source, sum(pull.pulled_tokens) FROM requests_once "
+        "ARRAY JOIN pulls AS pull GROUP BY pull.kv_source ORDER BY pull.kv_source"
+    )
+    assert await store.rows(tokens_by_source) == [("w-1", 960), ("w-2", 1_504)]
 
 
 async def test_transcripts_leave_after_thirty_days(store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace.registry.served import ServedModel
-from millrace.schemas.control import Cancel, CancelReason, Prefilled, Pulled
+from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
@@ -53,6 +53,42 @@ async def test_what_an_earlier_attempt_computed_is_not_charged_as_cached(
         await b.ended()
         (record,) = await b.records()
         assert record.cached_tokens == cached
+
+
+async def test_its_record_says_what_was_pulled_and_from_whom(demo: ServedModel) -> None:
+    earlier = Attempt(epoch=0, worker_id="w-mid", pulled_tokens=16, kv_source="w-first")
+    began = EngineOutput(request_id="r1:1", num_cached_tokens=3, num_pulled_tokens=2)
+    async with bench(demo) as b:
+        job = b.job(prompt_token_ids=(5, 6, 7, 8))
+        assert (await b.dispatch(job, kv_source=SOURCE, lives=(earlier,))).ok
+        b.engine.step(began)
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        await b.ended()
+        (record,) = await b.records()
+        assert (record.pulled_tokens, record.kv_source, record.lives) == (18, "w-other", (earlier,))
+
+
+async def test_a_source_that_nothing_came_from_is_not_in_the_record(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        assert (await b.dispatch(kv_source=SOURCE)).ok
+        b.engine.emit("r1:1")
+        b.engine.emit("r1:1", [20], FinishReason.LENGTH)
+        await b.ended()
+        (record,) = await b.records()
+        assert (record.pulled_tokens, record.kv_source) == (0, "")
+
+
+async def test_the_attempt_after_it_hears_what_was_pulled(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        ended: list[Ended] = []
+        await b.peer.control.subscribe_ended(ended.append)
+        assert (await b.dispatch(kv_source=SOURCE)).ok
+        b.engine.step(EngineOutput(request_id="r1:1", num_cached_tokens=2, num_pulled_tokens=2))
+        b.engine.emit("r1:1", [20])
+        await _supersede(b, "r1")
+        await eventually(lambda: bool(ended))
+        ((served,),) = [one.served for one in ended]
+        assert (served.pulled_tokens, served.kv_source) == (2, "w-other")
 
 
 async def test_a_heartbeat_says_where_blocks_are_pulled_from(demo: ServedModel) -> None:

@@ -32,6 +32,9 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             decode_tokens=20,
             prefix_query_tokens=400,
             prefix_hit_tokens=100,
+            host_hit_tokens=16,
+            disk_hit_tokens=32,
+            peer_hit_tokens=48,
             num_preemptions=2,
             busy_s=0.003,
         )
@@ -55,6 +58,9 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             "millrace_engine_step_duration_seconds_sum": 0.003,
         }
         assert {name: scraped.value(name, **_AT) for name in told} == told
+        tiers = {"device": 4, "host": 16, "disk": 32, "peer": 48}
+        hits = "millrace_prefix_cache_tier_hits_total"
+        assert {tier: scraped.value(hits, tier=tier, **_AT) for tier in tiers} == tiers
         bucket = "millrace_engine_step_duration_seconds_bucket"
         assert scraped.value(bucket, le="0.002", **_AT) == 0
         assert scraped.value(bucket, le="0.004", **_AT) == 1

@@ -223,16 +223,19 @@ class Arrivals:
         for arrival in self._waiting:
             if part in arrival.parts:
                 arrival.parts.remove(part)
-                self._hold(arrival.sequence, good, is_pulled=part.tier.is_peer)
+                self._hold(arrival.sequence, good, part.tier)
 
-    def _hold(self, sequence: Sequence, good: list[bytes], *, is_pulled: bool) -> None:
+    def _hold(self, sequence: Sequence, good: list[bytes], tier: Tier) -> None:
         """Keep what came for a sequence until it is admitted."""
         if sequence.state is SequenceState.FINISHED:
             return
         own = set(sequence.block_keys)
         mine = [key for key in good if key in own]
-        if is_pulled:
+        if tier.is_peer:
             sequence.pulled_keys |= set(mine)
+            sequence.pulled_s = self._monotonic() - sequence.added_s
+        else:
+            sequence.disk_keys |= set(mine)
         self._host.pin(mine)
         sequence.pinned_keys = [*sequence.pinned_keys, *mine]
 

@@ -12,6 +12,7 @@ from millrace.workers.engine.kv.block_pool import BlockPool
 from millrace.workers.engine.kv.events import KvEvents
 from millrace.workers.engine.kv.host_cache import HostCache
 from millrace.workers.engine.kv.prefix_cache import PrefixCache
+from millrace.workers.engine.kv.tier_hits import TierHits
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.types import PrefixChanges
 
@@ -78,6 +79,7 @@ class BlockTables:
         self.num_guaranteed_blocks = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.tier_hits = TierHits(self._size)
         self.num_swaps = 0
         self.lent_blocks: Callable[[], Iterable[int]] = tuple
 
@@ -154,6 +156,7 @@ class BlockTables:
         if self._looks_for_hits(sequence):
             self.num_query_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
+            self.tier_hits.note(sequence, keys[:num_hit], hit.blocks)
         if self._shared:
             for key in keys[num_hit:]:
                 self._computing.setdefault(key, sequence)

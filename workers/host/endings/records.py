@@ -12,8 +12,9 @@ from millrace.bus.jobs.ends import record_of, result_of
 from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.jobs import JobResult
-from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy
+from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy, sum_pulled
 from millrace.workers.host.generations.generation import Generation
+from millrace.workers.host.generations.pulls import pulled_from
 from millrace.workers.host.generations.state import since_ms
 
 _US_PER_MS = 1e3
@@ -24,7 +25,8 @@ def request_record(
 ) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
-    time, as far as it is known, and the energy, if it is known of all attempts."""
+    time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
+    that were pulled."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage()
     timing = generation.timing
     assert outcome is not None
@@ -35,6 +37,8 @@ def request_record(
     energy_j = sum_energy(
         [generation.device_use.settle_energy(), *(attempt.energy_j for attempt in lives)]
     )
+    earlier_pulled_tokens, earlier_source = sum_pulled(lives)
+    own_source = pulled_from(generation.kv_source, generation.num_pulled_tokens)
     answer = timing.answer(outcome.status, received_ns, num_own_tokens)
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
@@ -63,6 +67,8 @@ def request_record(
         resampled=generation.resampled,
         proposed_tokens=usage.proposed_tokens,
         accepted_tokens=usage.accepted_tokens,
+        pulled_tokens=earlier_pulled_tokens + generation.num_pulled_tokens,
+        kv_source=own_source or earlier_source,
     )
 
 
@@ -75,6 +81,8 @@ def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt
         ended_ns=ended_ns,
         device_us=generation.device_use.total_us,
         energy_j=generation.device_use.settle_energy(),
+        pulled_tokens=generation.num_pulled_tokens,
+        kv_source=pulled_from(generation.kv_source, generation.num_pulled_tokens),
     )
 
 

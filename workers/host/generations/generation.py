@@ -31,6 +31,7 @@ from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
 from millrace.workers.host.generations.outcomes import GenerationOutcome
 from millrace.workers.host.generations.output_text import TextStream
+from millrace.workers.host.generations.pulls import num_free_tokens, pulled_from
 from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 
 # An attribute of an enum takes longer to look up, and each output does so.
@@ -227,12 +228,9 @@ class Generation:
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
             self.num_pulled_tokens = output.num_pulled_tokens
-            num_cached = output.num_cached_tokens
-            if self.lives:
-                # What an earlier attempt computed and this one has pulled was not found for free.
-                earlier = self.lives[max(self.lives)].cached_tokens
-                num_cached = max(num_cached - output.num_pulled_tokens, min(earlier, num_cached))
-            self.num_cached_tokens = min(num_cached, len(self.prompt_token_ids))
+            self.timing.note_pull(output.num_pulled_tokens, output.pulled_s)
+            num_free = num_free_tokens(output, self.lives)
+            self.num_cached_tokens = min(num_free, len(self.prompt_token_ids))
         elif output.num_cached_tokens > self._num_found_tokens and not output.started:
             # Some servers say it at the end only. Another engine's start says what it found anew.
             self._num_found_tokens = output.num_cached_tokens
@@ -371,6 +369,8 @@ class Generation:
             + (self.num_resumed if self.known_outcome is None else 0),
             cached_tokens=self._num_found_tokens,
             completion_tokens=num_made,
+            pulled_tokens=self.num_pulled_tokens,
+            kv_source=pulled_from(self.kv_source, self.num_pulled_tokens),
         )
 
     def _delta(self, start: int, end: int) -> Delta:

@@ -36,6 +36,13 @@ class Timing:
     first_token_ns: int = 0
     last_token_ns: int = 0
     done_ns: int = 0
+    pulled_ns: int = 0
+
+    def note_pull(self, num_tokens: int, took_s: float) -> None:
+        """The last of so many tokens of another worker was here so long after the engine had been
+        asked, which is when it was accepted."""
+        if num_tokens:
+            self.pulled_ns = self.accepted_ns + round(took_s * 1e9)
 
     def answer(self, status: Status, received_ns: int, num_tokens: int) -> AnswerTimes:
         """What the client saw of a request that was received at ``received_ns`` (0: when it was

@@ -1,4 +1,4 @@
-"""Spans of an attempt on this worker: prefill, first token, decode, and the record."""
+"""Spans of an attempt on this worker: a pull, prefill, first token, decode, and the record."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from millrace.runtime.tracing import (
 )
 from millrace.schemas.control import Dispatch
 from millrace.schemas.records import Status
+from millrace.schemas.transfer import KvSource
 from millrace.workers.host.generations.generation import Generation
 
 
@@ -75,6 +76,8 @@ class RunTrace:
             "millrace.resumed_tokens": generation.num_resumed,
             "millrace.preemptions": generation.num_preemptions,
         }
+        if generation.kv_source is not None:
+            attributes |= _pull_attributes(generation, generation.kv_source)
         error = ""
         if outcome is None:
             error = "taken_over"
@@ -113,6 +116,7 @@ class RunTrace:
         )
 
     def _add_prefill(self, generation: Generation, end_ns: int) -> None:
+        self._add_pull(generation)
         self._tracing.tell(
             Span(
                 "prefill",
@@ -125,6 +129,25 @@ class RunTrace:
                     "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
                     "gen_ai.usage.cache_read.input_tokens": generation.num_cached_tokens,
                     "millrace.resumed_tokens": generation.num_resumed,
+                },
+            )
+        )
+
+    def _add_pull(self, generation: Generation) -> None:
+        """Where anything was pulled: from when it was asked for until the last of it was here."""
+        source = generation.kv_source
+        if source is None or not generation.timing.pulled_ns:
+            return
+        self._tracing.tell(
+            Span(
+                "kv pull",
+                self._life.anywhere(),
+                self._life.span_id,
+                generation.timing.accepted_ns,
+                generation.timing.pulled_ns,
+                attributes={
+                    "millrace.request.id": generation.request_id,
+                    **_pull_attributes(generation, source),
                 },
             )
         )
@@ -144,6 +167,13 @@ class RunTrace:
                 },
             )
         )
+
+
+def _pull_attributes(generation: Generation, source: KvSource) -> dict[str, Value]:
+    return {
+        "millrace.kv.source": source.worker_id,
+        "millrace.kv.pulled_tokens": generation.num_pulled_tokens,
+    }
 
 
 class RunTraces:

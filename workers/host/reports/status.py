@@ -241,6 +241,7 @@ class StatusReporter:
         before, period_s = self._sampled, until_s - self._sampled_s
         ago_s = self._clock.monotonic() - until_s
         num_steps = stats.num_steps - before.num_steps
+        block_size = self._config.engine.block_size_tokens
         busy_s = stats.busy_s - before.busy_s
         return WorkerSample(
             worker_id=self._context.worker_id,
@@ -271,6 +272,9 @@ class StatusReporter:
             currency=self._entry.prices.currency,
             energy_j=None if energy is None else energy.counted_j - self._sampled_energy.counted_j,
             charged_j=None if energy is None else energy.charged_j - self._sampled_energy.charged_j,
+            role=self._config.role,
+            pulled_tokens=(stats.num_pulled_blocks - before.num_pulled_blocks) * block_size,
+            served_tokens=(stats.num_served_blocks - before.num_served_blocks) * block_size,
         )
 
     def _free_share(self) -> float:

@@ -168,7 +168,9 @@ def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> N
     runner.cache.data[:, :24] = 0  # nobody reads what is free
     again, num_cached = ask("r", history)
     assert (again, num_cached) == (first, 80)
-    assert engine.stats().num_reloaded_blocks == 5
+    stats = engine.stats()
+    assert stats.num_reloaded_blocks == 5
+    assert (stats.prefix_hit_tokens, stats.host_hit_tokens) == (80, 80)
 
 
 def fast_swaps(engine: Engine) -> None:

@@ -43,13 +43,17 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
     stats = engine.stats()
     assert stats.num_pulled_blocks == 5
     assert stats.num_pulled_bytes == 5 * BLOCK_BYTES
+    assert (stats.prefix_hit_tokens, stats.peer_hit_tokens) == (80, 80)
+    assert 0 < started.pulled_s <= started.queued_s
     assert stats.num_failed_pulls == 0
     assert peer.stats().num_served_blocks == 5
     # Again: what is here is not pulled.
     tokens, started = world.pull(engine, source, peer)
     assert tokens == expected
-    assert started.num_pulled_tokens == 0
-    assert engine.stats().num_pulled_blocks == 5
+    assert (started.num_pulled_tokens, started.pulled_s) == (0, 0.0)
+    again = engine.stats()
+    assert again.num_pulled_blocks == 5
+    assert (again.prefix_hit_tokens, again.peer_hit_tokens) == (160, 80)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +208,10 @@ def test_a_block_comes_from_where_it_comes_faster(
     tokens, started = world.pull(engine, world.source(peer), peer)
     assert (tokens, started.num_cached_tokens) == (expected, 80)
     assert started.num_pulled_tokens == (32 if is_disk_faster else 80)
-    assert engine.stats().num_read_blocks == (3 if is_disk_faster else 0)
+    stats = engine.stats()
+    assert stats.num_read_blocks == (3 if is_disk_faster else 0)
+    assert stats.disk_hit_tokens == (48 if is_disk_faster else 0)
+    assert (stats.host_hit_tokens, stats.peer_hit_tokens) == (0, started.num_pulled_tokens)
     engine._tiers.disk._file.close()
 
 

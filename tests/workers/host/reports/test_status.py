@@ -127,6 +127,7 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         await b.settle(2.0)
         b.engine.step(decode_tokens=50, prefill_tokens=20, busy_s=0.5, num_running=1)
         later = {"charged_s": 0.9, "prefix_query_tokens": 40, "prefix_hit_tokens": 16}
+        later |= {"num_pulled_blocks": 3, "num_served_blocks": 5}
         b.engine.step(decode_tokens=90, prefill_tokens=20, busy_s=1.0, num_running=1, **later)
         await b.settle(2.0)
         _, sample = await b.samples()
@@ -135,6 +136,7 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         assert (sample.queue_depth, sample.model, sample.num_running) == (7, "demo", 1)
         assert (sample.busy_us, sample.charged_us) == (1_000_000, 900_000)
         assert (sample.prefix_query_tokens, sample.prefix_hit_tokens) == (40, 16)
+        assert (sample.role, sample.pulled_tokens, sample.served_tokens) == ("both", 48, 80)
         assert (sample.device_per_hour, sample.currency) == (Decimal("0.05"), "USD")
 
 
