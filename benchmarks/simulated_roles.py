@@ -1,6 +1,6 @@
 """Where prefill and decode apart pay: fleets of 128 H200 in virtual time, by how they are split.
 
-    python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--save]
+    python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--jobs 2] [--save]
 
 The real scheduler with simulated workers, as ``millrace simulate`` has it, so the figures do not
 depend on the machine, and are no measurement of a GPU. Each worker is one H200 with a Llama 70B in
@@ -19,6 +19,7 @@ import gc
 import json
 import logging
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +100,16 @@ class Fleet(NamedTuple):
         return ", ".join(parts)
 
 
+class Case(NamedTuple):
+    """A fleet of so many workers under one rate."""
+
+    load: Load
+    fleet: Fleet
+    rate_per_s: float
+    window_s: float
+    num_workers: int
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One fleet under one rate. Of the requests of the window but for ``itl_ms_p99``, the moves and
     the utilisation, which are of the whole run. ``goodput`` is the share that kept the limits,
@@ -151,7 +162,7 @@ LOADS = (
         output_tokens="lognormal:200:0.8:1000",
         mean_context=300,
         rates_per_s=(600.0, 1_200.0, 1_800.0),
-        window_s=8.0,
+        window_s=6.0,
         slo=Slo(ttft_ms=1_000.0, tpot_ms=40.0),
     ),
     Load(
@@ -159,8 +170,8 @@ LOADS = (
         input_tokens="8192",
         output_tokens="lognormal:200:0.8:1000",
         mean_context=4_096,
-        rates_per_s=(30.0, 45.0, 60.0, 75.0, 90.0),
-        window_s=20.0,
+        rates_per_s=(15.0, 30.0, 45.0, 60.0, 75.0),
+        window_s=12.0,
         slo=Slo(ttft_ms=4_000.0, tpot_ms=40.0),
     ),
 )
@@ -250,8 +261,11 @@ def trace_of(load: Load, rate_per_s: float, window_s: float) -> list[TraceReques
     )
 
 
-def run(load: Load, fleet: Fleet, rate_per_s: float, window_s: float, num_workers: int) -> Row:
-    """One fleet under one rate."""
+def run(case: Case) -> Row:
+    """In a process that has nothing else to do."""
+    logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
+    gc.set_threshold(50_000, 50, 100)
+    load, fleet, rate_per_s, window_s, num_workers = case
     settings = settings_for(load, fleet, num_workers)
     begun_s = time.perf_counter()
     result = simulate(trace_of(load, rate_per_s, window_s), settings, parse_policies("fair")[0])
@@ -318,29 +332,36 @@ def main() -> int:
     parser.add_argument("--only", choices=[load.name for load in LOADS])
     parser.add_argument("--rates", help="requests per second instead of each load's own")
     parser.add_argument("--window", type=float, help="seconds instead of each load's own")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--smoke", action="store_true", help="16 workers, one rate, a moment")
     parser.add_argument("--save", action="store_true", help=f"write {_RESULT}")
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
-    gc.set_threshold(50_000, 50, 100)
-    num_workers = 16 if arguments.smoke else _NUM_WORKERS
     loads = [load for load in LOADS if arguments.only in (None, load.name)]
     print(json.dumps(msgspec.to_builtins(_device())), flush=True)
+    cases = [
+        Case(load, fleet, rate_per_s, arguments.window or load.window_s, _NUM_WORKERS)
+        for load in loads
+        for rate_per_s in _rates(load, arguments.rates)
+        for fleet in FLEETS
+    ]
+    if arguments.smoke:
+        cases = [
+            Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16)
+            for load in loads
+            for fleet in FLEETS
+        ]
     rows: list[Row] = []
-    for load in loads:
-        window_s = 1.0 if arguments.smoke else arguments.window or load.window_s
-        rates = load.rates_per_s
-        if arguments.smoke:
-            rates = (load.rates_per_s[0] / 8,)
-        elif arguments.rates:
-            rates = tuple(map(float, arguments.rates.split(",")))
-        for rate_per_s in rates:
-            for fleet in FLEETS:
-                rows.append(run(load, fleet, rate_per_s, window_s, num_workers))
-                print(_line(rows[-1]), flush=True)
+    with ProcessPoolExecutor(arguments.jobs) as processes:
+        for row in processes.map(run, cases):
+            rows.append(row)
+            print(_line(row), flush=True)
     results = Results(device=_device(), loads=tuple(loads), rows=tuple(rows))
     write_json(_RESULT if arguments.save else None, results)
     return 0
+
+
+def _rates(load: Load, given: str | None) -> tuple[float, ...]:
+    return load.rates_per_s if given is None else tuple(map(float, given.split(",")))
 
 
 if __name__ == "__main__":

@@ -69,10 +69,10 @@ def test_leaps_have_the_gaps_of_their_steps() -> None:
     for stream in streams:
         batch.add(stream)
     end_s = batch.begin_at(0.0)
+    assert end_s is not None
     assert end_s == pytest.approx(0.020)
     batch.finish()
-    end_s = batch.begin_at(end_s)
-    assert end_s is not None
+    assert batch.begin_at(end_s) is not None
     interrupted_s = batch.interrupt(1.0)
     assert 1.0 <= interrupted_s < 1.02
     prompt = SimulatedSequence(
@@ -82,6 +82,7 @@ def test_leaps_have_the_gaps_of_their_steps() -> None:
     batch.finish()
     num_before = streams[0].num_made
     end_s = batch.begin_at(interrupted_s)
+    assert end_s is not None
     long_s = end_s - interrupted_s
     assert long_s > 0.3
     batch.finish()
