@@ -184,6 +184,23 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
     assert chosen(workers) == "b-1"
 
 
+def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
+    """Both are equally fast: a step takes 18 ms and 0.1 ms a sequence."""
+    large = {"max_num_sequences": 256, "num_blocks": 10_000, "num_free_blocks": 10_000}
+    speeds = {"prefill_tokens_per_s": 10_000.0}
+
+    def told(name: str, batch: int) -> WorkerStatus:
+        step_ms = 18 + 0.1 * batch
+        return status(name, num_running=batch, decode_step_ms=step_ms, **large, **speeds)
+
+    busy, idle = (WorkerView(told(name, 1), 0.0) for name in ("a-1", "b-1"))
+    for number, batch in enumerate((10, 20, 30, 40), start=1):
+        busy.observe(told("a-1", batch), float(number))
+        idle.observe(told("b-1", 1), float(number))
+    assert busy.num_held == 40
+    assert chosen([busy, idle]) == "b-1"
+
+
 _STATUSES = st.builds(
     lambda slots, waiting, held, blocks, used, prompts, draining, longest, speed: status(
         max_num_sequences=slots,
