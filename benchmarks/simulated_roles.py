@@ -9,7 +9,7 @@ what the device could do (``device``). Each load arrives at random at several ra
 the requests that came in a window count, with as much load before and behind them. Goodput is how
 many of those per second were answered within the load's limits.
 
-  chat   prompts and answers spread as those of ShareGPT are, by log-normal distributions
+  chat   short prompts and answers of log-normal lengths, in the manner of ShareGPT
   long   prompts of 8,192 tokens
 """
 
