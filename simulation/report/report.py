@@ -128,7 +128,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What was simulated, for each policy alike. ``roles`` are how many of each model's workers
-    have which (empty: all have both), ``link`` what blocks are pulled over (None: none are)."""
+    were given which (empty: all have ``worker.role``), ``link`` what blocks are pulled over (None:
+    none are)."""
 
     num_requests: int
     last_arrival_s: float
