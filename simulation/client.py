@@ -27,7 +27,7 @@ from millrace.schemas.sampling import SamplingOptions
 from millrace.simulation.outcomes import REPLY, Outcomes, RequestOutcome
 from millrace.simulation.policies import Policy
 from millrace.simulation.traces.texts import Texts
-from millrace.simulation.workers.worker import Spawn
+from millrace.simulation.workers.context import Spawn
 
 _NS_PER_S = 1e9
 _STATUSES: dict[type[TerminalFrame], Status] = {

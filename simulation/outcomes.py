@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from millrace.bus.running_requests import RunningRequest
 from millrace.runtime.clock import Clock
 from millrace.schemas.records import Status
+from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.traces.trace import TraceRequest
 
 NEVER_S = -1.0
@@ -23,7 +24,8 @@ class RequestOutcome:
     ``num_had`` tokens had come when the last run of it stopped; ``num_made`` says how many there
     are by the run under way. ``num_terminals`` counts the terminal frames, of which there must be
     one. ``predicted_ttft_ms`` is what the scheduler had said last of when the first token would
-    come, before it was sent.
+    come, before it was sent. ``last_token_s`` is when the last run that stopped made its last token
+    (None: it has none), on the clock of the loop.
     """
 
     request: TraceRequest
@@ -44,6 +46,7 @@ class RequestOutcome:
     worker_id: str = ""
     epoch: int = 0
     predicted_ttft_ms: float | None = None
+    last_token_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -63,15 +66,18 @@ class RequestOutcome:
         if self.taken_s == NEVER_S:
             self.taken_s = now_s
 
-    def stop_run(self) -> None:
+    def stop_run(self, last_token_s: float | None) -> None:
         """The run under way makes nothing more."""
         self.num_had, self.num_made = self.num_tokens, None
+        self.last_token_s = last_token_s
 
 
 class Outcomes:
-    """The outcomes by request id, in the order of the trace, whose 0 is at ``start_s``."""
+    """The outcomes by request id, in the order of the trace, whose 0 is at ``start_s``, and
+    ``inter_token`` of all of them."""
 
     def __init__(self, outcomes: Sequence[RequestOutcome], clock: Clock, start_s: float) -> None:
+        self.inter_token = InterTokenLatencies()
         self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
         self._clock = clock
         self._start_s = start_s

@@ -8,6 +8,7 @@ import msgspec
 
 from millrace.bench.settings import Slo
 from millrace.schemas.config import Config
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
 
 
@@ -18,10 +19,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
 
 
+class KvLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to bring blocks of the KV cache from one worker to another.
+
+    ``bytes_per_token`` are a model's keys and values of one token: by default those of a Llama 8B
+    in 16 bits, 2 x 32 layers x 8 heads x 128 numbers. ``bytes_per_s`` is what a worker's link
+    carries in each direction, by default that of 400 Gbit/s; ``overhead_s`` is what each pull takes
+    beside its bytes, by default what the real scheduler takes it to be."""
+
+    bytes_per_token: float = 131_072.0
+    bytes_per_s: float = 50e9
+    overhead_s: float = 0.005
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation, of each policy alike.
 
-    ``num_workers`` is by model, "" for each model of the trace that is not named. A worker that
+    ``num_workers`` is by model, "" for each model of the trace that is not named; ``roles`` are
+    those of each model's first workers, others have ``config.worker.role``. A worker that
     dies, at ``failures`` or after a random time of ``mtbf_s`` in the mean (0: never), is started
     anew ``restart_s`` later; to start takes a worker ``config.worker.engine.simulation.start_s``.
     With ``config.scheduler.autoscale.max_workers`` the scheduler says how many workers there are.
@@ -30,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     num_workers: dict[str, int]
+    roles: tuple[WorkerRole, ...] = ()
+    link: KvLink = KvLink()
     seed: int = 0
     failures: tuple[Failure, ...] = ()
     mtbf_s: float = 0.0
@@ -49,6 +66,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             return min(max(count, bounds.min_workers), bounds.max_workers)
         return count
 
+    def role_of(self, index: int) -> WorkerRole:
+        """Of a model's worker, counted from 0."""
+        return self.roles[index] if index < len(self.roles) else self.config.worker.role
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether workers pull blocks of one another's KV cache: as ``engine.transfer`` says, or
+        else where they have roles."""
+        worker = self.config.worker
+        asked = worker.engine.transfer
+        has_roles = bool(self.roles) or worker.role is not WorkerRole.BOTH
+        return worker.engine.prefix_cache and (has_roles if asked is None else asked)
+
     def check(self, models: Iterable[str]) -> None:
         """Raises ConfigError unless this can be done for a trace of such ``models``."""
         total = sum(self.workers_of(model) for model in models)
@@ -57,3 +87,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"--fail: there is no worker {failure.worker}, there are {total} at first"
                 )
+        engine = self.config.worker.engine
+        if engine.transfer and not engine.prefix_cache:
+            raise ConfigError("worker.engine.transfer takes worker.engine.prefix_cache, too")
+        if self.roles and not self.moves_blocks:
+            raise ConfigError(
+                "--workers: with roles streams go on elsewhere with blocks that are pulled, which "
+                "takes worker.engine.prefix_cache and no worker.engine.transfer: false"
+            )
+        if self.roles and self.config.scheduler.autoscale.max_workers:
+            raise ConfigError("--workers: roles do not go with --autoscale; give a number")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.jobs import Job
 from millrace.simulation.client import Clients
+from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
 from millrace.simulation.policies import Policy
 from millrace.simulation.settings import Settings
@@ -33,12 +35,16 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 @dataclass
 class Result:
     """What happened: the outcomes in the trace's order, and every incarnation of a worker, whose
-    times count from the trace's 0; it ended at ``end_s``."""
+    times count from the trace's 0; it ended at ``end_s``. ``streams_moved`` went on elsewhere while
+    their worker lived, by how the next one got their context: ``pulled`` or ``computed``."""
 
     outcomes: list[RequestOutcome]
     incarnations: list[WorkerIncarnation]
     num_deaths: int
     end_s: float
+    streams_moved: dict[str, int]
+    num_pulled_tokens: int
+    inter_token: InterTokenLatencies
 
 
 class _AsIs:
@@ -100,7 +106,18 @@ async def _simulate(
             task.cancel()
     for incarnation in fleet.incarnations:
         incarnation.count_from(LEAD_S, end_s)
-    return Result(list(outcomes), fleet.incarnations, fleet.num_deaths, end_s - LEAD_S)
+    moves: Counter[str] = Counter()
+    for dispatcher in scheduler.dispatchers.values():
+        moves += dispatcher.runner.counts.moves
+    return Result(
+        list(outcomes),
+        fleet.incarnations,
+        fleet.num_deaths,
+        end_s - LEAD_S,
+        dict(moves),
+        fleet.network.num_pulled_tokens,
+        outcomes.inter_token,
+    )
 
 
 def _outcomes(trace: Sequence[TraceRequest], texts: Texts) -> list[RequestOutcome]:

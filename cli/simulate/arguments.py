@@ -76,7 +76,26 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
 
 def _add_workers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--workers", default="1", metavar="N", help="of each model, or demo=8,large=2 (default: 1)"
+        "--workers",
+        default="1",
+        metavar="N|ROLE:N,ROLE:N",
+        help="of each model, or demo=8,large=2 (default: 1); prefill:2,decode:2 computes long "
+        "prompts apart from streams (docs/kv-cache.md)",
+    )
+    group.add_argument(
+        "--kv-bytes-per-token",
+        type=float,
+        metavar="N",
+        help="of keys and values that are pulled (default: 131072, a Llama 8B's in 16 bits)",
+    )
+    group.add_argument(
+        "--link-gbytes-per-s",
+        type=float,
+        metavar="R",
+        help="what a worker's link carries in each direction (default: 50, 400 Gbit/s)",
+    )
+    group.add_argument(
+        "--pull-overhead", metavar="TIME", help="of each pull beside its bytes (default: 5ms)"
     )
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="R")
     group.add_argument("--step-ms", type=float, metavar="MS", help="of a step that decodes")

@@ -13,11 +13,12 @@ import msgspec
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.cli.load_arguments import parse_slo, seconds
-from millrace.cli.local.worker_bounds import parse_bounds
+from millrace.cli.local.worker_bounds import FirstWorkers, parse_bounds, workers_option
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
-from millrace.simulation.settings import Failure, Settings
+from millrace.simulation.settings import Failure, KvLink, Settings
 from millrace.simulation.traces.synthesise import Kind, Recipe, parse_tenants
 from millrace.workers.simulated.latency_model import LatencyModel
 
@@ -40,9 +41,12 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     """What to simulate. Raises ConfigError."""
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError("--seed must be between 0 and 2^63 - 1")
+    num_workers, roles = _workers(arguments.workers)
     return Settings(
         config=_config_of(arguments),
-        num_workers=_workers(arguments.workers),
+        num_workers=num_workers,
+        roles=roles,
+        link=_link(arguments),
         seed=arguments.seed,
         failures=tuple(map(_failure, arguments.fail)),
         mtbf_s=0.0 if arguments.mtbf is None else _above_0("--mtbf", arguments.mtbf),
@@ -111,15 +115,48 @@ def _autoscale(text: str, config: AutoscaleConfig, start_s: float) -> AutoscaleC
     )
 
 
-def _workers(text: str) -> dict[str, int]:
-    """Of each model by name, "" for those that are not named."""
+def _workers(text: str) -> tuple[dict[str, int], tuple[WorkerRole, ...]]:
+    """Of each model by name, "" for those that are not named; and the roles of each model's."""
+    if "=" not in text:
+        first = _first_workers(text.strip())
+        return {"": first.number}, first.roles
     counts: dict[str, int] = {}
     for part in text.split(","):
         name, _, count = part.strip().rpartition("=")
         if not count.isdecimal() or not 0 < int(count) <= _MAX_WORKERS or name in counts:
-            raise ConfigError(f"--workers: {text!r} is neither a number nor NAME=N,NAME=N")
+            raise ConfigError(
+                f"--workers: {text!r} is neither a number nor NAME=N,NAME=N; where models are "
+                "named, workers have no roles"
+            )
         counts[name] = int(count)
-    return counts
+    return counts, ()
+
+
+def _first_workers(text: str) -> FirstWorkers:
+    try:
+        first = workers_option(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--workers: {error}; NAME=N,NAME=N of several models") from error
+    if not 0 < first.number <= _MAX_WORKERS:
+        raise ConfigError(f"--workers: {text!r} is not between 1 and {_MAX_WORKERS} workers")
+    return first
+
+
+def _link(arguments: argparse.Namespace) -> KvLink:
+    values = {
+        "bytes_per_token": ("--kv-bytes-per-token", arguments.kv_bytes_per_token, 1.0),
+        "bytes_per_s": ("--link-gbytes-per-s", arguments.link_gbytes_per_s, 1e9),
+    }
+    given: dict[str, float] = {}
+    for field, (name, value, unit) in values.items():
+        if value is None:
+            continue
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0, got {value:g}")
+        given[field] = value * unit
+    if arguments.pull_overhead is not None:
+        given["overhead_s"] = seconds("--pull-overhead", arguments.pull_overhead)
+    return KvLink(**given)
 
 
 def _failure(text: str) -> Failure:

@@ -46,9 +46,12 @@ class PlacementRound:
     def find(self, scheduled: ScheduledJob) -> Place | None:
         """The place for a job that waits."""
         workers = candidates = self._workers(scheduled)
+        expected = scheduled.service.output_tokens
         if roles.have_roles(workers):
             candidates = self._in_role(scheduled, workers)
-        return self._choose(scheduled, candidates, workers, scheduled.left_worker_id)
+            if not scheduled.ran_before:
+                expected = roles.output_tokens_at(candidates, workers, expected)
+        return self._choose(scheduled, candidates, workers, scheduled.left_worker_id, expected)
 
     def find_elsewhere(
         self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
@@ -84,8 +87,10 @@ class PlacementRound:
         candidates: list[WorkerView],
         workers: list[WorkerView],
         left_worker_id: str,
+        expected_output_tokens: float | None = None,
     ) -> Place | None:
-        """The best of the candidates, for which any of the workers may hold blocks."""
+        """The best of the candidates, for which any of the workers may hold blocks; None: it makes
+        there all that it is expected to make."""
         context, resources = self._context, scheduled.resources
         if not any(worker.fits(resources) for worker in candidates):
             return None
@@ -98,7 +103,7 @@ class PlacementRound:
             candidates,
             resources,
             cached,
-            scheduled.service.output_tokens,
+            expected_output_tokens or scheduled.service.output_tokens,
             context.config.placement,
             context.clock.monotonic(),
             workers,

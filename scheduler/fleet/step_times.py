@@ -39,6 +39,15 @@ class StepTimes:
         slope_s = (self._xy + _ASSUMED_WEIGHT * assumed_s) / (self._xx + _ASSUMED_WEIGHT)
         self.per_sequence_s = min(max(slope_s, _LEAST_GROWTH * unit_s), _MOST_GROWTH * unit_s)
 
+    @property
+    def spread(self) -> float:
+        """How different the batches were that it has seen of late: their variance."""
+        return self._xx
+
+    def at_half(self, num_slots: int, per_sequence_s: float) -> float:
+        """A step with half of the slots taken, if a sequence adds so much."""
+        return self.step_s + per_sequence_s * (num_slots / 2 - self.batch)
+
     def at(self, batch: float) -> float:
         """What a step of so large a batch takes; 0 if nothing was measured so far."""
         return max(

@@ -64,18 +64,18 @@ class WorkerView:
     comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
     ``pending_pull_tokens`` are still to come from other workers' caches, by its own word alone.
     ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull, measured or taken
-    from the former, ``decode_step_s`` a step that decodes with one more request, ``usual_step_s``
-    one with half of its slots taken (0: nothing was measured so far). ``kv_kind`` is equal where
-    blocks can be pulled from one another, None where they cannot be. ``adapters`` are those that it
-    has. ``num_held`` requests run or wait there, whosever they are. ``joined_s`` is when it was
-    first heard of. ``last_turn`` grows with each request that any worker is given: the least is
-    that of the one which had none for longest. Reading costs O(1), whatever is held.
+    from the former, ``decode_step_s`` a step that decodes with one more request (0: nothing was
+    measured so far). ``kv_kind`` is equal where blocks can be pulled from one another, None where
+    they cannot be. ``adapters`` are those that it has. ``num_held`` requests run or wait there,
+    whosever they are. ``joined_s`` is when it was first heard of. ``last_turn`` grows with each
+    request that any worker is given: the least is that of the one which had none for longest.
+    Reading costs O(1), whatever is held.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
         self.runs: dict[str, _Run] = {}
         self.pending_prompt_tokens = self.pending_pull_tokens = 0.0
-        self.prefill_token_s = self.decode_step_s = self.usual_step_s = 0.0
+        self.prefill_token_s = self.decode_step_s = 0.0
         self.pull_token_s = 0.0
         self.kv_kind: tuple[str, str] | None = None
         self.last_turn = 0
@@ -91,6 +91,11 @@ class WorkerView:
         self._short_since_s: float | None = None
         self._capacities: _Capacities | None = None
         self.observe(status, now_s)
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What it measured of steps; of one that is measured."""
+        return self._steps
 
     @property
     def worker_id(self) -> str:
@@ -126,7 +131,6 @@ class WorkerView:
             num_slots = status.max_num_sequences
             batch = status.num_running or num_slots // 2
             self._steps.observe(batch, status.decode_step_ms / 1e3, num_slots)
-            self.usual_step_s = self._steps.at(num_slots / 2)
         self._count_others(reported)
         if reported >= num_seen:
             self._short_since_s = None

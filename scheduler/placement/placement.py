@@ -28,18 +28,25 @@ _SCATTER_TOKENS = 16
 # Workers whose measured speeds differ by no more than this are taken to be equally fast: so far
 # apart are the measurements of equal ones that had other batches, or a busy machine.
 _EQUAL_SPEED_RATIO = 1.5
+# What is taken from others' measurements makes a step no shorter than this share of what its own
+# worker has measured.
+_LEAST_SHARE = 0.1
 _NONE_CACHED: Mapping[str, int] = {}
 _NO_HOLDERS = KvHolders((), _NONE_CACHED)
 
 
 class _Speeds(NamedTuple):
     """What the workers of a model measured: on the average, which is taken for one that has
-    measured nothing, and the fastest, for those that are as good as equal to it."""
+    measured nothing, and the fastest, for those that are as good as equal to it. A sequence more
+    adds ``per_sequence_s`` to a step of any of these, as the one has measured that has seen the
+    most different batches: ``least_step_s`` is with half of the slots taken, and who has seen small
+    batches alone knows nothing of such."""
 
     prefill_token_s: float
     decode_step_s: float
     least_token_s: float
     least_step_s: float
+    per_sequence_s: float
 
     def prefill_token_s_of(self, worker: WorkerView) -> float:
         token_s = worker.prefill_token_s
@@ -49,14 +56,16 @@ class _Speeds(NamedTuple):
 
     def decode_step_s_of(self, worker: WorkerView) -> float:
         """Of a step with one more request."""
-        step_s, usual_s = worker.decode_step_s, worker.usual_step_s
+        step_s, num_slots = worker.decode_step_s, max(worker.status.max_num_sequences, 1)
         if not step_s:
-            num_slots = max(worker.status.max_num_sequences, 1)
             return self.decode_step_s * (1 + _BATCH_GROWTH * worker.num_held / num_slots)
-        if not _are_equal(usual_s, self.least_step_s):
+        if not _are_equal(
+            worker.step_times.at_half(num_slots, self.per_sequence_s), self.least_step_s
+        ):
             return step_s
         # The level is what measurements scatter in; what its own batch adds to it is not.
-        return step_s * self.least_step_s / usual_s
+        off_half = min(worker.num_held + 1, num_slots) - num_slots / 2
+        return max(self.least_step_s + self.per_sequence_s * off_half, _LEAST_SHARE * step_s)
 
 
 class _Soon(NamedTuple):
@@ -198,11 +207,20 @@ def _predict(
 def _speeds_of(workers: list[WorkerView]) -> _Speeds:
     prefill = [one.prefill_token_s for one in workers if one.prefill_token_s]
     decode = [one.decode_step_s for one in workers if one.decode_step_s]
+    measured = [one for one in workers if one.decode_step_s]
+    slope_s = max(
+        ((one.step_times.spread, one.step_times.per_sequence_s) for one in measured),
+        default=(0.0, 0.0),
+    )[1]
+    halves = [
+        one.step_times.at_half(max(one.status.max_num_sequences, 1), slope_s) for one in measured
+    ]
     return _Speeds(
         sum(prefill) / len(prefill) if prefill else _PREFILL_TOKEN_S,
         sum(decode) / len(decode) if decode else _DECODE_STEP_S,
         min(prefill, default=_PREFILL_TOKEN_S),
-        min([one.usual_step_s for one in workers if one.usual_step_s], default=_DECODE_STEP_S),
+        min(halves, default=_DECODE_STEP_S),
+        slope_s,
     )
 
 

@@ -48,6 +48,19 @@ def decoders(workers: list[WorkerView]) -> list[WorkerView]:
     return [worker for worker in workers if worker.status.role is not WorkerRole.PREFILL]
 
 
+def output_tokens_at(
+    candidates: list[WorkerView], workers: list[WorkerView], expected_output_tokens: float
+) -> float:
+    """What a request without a token is expected to make where it goes now: a single one, if all
+    candidates are of the role ``prefill`` and others decode. How fast these decode is nothing to
+    it, and would count for more than how long it waits for its prompt there."""
+    if not candidates or not decoders(workers):
+        return expected_output_tokens
+    if all(worker.status.role is WorkerRole.PREFILL for worker in candidates):
+        return 1.0
+    return expected_output_tokens
+
+
 def _holds_up(worker: WorkerView, resources: ResourceRequest, num_cached_tokens: int) -> bool:
     """Whether to compute the prompt at a worker takes more from those who decode there than it
     takes to go on there with blocks that were computed elsewhere."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from millrace.bench.settings import Slo
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
+from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.report.columns import UNFINISHED, Columns, Flags, Floats, columns_of
 from millrace.simulation.report.fairness import fairness_of
 from millrace.simulation.report.report import (
@@ -43,6 +46,8 @@ def report_of(
         output_tokens=sum(request.output_tokens for request in trace),
         num_tenants=len({request.tenant for request in trace}),
         num_workers={model: settings.workers_of(model) for model in models},
+        roles=dict(Counter(settings.roles)),
+        link=settings.link if settings.moves_blocks else None,
         seed=settings.seed,
         failures=settings.failures,
         mtbf_s=settings.mtbf_s,
@@ -83,13 +88,20 @@ def policy_report(name: str, result: Result, settings: Settings) -> PolicyReport
             for tenant in _largest_tenants(columns)
         },
         fairness=fairness,
+        itl_ms=_itl(result.inter_token),
         requests_per_s=overall.num_done / span_s,
+        goodput_requests_per_s=None
+        if overall.goodput is None
+        else overall.goodput * overall.num_requests / span_s,
         output_tokens_per_s=overall.output_tokens / span_s,
         prefix_hit_rate=overall.cached_tokens / max(overall.prompt_tokens, 1),
-        utilisation=min(sum(batch.busy_s for batch in batches) / up_s, 1.0) if up_s else 0.0,
+        utilisation=_utilisation(result.incarnations),
+        utilisation_by_role=_utilisation_by_role(result.incarnations),
         mean_workers=up_s / span_s,
         num_deaths=result.num_deaths,
         num_runs_moved=sum(max(0, outcome.num_runs - 1) for outcome in result.outcomes),
+        streams_moved=result.streams_moved,
+        num_pulled_tokens=result.num_pulled_tokens,
         num_preemptions=sum(batch.num_preemptions for batch in batches),
         cost=_cost(result.incarnations, overall, settings),
         timeline=_timeline(columns, result.incarnations, span_s),
@@ -145,6 +157,19 @@ def percentiles_of(values: Floats, *, quantiles: bool = False) -> Percentiles | 
     )
 
 
+def _itl(latencies: InterTokenLatencies) -> Percentiles | None:
+    if not latencies.count:
+        return None
+    return Percentiles(
+        count=latencies.count,
+        mean=latencies.mean_s * 1e3,
+        p50=latencies.at(0.5) * 1e3,
+        p90=latencies.at(0.9) * 1e3,
+        p99=latencies.at(0.99) * 1e3,
+        max=latencies.max_s * 1e3,
+    )
+
+
 def _keeps(columns: Columns, slo: Slo) -> Flags:
     keeps = np.ones(len(columns.sent_s), dtype=np.bool_)
     for bound_ms, values in (
@@ -172,6 +197,19 @@ def _up_s(worker: WorkerIncarnation) -> float:
     if worker.up_s is None or worker.gone_s is None:
         return 0.0
     return max(0.0, worker.gone_s - max(worker.up_s, 0.0))
+
+
+def _utilisation(workers: Sequence[WorkerIncarnation]) -> float:
+    up_s = sum(_up_s(worker) for worker in workers)
+    busy_s = sum(worker.batch.busy_s for worker in workers if worker.batch is not None)
+    return min(busy_s / up_s, 1.0) if up_s else 0.0
+
+
+def _utilisation_by_role(workers: Sequence[WorkerIncarnation]) -> dict[WorkerRole, float]:
+    by_role: dict[WorkerRole, list[WorkerIncarnation]] = {}
+    for worker in workers:
+        by_role.setdefault(worker.role, []).append(worker)
+    return {role: _utilisation(those) for role, those in by_role.items()}
 
 
 def _memory_tokens(workers: Sequence[WorkerIncarnation], span_s: float) -> float:

@@ -9,7 +9,8 @@ import msgspec
 
 from millrace.bench.settings import Slo
 from millrace.schemas.config import SchedulerConfig, WorkerConfig
-from millrace.simulation.settings import Failure
+from millrace.schemas.engines import WorkerRole
+from millrace.simulation.settings import Failure, KvLink
 
 SCHEMA = "millrace.simulate/1"
 
@@ -94,7 +95,13 @@ class Bin(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy came to. ``utilisation`` is the share of the workers' time in which they
-    computed; ``num_runs_moved`` counts runs beyond the first of a request."""
+    computed, of all and by role; ``num_runs_moved`` counts runs beyond the first of a request.
+
+    ``itl_ms`` are the gaps between one token and the next of all streams, to half a percent.
+    ``goodput_requests_per_s`` are requests that kept the SLO, as ``requests_per_s`` are all that
+    were answered; None without an SLO. ``streams_moved`` went on elsewhere while their worker
+    lived, with blocks that were ``pulled`` or ``computed`` again; ``num_pulled_tokens`` came to
+    workers from the KV caches of others."""
 
     policy: str
     end_s: float
@@ -102,20 +109,27 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     by_tier: dict[str, Group]
     by_tenant: dict[str, Group]
     fairness: dict[str, Fairness]
+    itl_ms: Percentiles | None
     requests_per_s: float
+    goodput_requests_per_s: float | None
     output_tokens_per_s: float
     prefix_hit_rate: float
     utilisation: float
+    utilisation_by_role: dict[WorkerRole, float]
     mean_workers: float
     num_deaths: int
     num_runs_moved: int
+    streams_moved: dict[str, int]
+    num_pulled_tokens: int
     num_preemptions: int
     cost: Cost
     timeline: tuple[Bin, ...]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was simulated, for each policy alike."""
+    """What was simulated, for each policy alike. ``roles`` are how many of each model's workers
+    were given which (empty: all have ``worker.role``), ``link`` what blocks are pulled over (None:
+    none are)."""
 
     num_requests: int
     last_arrival_s: float
@@ -123,6 +137,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     num_tenants: int
     num_workers: dict[str, int]
+    roles: dict[WorkerRole, int]
+    link: KvLink | None
     seed: int
     failures: tuple[Failure, ...]
     mtbf_s: float

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from millrace.runtime.text_table import text_table
+from millrace.schemas.engines import WorkerRole
 from millrace.simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
 
 _SHARES = ("p50", "p90", "p99")
@@ -43,6 +44,8 @@ def render(report: Report) -> str:
 def _setup_lines(setup: Setup) -> list[str]:
     simulation, engine = setup.worker.engine.simulation, setup.worker.engine
     workers = ", ".join(f"{count} of {model}" for model, count in setup.num_workers.items())
+    if setup.roles:
+        workers += f" ({', '.join(f'{count} {role}' for role, count in setup.roles.items())})"
     autoscale = setup.scheduler.autoscale
     if autoscale.max_workers:
         workers += f" at first, then {autoscale.min_workers} to {autoscale.max_workers} of each"
@@ -60,7 +63,13 @@ def _setup_lines(setup: Setup) -> list[str]:
         f"{simulation.step_ms:g} ms + {simulation.step_ms_per_sequence:g} ms a sequence + "
         f"{simulation.step_ms_per_kv_token:g} ms a KV token"
     )
-    return [f"{'trace':<10}{trace}", f"{'workers':<10}{workers}", f"{'speed':<10}{speed}"]
+    lines = [f"{'trace':<10}{trace}", f"{'workers':<10}{workers}", f"{'speed':<10}{speed}"]
+    if setup.link is not None:
+        lines.append(
+            f"{'link':<10}{setup.link.bytes_per_token:,.0f} bytes a token of KV cache, "
+            f"{setup.link.bytes_per_s / 1e9:g} GB/s, {setup.link.overhead_s * 1e3:g} ms each pull"
+        )
+    return lines
 
 
 def _totals(report: Report) -> list[Row]:
@@ -80,6 +89,12 @@ def _totals(report: Report) -> list[Row]:
         ("utilisation", lambda one: f"{one.utilisation:.1%}"),
         ("workers, mean", lambda one: f"{one.mean_workers:,.1f}"),
     ]
+    roles = list(dict.fromkeys(role for one in report.policies for role in one.utilisation_by_role))
+    if len(roles) > 1:
+        rows += [(f"utilisation, {role}", _utilisation(role)) for role in roles]
+    if report.setup.link is not None:
+        rows.append(("streams moved", lambda one: f"{sum(one.streams_moved.values()):,}"))
+        rows.append(("tokens pulled", _count("num_pulled_tokens")))
     rows += [
         (title, _count(name))
         for name, title in (
@@ -90,6 +105,10 @@ def _totals(report: Report) -> list[Row]:
         if any(getattr(one, name) for one in report.policies)
     ]
     return rows
+
+
+def _utilisation(role: WorkerRole) -> Callable[[PolicyReport], str]:
+    return lambda one: _share(one.utilisation_by_role.get(role))
 
 
 def _count(name: str) -> Callable[[PolicyReport], str]:
@@ -104,13 +123,19 @@ def _overall(policies: Sequence[PolicyReport]) -> list[Row]:
         for field, title in _LATENCIES
         for share in _SHARES
     ]
+    rows += [(f"ITL {share}, ms", _itl(share)) for share in _SHARES]
     if any(one.overall.goodput is not None for one in policies):
         rows.append(("goodput within the SLO", lambda one: _share(one.overall.goodput)))
+        rows.append(("goodput, requests/s", lambda one: _rate(one.goodput_requests_per_s)))
     return rows
 
 
 def _latency(field: str, share: str) -> Callable[[PolicyReport], str]:
     return lambda one: shown_at(getattr(one.overall, field), share)
+
+
+def _itl(share: str) -> Callable[[PolicyReport], str]:
+    return lambda one: shown_at(one.itl_ms, share)
 
 
 def _fairness(policies: Sequence[PolicyReport]) -> list[Row]:
@@ -164,6 +189,10 @@ def shown_at(of: Percentiles | None, share: str) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"
 
 
 def _money(value: float | None) -> str:

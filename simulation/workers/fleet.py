@@ -10,11 +10,15 @@ from millrace.bus.api import Bus
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import Cancel, QueueStatus
+from millrace.schemas.engines import WorkerRole
 from millrace.simulation.outcomes import Outcomes
 from millrace.simulation.settings import Settings
+from millrace.simulation.workers.context import FleetContext, Spawn
 from millrace.simulation.workers.heartbeats import Heartbeats, WorkerIdentity
+from millrace.simulation.workers.kv_network import KvNetwork
 from millrace.simulation.workers.leaps import LeapingBatch
-from millrace.simulation.workers.worker import SimulatedWorker, Spawn
+from millrace.simulation.workers.moves import SimulatedMoves
+from millrace.simulation.workers.worker import SimulatedWorker
 from millrace.workers.simulated.latency_model import LatencyModel
 
 
@@ -25,6 +29,7 @@ class WorkerIncarnation:
 
     name: str
     model: str
+    role: WorkerRole
     paid_s: float
     up_s: float | None = None
     gone_s: float | None = None
@@ -44,6 +49,7 @@ class _Place:
 
     name: str
     model: str
+    role: WorkerRole
     phase: float
     rng: random.Random
     number: int = 0
@@ -55,7 +61,8 @@ class _Place:
 
 
 class Fleet:
-    """Owns the workers. ``incarnations`` is all there ever were, of which each costs money."""
+    """Owns the workers, and the ``network`` between their caches. ``incarnations`` is all there
+    ever were, of which each costs money."""
 
     def __init__(
         self,
@@ -75,7 +82,12 @@ class Fleet:
         self._settings = settings
         self._config: WorkerConfig = settings.config.worker
         self._latency = LatencyModel(self._config.engine.simulation)
-        self._outcomes = outcomes
+        self.network = KvNetwork(
+            settings.link,
+            self._config.engine.block_size_tokens,
+            self._latency.prefill_tokens_per_s,
+        )
+        self._context = FleetContext(bus, clock, self._config, outcomes, self.network, spawn)
         self._spawn = spawn
         self._start_s = start_s
         self._places: dict[str, list[_Place]] = {model: [] for model in models}
@@ -104,7 +116,8 @@ class Fleet:
     def _new_place(self, model: str) -> _Place:
         number = len(self._all) + 1
         rng = random.Random(f"{self._settings.seed} worker {number}")
-        place = _Place(f"worker-{number}", model, rng.random(), rng, number)
+        role = self._settings.role_of(len(self._places[model]))
+        place = _Place(f"worker-{number}", model, role, rng.random(), rng, number)
         self._places[model].append(place)
         self._all.append(place)
         return place
@@ -115,7 +128,7 @@ class Fleet:
         """Start an incarnation, which is paid for from now on and works ``delay_s`` later."""
         place.num_incarnations += 1
         incarnation = place.incarnation = WorkerIncarnation(
-            place.name, place.model, paid_s=self._loop.time()
+            place.name, place.model, place.role, paid_s=self._loop.time()
         )
         self.incarnations.append(incarnation)
         if delay_s > 0:
@@ -138,24 +151,24 @@ class Fleet:
             num_blocks=engine.num_blocks,
             block_size_tokens=engine.block_size_tokens,
             prefix_cache=engine.prefix_cache,
+            inter_token=self._context.outcomes.inter_token,
+        )
+        worker_id = f"{place.name}-{place.num_incarnations}"
+        moves = SimulatedMoves(
+            self._context, worker_id, place.role, moves_blocks=self._settings.moves_blocks
         )
         heartbeats = Heartbeats(
-            self._bus,
-            self._clock,
-            self._config,
-            WorkerIdentity(f"{place.name}-{place.num_incarnations}", place.name, place.model),
+            self._context,
+            WorkerIdentity(worker_id, place.name, place.model),
+            moves,
             place.phase,
             self._latency.prefill_tokens_per_s,
-            self._spawn,
         )
         return SimulatedWorker(
-            self._bus,
-            self._clock,
-            self._config,
+            self._context,
             batch,
             heartbeats,
-            self._outcomes,
-            self._spawn,
+            moves,
             lambda worker: self._on_idle(place, worker),
         )
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from millrace.bus.api import Bus
-from millrace.runtime.clock import Clock
-from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import PrefixReport, WorkerStatus
 from millrace.schemas.jobs import Tier
 from millrace.schemas.prefix import REPORTED_BYTES
+from millrace.simulation.workers.context import FleetContext
 from millrace.simulation.workers.leaps import LeapingBatch
+from millrace.simulation.workers.moves import SimulatedMoves
 
 # As the real worker: more room than this share beyond what was announced is told at once.
 _NOTABLE_SHARE = 1 / 8
@@ -33,26 +32,25 @@ class Heartbeats:
 
     def __init__(
         self,
-        bus: Bus,
-        clock: Clock,
-        config: WorkerConfig,
+        context: FleetContext,
         identity: WorkerIdentity,
+        moves: SimulatedMoves,
         phase: float,
         prefill_tokens_per_s: float,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         """``phase`` from 0 to 1 keeps the heartbeats of a fleet from coming all at once."""
         self.worker_id = identity.worker_id
         self.name = identity.name
         self.model = identity.model
         self.draining = False
-        self._bus = bus
-        self._clock = clock
-        self._config = config
+        self._bus = context.bus
+        self._clock = context.clock
+        self._config = context.config
+        self._moves = moves
         self._phase = phase
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._spawn = spawn
-        self._started_ns = clock.now_ns()
+        self._spawn = context.spawn
+        self._started_ns = context.clock.now_ns()
         self._announced_s = 0.0
         self._announced_room = 0.0
         self._reported_s = float("-inf")
@@ -62,7 +60,7 @@ class Heartbeats:
         self._held: Callable[[], dict[Tier, int]] = dict
 
     def begin(self, batch: LeapingBatch, held: Callable[[], dict[Tier, int]]) -> None:
-        """``held`` is what the worker has of each tier."""
+        """``held`` is what the worker has of each tier, with what waits for blocks of others."""
         self._batch, self._held = batch, held
 
     async def run(self) -> None:
@@ -108,8 +106,8 @@ class Heartbeats:
         """The free share of what is scarcer: sequences or blocks."""
         batch = self._begun
         capacity = batch.max_num_sequences + self._config.max_num_waiting
-        num_live = len(batch.running) + len(batch.waiting)
-        return min(1 - num_live / capacity, batch.blocks.num_free / batch.blocks.num_blocks)
+        num_held = sum(self._held().values())
+        return min(1 - num_held / capacity, batch.blocks.num_free / batch.blocks.num_blocks)
 
     @property
     def _begun(self) -> LeapingBatch:
@@ -119,6 +117,7 @@ class Heartbeats:
     def _status(self, *, retired: bool) -> WorkerStatus:
         batch = self._begun
         batch.settle(self._clock.monotonic())
+        held = self._held()
         return WorkerStatus(
             worker_id=self.worker_id,
             name=self.name,
@@ -126,17 +125,21 @@ class Heartbeats:
             max_num_sequences=batch.max_num_sequences,
             max_num_waiting=self._config.max_num_waiting,
             num_running=len(batch.running),
-            num_waiting=len(batch.waiting),
+            num_waiting=sum(held.values()) - len(batch.running),
             block_size_tokens=self._config.engine.block_size_tokens,
             num_blocks=batch.blocks.num_blocks,
             num_free_blocks=batch.blocks.num_free,
             max_tokens_per_request=batch.capacity_tokens,
             outstanding_tokens=batch.outstanding_tokens,
             outstanding_prompt_tokens=batch.outstanding_prompt_tokens,
-            num_held_by_tier=self._held(),
+            num_held_by_tier=held,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             decode_step_ms=batch.decode_step_s * 1e3,
             prefix_salted=self._config.prefix_scope == "tenant",
+            weights=f"simulated {self.model}",
+            role=self._moves.role,
+            transfer=self._moves.endpoint,
+            pull_tokens_per_s=self._moves.pull_tokens_per_s,
             draining=self.draining,
             retired=retired,
             started_ns=self._started_ns,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.sequence import SimulatedSequence
 from millrace.workers.simulated.tokens import SimulatedTokens
+
+# Times of the loop that are equal differ by no more.
+_SAME_S = 1e-9
 
 
 class ConsecutiveTokens(SimulatedTokens):
@@ -28,7 +32,8 @@ class LeapingBatch(SimulatedBatch):
 
     ``begin_at`` says when what it plans is over; ``finish`` is for that time. Whoever adds or
     cancels before it calls ``interrupt`` first, which leaves the step under way as the last one,
-    as a newcomer finds it in a real engine; who reads counts calls ``settle``.
+    as a newcomer finds it in a real engine; who reads counts calls ``settle``. The gaps between
+    tokens go into ``inter_token``.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class LeapingBatch(SimulatedBatch):
         num_blocks: int,
         block_size_tokens: int,
         prefix_cache: bool,
+        inter_token: InterTokenLatencies | None = None,
     ) -> None:
         super().__init__(
             latency,
@@ -50,6 +56,7 @@ class LeapingBatch(SimulatedBatch):
             block_size_tokens=block_size_tokens,
             prefix_cache=prefix_cache,
         )
+        self.inter_token = inter_token or InterTokenLatencies()
         self._num_left = 1
         self._begun_s = 0.0
         self._first_s = 0.0
@@ -81,8 +88,13 @@ class LeapingBatch(SimulatedBatch):
         growth_s = num_over * self._growth_s
         # What is under way was counted when it was planned, as the first step of the plan.
         self.busy_s += begun_s - self._begun_s + growth_s
+        self._note_tokens(self.running, self._end_s(1))
+        if num_over > 1:
+            second_s = self._first_s + self._growth_s
+            self.inter_token.add_growing(second_s, self._growth_s, num_over - 1, len(self.running))
         for sequence in self.running:
             self._decode(sequence, num_over)
+            sequence.last_token_s = begun_s
         self._first_s += growth_s
         self.decode_step_s = self._first_s
         self._begun_s = begun_s
@@ -97,7 +109,10 @@ class LeapingBatch(SimulatedBatch):
     def finish(self) -> StepOutputs:
         """The time that ``begin_at`` or ``interrupt`` said has come."""
         self.settle(math.inf)
-        return super().finish()
+        end_s = self._end_s(1)
+        outputs = super().finish()
+        self._note_tokens(outputs.made, end_s)
+        return outputs
 
     @property
     def is_stepping(self) -> bool:
@@ -147,6 +162,20 @@ class LeapingBatch(SimulatedBatch):
             self.blocks.allocate(sequence, num_full + 1 - sequence.num_blocks)
         if num_full > sequence.num_cached_blocks:
             self.blocks.cache_full_blocks(sequence, num_full)
+
+    def _note_tokens(self, sequences: Sequence[SimulatedSequence], now_s: float) -> None:
+        """A step is over that began at ``_begun_s``, in which each of these made a token."""
+        num_usual = 0
+        for sequence in sequences:
+            last_s = sequence.last_token_s
+            if last_s is not None:
+                if abs(last_s - self._begun_s) < _SAME_S:
+                    num_usual += 1
+                else:
+                    self.inter_token.add(now_s - last_s)
+            sequence.last_token_s = now_s
+        if num_usual:
+            self.inter_token.add(now_s - self._begun_s, num_usual)
 
     def _end_s(self, num_steps: int) -> float:
         later_s = self._growth_s * num_steps * (num_steps - 1) / 2

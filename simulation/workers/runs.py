@@ -53,6 +53,7 @@ class Run:
                 salt=job.tenant if apart else "",
                 tag=run,
             )
+            run.sequence.last_token_s = outcome.last_token_s
         return run
 
     @property
@@ -102,6 +103,8 @@ class Run:
             request_id=job.request_id,
             tenant=job.tenant,
             tier=job.tier,
+            epoch=self.epoch,
+            started_ns=self.started_ns,
             prompt_tokens=sequence.num_prompt_tokens if sequence is not None and began else 0,
             cached_tokens=self.num_cached_tokens,
             completion_tokens=sequence.num_made if sequence is not None else 0,

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
-from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
-from millrace.runtime.clock import Clock
-from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import (
     Cancel,
     CancelReason,
@@ -25,34 +21,35 @@ from millrace.schemas.control import (
 from millrace.schemas.frames import Delta, Frame
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
-from millrace.simulation.outcomes import REPLY, Outcomes
+from millrace.simulation.outcomes import REPLY
+from millrace.simulation.workers.context import FleetContext
 from millrace.simulation.workers.heartbeats import Heartbeats
 from millrace.simulation.workers.leaps import LeapingBatch
+from millrace.simulation.workers.moves import SimulatedMoves
 from millrace.simulation.workers.runs import Run
 from millrace.workers.simulated.sequence import SimulatedSequence
 
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 # Those that make way for higher tiers wait here too: so many times the capacity in all.
 _MAX_HELD_FACTOR = 2
 _TIERS = tuple(Tier)
+# Between two looks whether those who left have what they need.
+_CHECK_INTERVAL_S = 0.05
 
 
 class SimulatedWorker:
     """One incarnation of a worker: it runs dispatches as its batch says, and publishes frames,
-    record, ack and notice of each that ends, in this order.
+    record, ack and notice of each that ends, in this order. A run that comes with a source of
+    blocks enters the batch once they are here.
 
-    ``on_idle`` is called when it drains and holds nothing any more. ``spawn`` runs what it sends.
+    ``on_idle`` is called when it drains and holds nothing any more that it or others need.
     """
 
     def __init__(
         self,
-        bus: Bus,
-        clock: Clock,
-        config: WorkerConfig,
+        context: FleetContext,
         batch: LeapingBatch,
         heartbeats: Heartbeats,
-        outcomes: Outcomes,
-        spawn: Spawn,
+        moves: SimulatedMoves,
         on_idle: Callable[[SimulatedWorker], None],
     ) -> None:
         self.worker_id = heartbeats.worker_id
@@ -60,15 +57,17 @@ class SimulatedWorker:
         self.batch = batch
         self.runs: dict[str, Run] = {}
         self.alive = False
-        self._bus = bus
-        self._clock = clock
+        self._bus = context.bus
+        self._clock = context.clock
         self._loop = asyncio.get_running_loop()
-        self._config = config
+        self._config = context.config
         self._heartbeats = heartbeats
-        self._outcomes = outcomes
-        self._spawn = spawn
+        self._moves = moves
+        self._outcomes = context.outcomes
+        self._spawn = context.spawn
         self._on_idle = on_idle
-        self._capacity = batch.max_num_sequences + config.max_num_waiting
+        self._capacity = batch.max_num_sequences + context.config.max_num_waiting
+        self._superseded: list[Run] = []
         self._step: asyncio.TimerHandle | None = None
         self._subscriptions: list[Subscription] = []
         self._loops: list[asyncio.Task[None]] = []
@@ -77,9 +76,13 @@ class SimulatedWorker:
 
     async def start(self) -> None:
         self.alive = True
+        self._moves.begin(self.batch.blocks)
         self._heartbeats.begin(self.batch, self.num_held_by_tier)
         control = self._bus.control
-        self._subscriptions = [await control.serve_commands(self.worker_id, self._on_command)]
+        self._subscriptions = [
+            await control.serve_commands(self.worker_id, self._on_command),
+            await control.subscribe_pulled(self.worker_id, self._moves.note_pulled),
+        ]
         self._loops = [self._spawn(self._heartbeats.run()), self._spawn(self._hold_leases())]
 
     async def kill(self) -> None:
@@ -94,6 +97,7 @@ class SimulatedWorker:
         if self._step is not None:
             self._step.cancel()
         self._heartbeats.stop()
+        self._moves.stop()
         for task in self._loops:
             task.cancel()
         for subscription in self._subscriptions:
@@ -102,7 +106,14 @@ class SimulatedWorker:
     async def drain(self) -> None:
         """Take nothing new; ``on_idle`` follows, at once if it holds nothing."""
         await self._heartbeats.drain()
-        if not self.runs:
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self.is_draining or self.runs or self._superseded or not self.alive:
+            return
+        if self._moves.num_kept:
+            self._loop.call_later(_CHECK_INTERVAL_S, self._check_idle)
+        else:
             self._on_idle(self)
 
     async def retire(self) -> None:
@@ -170,19 +181,26 @@ class SimulatedWorker:
         return None
 
     def _start(self, run: Run) -> None:
-        outcome, sequence = run.outcome, run.sequence
+        outcome = run.outcome
         self.runs[run.request_id] = run
         outcome.begin_run(self.worker_id, lambda: self._num_tokens(run), self._outcomes.now_s())
         deadline_ns = run.dispatch.job.deadline_ns
         if deadline_ns is not None:
             left_s = (deadline_ns - self._clock.now_ns()) / 1e9
             run.expiry = self._loop.call_later(max(left_s, 0.0), self._end, run, Status.EXPIRED)
-        if sequence is None:
+        if run.sequence is None:
             self._end(run, Status.DONE)
+        elif not self._moves.pull(run, lambda: self._enter(run)):
+            self._enter(run)
+
+    def _enter(self, run: Run) -> None:
+        """Into the batch, unless it is over or superseded by now."""
+        if self.runs.get(run.request_id) is not run:
             return
+        assert run.sequence is not None, "what has nothing to make has ended"
         if self.batch.is_stepping:
             self._reschedule(self.batch.interrupt(self._loop.time()))
-        self.batch.add(sequence)
+        self.batch.add(run.sequence)
         if not self.batch.is_stepping:
             self._plan()
 
@@ -197,11 +215,20 @@ class SimulatedWorker:
             return
         if cancel.below_epoch is not None or cancel.reason is CancelReason.SUPERSEDED:
             if cancel.below_epoch is None or run.epoch < cancel.below_epoch:
-                self._drop(run)
-                self._spawn(self._notice([run]))
+                self._supersede(run)
             return
         late = cancel.reason is CancelReason.DEADLINE
         self._end(run, Status.EXPIRED if late else Status.CANCELLED)
+
+    def _supersede(self, run: Run) -> None:
+        """Another worker goes on with it. What it took here is told when the step that it may be in
+        is over, as a device's time is known then."""
+        self._moves.left(run)
+        self._drop(run)
+        if self.batch.is_stepping:
+            self._superseded.append(run)
+        else:
+            self._spawn(self._notice([run]))
 
     # --- the batch ---
 
@@ -219,23 +246,32 @@ class SimulatedWorker:
         now_ns = self._clock.now_ns()
         step = self.batch.finish()
         frames: list[tuple[str, Frame]] = []
-        for sequence in step.started:
-            run = _run_of(sequence)
+        started = [_run_of(sequence) for sequence in step.started]
+        for run in started:
             run.started_ns = now_ns
             frames.append((run.request_id, run.started_frame(self.worker_id)))
+        made_first: list[Run] = []
         for sequence in step.made:
             run = _run_of(sequence)
             if not run.first_token_ns:
                 run.first_token_ns = now_ns
+                made_first.append(run)
                 frames.append((run.request_id, _first_delta(run, sequence)))
         ended = [_run_of(sequence) for sequence in step.finished]
         for run in ended:
             self._leave(run)
         self._plan()
+        self._tell_of_moves(started, [run for run in made_first if run.request_id in self.runs])
         if frames or ended:
             self._spawn(self._tell(frames, ended, Status.DONE))
         if ended:
             self._heartbeats.note_room()
+
+    def _tell_of_moves(self, started: list[Run], made_first: list[Run]) -> None:
+        self._moves.advanced(started, made_first)
+        superseded, self._superseded = self._superseded, []
+        if superseded:
+            self._spawn(self._notice(superseded))
 
     # --- ends ---
 
@@ -258,7 +294,8 @@ class SimulatedWorker:
         self._forget(run)
 
     def _forget(self, run: Run) -> None:
-        run.outcome.stop_run()
+        sequence = run.sequence
+        run.outcome.stop_run(None if sequence is None else sequence.last_token_s)
         if run.expiry is not None:
             run.expiry.cancel()
 
@@ -286,8 +323,7 @@ class SimulatedWorker:
                 released=request_ids if released else (),
             )
         )
-        if self.is_draining and not self.runs and self.alive:
-            self._on_idle(self)
+        self._check_idle()
 
     async def _hold_leases(self) -> None:
         while True:

@@ -95,6 +95,28 @@ class SimulatedBlocks:
         assert count <= self.num_free
         self._num_private += count
         holder.num_blocks += count
+        self._evict()
+
+    def bring(self, keys: Sequence[bytes]) -> int:
+        """Keep the blocks of a prefix that came from elsewhere, nobody's so far, in place of those
+        that were idle for longest: the first ones, if there is no room for all. How many of them
+        are new here."""
+        if not self._keep:
+            return 0
+        present = [key for key in keys if key in self._idle]
+        missing = [key for key in keys if not self.holds(key)]
+        missing = missing[: max(0, self.num_free - len(present))]
+        fresh = set(missing)
+        for key in reversed(keys):  # as when they are released: the ends go before the beginnings
+            if key in self._idle:
+                self._idle.move_to_end(key)
+            elif key in fresh:
+                self._idle[key] = None
+                self._note(key)
+        self._evict()
+        return len(missing)
+
+    def _evict(self) -> None:
         while self._num_private + len(self._users) + len(self._idle) > self.num_blocks:
             key, _ = self._idle.popitem(last=False)
             self.num_evicted += 1
@@ -138,11 +160,12 @@ class SimulatedBlocks:
         if not self._noted:
             return None
         noted, self._noted = self._noted, {}
-        kept = [key for key in noted if self._holds(key)]
-        gone = [key for key in noted if not self._holds(key)] if len(kept) < len(noted) else []
+        kept = [key for key in noted if self.holds(key)]
+        gone = [key for key in noted if not self.holds(key)] if len(kept) < len(noted) else []
         return PrefixChanges(kept, gone, whole=False)
 
-    def _holds(self, key: bytes) -> bool:
+    def holds(self, key: bytes) -> bool:
+        """Whether it would be found."""
         return key in self._users or key in self._idle
 
     def _note(self, key: bytes) -> None:

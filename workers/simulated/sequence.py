@@ -30,14 +30,16 @@ class SimulatedSequence:
     ``token_ids`` are those of the prompt and of the completion so far; the first
     ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
     have the indices 0 to ``num_resumed - 1``.
-    The driver may put what it needs into ``tag``, and count in ``device_s`` what the sequence takes
-    of the steps' time.
+    The driver may put what it needs into ``tag``, count in ``device_s`` what the sequence takes of
+    the steps' time, and note in ``last_token_s`` when its last token was made, by this run or the
+    one before it (None: it has none).
     """
 
     __slots__ = (
         "arrival",
         "device_s",
         "keys",
+        "last_token_s",
         "min_tokens",
         "num_blocks",
         "num_cached_blocks",
@@ -93,6 +95,7 @@ class SimulatedSequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.device_s = 0.0
+        self.last_token_s: float | None = None
         self.started = False
         self.stopped = False
 

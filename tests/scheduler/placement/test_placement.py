@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -182,6 +183,22 @@ def test_measurements_that_scatter_do_not_make_one_of_equals_the_better() -> Non
     assert chosen(workers) == "b-1"
     workers[0].release("r1")
     assert chosen(workers) == "b-1"
+
+
+def test_who_has_seen_large_batches_does_not_look_faster_than_who_has_not() -> None:
+    """Both are equally fast: a step takes 18 ms and 0.1 ms a sequence."""
+    equal: dict[str, Any] = _SIZE | _SPEEDS | {"max_num_sequences": 256}
+
+    def told(name: str, batch: int) -> WorkerStatus:
+        measured = {"num_running": batch, "decode_step_ms": 18 + 0.1 * batch}
+        return status(name, **equal | measured)
+
+    busy, idle = (WorkerView(told(name, 1), 0.0) for name in ("a-1", "b-1"))
+    for number, batch in enumerate((10, 20, 30, 40), start=1):
+        busy.observe(told("a-1", batch), float(number))
+        idle.observe(told("b-1", 1), float(number))
+    assert busy.num_held == 40
+    assert chosen([busy, idle]) == "b-1"
 
 
 _STATUSES = st.builds(

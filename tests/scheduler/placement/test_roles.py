@@ -62,3 +62,10 @@ def test_a_stream_goes_on_at_those_that_decode() -> None:
     assert _names(roles.decoders(_ALL)) == ["d", "b"]
     assert roles.have_roles(_ALL)
     assert not roles.have_roles([_BOTH])
+
+
+def test_where_a_stream_stays_for_one_token_its_answer_counts_for_nothing() -> None:
+    assert roles.output_tokens_at([_PREFILL], _ALL, 300.0) == 1.0
+    assert roles.output_tokens_at([_PREFILL, _DECODE], _ALL, 300.0) == 300.0
+    assert roles.output_tokens_at([_PREFILL], [_PREFILL], 300.0) == 300.0
+    assert roles.output_tokens_at([], _ALL, 300.0) == 300.0

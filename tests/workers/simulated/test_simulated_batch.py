@@ -296,3 +296,40 @@ def test_everybody_ends_once_and_every_block_comes_back(seed: int, prefix_cache:
     assert not batch.has_work
     assert batch.blocks.num_free == batch.blocks.num_blocks
     assert batch.outstanding_tokens == 0
+
+
+def test_blocks_that_come_from_elsewhere_are_found_as_if_they_had_been_computed() -> None:
+    elsewhere, here = _batch(), _batch()
+    prompt = range(500, 521)
+    elsewhere.add(_sequence("a", prompt, 2))
+    _run(elsewhere)
+    wanted = _sequence("b", prompt, 2)
+    assert here.blocks.match(wanted).num_blocks == 0
+    assert all(elsewhere.blocks.holds(key) for key in wanted.keys)
+    assert here.blocks.bring(wanted.keys) == 5
+    assert here.blocks.bring(wanted.keys) == 0
+    here.add(wanted)
+    _step(here)
+    assert wanted.num_cached_tokens == 20
+    changes = here.blocks.take_changes()
+    assert changes is not None
+    assert set(changes.kept) == set(wanted.keys)
+
+
+def test_they_take_the_room_of_what_was_idle_for_longest_and_of_nobody_who_runs() -> None:
+    batch = _batch(num_blocks=8)
+    batch.add(_sequence("old", range(600, 609), 1))
+    _run(batch)
+    running = _sequence("running", range(700, 712), 8)
+    batch.add(running)
+    _step(batch)
+    coming = _sequence("coming", range(800, 821), 1)
+    batch.blocks.match(coming)
+    assert batch.blocks.bring(coming.keys) == batch.blocks.num_free == 5
+    batch.check_integrity()
+    assert batch.blocks.match(_sequence("again", range(600, 609), 1)).num_blocks == 0
+
+
+def test_without_a_prefix_cache_nothing_comes() -> None:
+    batch = _batch(prefix_cache=False)
+    assert batch.blocks.bring([b"key"]) == 0

@@ -1,0 +1,368 @@
+"""Where prefill and decode apart pay: fleets of 128 H200 in virtual time, by how they are split.
+
+    python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--jobs 2] [--save]
+
+The real scheduler with simulated workers, as ``millrace simulate`` has it, so the figures do not
+depend on the machine, and are no measurement of a GPU. Each worker is one H200 with a Llama 70B in
+fp8; what a step takes is derived from the data sheet, the model's shape and two assumed shares of
+what the device could do (``device``). Each load arrives at random at several rates; of each fleet
+the requests that came in a window count, with as much load before and behind them. Goodput is how
+many of those per second were answered within the load's limits.
+
+  chat   short prompts and answers of log-normal lengths, in the manner of ShareGPT
+  long   prompts of 8,192 tokens
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.support.command import command_parser, write_json
+from millrace.bench.settings import Slo
+from millrace.bench.spread import parse_spread
+from millrace.schemas.config import (
+    Config,
+    EngineConfig,
+    NatsConfig,
+    SchedulerConfig,
+    SimulationConfig,
+    WorkerConfig,
+)
+from millrace.schemas.engines import EngineKind, WorkerRole
+from millrace.simulation.policies import parse_policies
+from millrace.simulation.report.measure import policy_report
+from millrace.simulation.report.report import Percentiles
+from millrace.simulation.settings import KvLink, Settings
+from millrace.simulation.traces.synthesise import Kind, Recipe, TenantShare, synthesise
+from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.world import simulate
+
+_RESULT = Path(__file__).parent / "results" / "simulated_roles.json"
+_NUM_WORKERS = 128
+_SEED = 1
+
+# NVIDIA's data sheet of an H200 SXM, dense, and how much of it is taken to be reached.
+_BYTES_PER_S, _FP8_FLOP_PER_S, _MEMORY_BYTES = 4.8e12, 1_979e12, 141e9
+_BANDWIDTH_SHARE, _FLOP_SHARE, _MEMORY_SHARE = 0.8, 0.5, 0.9
+# The shape of a Llama 3 70B; a step reads all but the table of embeddings.
+_PARAMETERS, _EMBEDDING = 70.55e9, 128_256 * 8_192
+_LAYERS, _WIDTH, _KV_WIDTH = 80, 8_192, 8 * 128
+_NUM_SLOTS, _CHUNK_TOKENS, _BLOCK_TOKENS = 256, 4_096, 16
+# 400 Gbit/s, and what Millrace's own TCP reached for such blocks (results/kv_transfer.json).
+_FAST_LINK, _TCP_LINK = 50e9, 1.6e9
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """``mean_context`` is what a token of a prompt attends to in the mean."""
+
+    name: str
+    input_tokens: str
+    output_tokens: str
+    mean_context: int
+    rates_per_s: tuple[float, ...]
+    window_s: float
+    slo: Slo
+
+
+class Fleet(NamedTuple):
+    """``num_prefill`` of the workers compute prompts (0: all do both), in chunks of so many
+    tokens."""
+
+    num_prefill: int
+    chunk_tokens: int = _CHUNK_TOKENS
+    link_bytes_per_s: float = _FAST_LINK
+
+    def num_prefill_of(self, num_workers: int) -> int:
+        """In the fleet's proportion."""
+        return self.num_prefill * num_workers // _NUM_WORKERS
+
+    def name(self, num_workers: int) -> str:
+        """As the table has it."""
+        num_prefill = self.num_prefill_of(num_workers)
+        parts = [
+            f"{num_prefill} + {num_workers - num_prefill}"
+            if num_prefill
+            else f"{num_workers} mixed"
+        ]
+        if self.chunk_tokens != _CHUNK_TOKENS:
+            parts.append(f"chunks of {self.chunk_tokens}")
+        if self.link_bytes_per_s != _FAST_LINK:
+            parts.append(f"{self.link_bytes_per_s / 1e9:g} GB/s")
+        return ", ".join(parts)
+
+
+class Case(NamedTuple):
+    """A fleet of so many workers under one rate."""
+
+    load: Load
+    fleet: Fleet
+    rate_per_s: float
+    window_s: float
+    num_workers: int
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One fleet under one rate. Of the requests of the window but for ``itl_ms_p99``, the moves and
+    the utilisation, which are of the whole run. ``goodput`` is the share that kept the limits,
+    ``goodput_per_s`` that of the offered rate."""
+
+    load: str
+    fleet: str
+    rate_per_s: float
+    num_requests: int
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    tpot_ms_p50: float
+    tpot_ms_p99: float
+    itl_ms_p99: float
+    goodput: float
+    goodput_per_s: float
+    streams_moved: int
+    tokens_pulled: int
+    utilisation: dict[WorkerRole, float]
+    took_s: float
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is taken to do, all of it derived, of prompts by load."""
+
+    name: str
+    step_ms: float
+    step_ms_per_sequence: float
+    step_ms_per_kv_token: float
+    prefill_tokens_per_s: dict[str, float]
+    num_blocks: int
+    kv_bytes_per_token: int
+    link_bytes_per_s: float
+    bandwidth_share: float
+    flop_share: float
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it."""
+
+    device: Device
+    loads: tuple[Load, ...]
+    rows: tuple[Row, ...]
+
+
+LOADS = (
+    Load(
+        name="chat",
+        input_tokens="lognormal:220:1.1:4000",
+        output_tokens="lognormal:200:0.8:1000",
+        mean_context=300,
+        rates_per_s=(600.0, 1_200.0, 1_800.0),
+        window_s=6.0,
+        slo=Slo(ttft_ms=1_000.0, tpot_ms=40.0),
+    ),
+    Load(
+        name="long",
+        input_tokens="8192",
+        output_tokens="lognormal:200:0.8:1000",
+        mean_context=4_096,
+        rates_per_s=(15.0, 30.0, 45.0, 60.0, 75.0),
+        window_s=12.0,
+        slo=Slo(ttft_ms=4_000.0, tpot_ms=40.0),
+    ),
+)
+FLEETS = (
+    Fleet(0),
+    Fleet(0, 512),
+    Fleet(32),
+    Fleet(64),
+    Fleet(96),
+    Fleet(64, _CHUNK_TOKENS, _TCP_LINK),
+)
+
+
+def kv_bytes_per_token() -> int:
+    """Keys and values of all layers, in fp8."""
+    return 2 * _LAYERS * _KV_WIDTH
+
+
+def simulation_of(load: Load) -> SimulationConfig:
+    """What steps take of one H200. A step reads the weights and the KV cache; prompts are bound by
+    products, 2 FLOP a parameter and token, and 4 a layer, number and token attended to. What a
+    sequence adds is the line from a step of one, which is bound by reading, to one of all slots,
+    which is bound by products where these take longer."""
+    bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
+    num_read = _PARAMETERS - _EMBEDDING
+    read_ms = num_read / bytes_per_s * 1e3
+    full_ms = _NUM_SLOTS * 2 * num_read / flop_per_s * 1e3
+    token_flop = 2 * num_read + 4 * _LAYERS * _WIDTH * load.mean_context
+    return SimulationConfig(
+        prefill_tokens_per_s=flop_per_s / token_flop,
+        step_ms=read_ms,
+        step_ms_per_sequence=max(full_ms - read_ms, 0.0) / _NUM_SLOTS,
+        step_ms_per_kv_token=kv_bytes_per_token() / bytes_per_s * 1e3,
+    )
+
+
+def num_blocks() -> int:
+    """Of the KV cache, in what the weights leave of the memory."""
+    free_bytes = _MEMORY_BYTES * _MEMORY_SHARE - _PARAMETERS
+    return int(free_bytes / (kv_bytes_per_token() * _BLOCK_TOKENS))
+
+
+def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
+    """``num_workers`` in the fleet's proportion."""
+    num_prefill = fleet.num_prefill_of(num_workers)
+    engine = EngineConfig(
+        kind=EngineKind.SIMULATED,
+        simulation=simulation_of(load),
+        max_num_sequences=_NUM_SLOTS,
+        max_batch_tokens=fleet.chunk_tokens,
+        num_blocks=num_blocks(),
+        block_size_tokens=_BLOCK_TOKENS,
+    )
+    roles: tuple[WorkerRole, ...] = ()
+    if num_prefill:
+        num_decode = num_workers - num_prefill
+        roles = (WorkerRole.PREFILL,) * num_prefill + (WorkerRole.DECODE,) * num_decode
+    return Settings(
+        config=Config(
+            nats=NatsConfig(ack_wait_s=120.0),
+            scheduler=SchedulerConfig(lease_extend_s=40.0),
+            worker=WorkerConfig(
+                heartbeat_s=0.5, lease_extend_s=40.0, prefix_report_s=0.5, engine=engine
+            ),
+        ),
+        num_workers={"": num_workers},
+        roles=roles,
+        link=KvLink(bytes_per_token=kv_bytes_per_token(), bytes_per_s=fleet.link_bytes_per_s),
+        drain_s=600.0,
+        slo=load.slo,
+    )
+
+
+def trace_of(load: Load, rate_per_s: float, window_s: float) -> list[TraceRequest]:
+    """The window, with as much before and behind it."""
+    return synthesise(
+        Recipe(
+            kind=Kind.POISSON,
+            rate_per_s=rate_per_s,
+            duration_s=3 * window_s,
+            tenants=(TenantShare(name="t1"),),
+            input_tokens=parse_spread(load.input_tokens),
+            output_tokens=parse_spread(load.output_tokens),
+            max_tokens=1_000,
+            seed=_SEED,
+        )
+    )
+
+
+def run(case: Case) -> Row:
+    """In a process that has nothing else to do."""
+    logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
+    gc.set_threshold(50_000, 50, 100)
+    load, fleet, rate_per_s, window_s, num_workers = case
+    settings = settings_for(load, fleet, num_workers)
+    begun_s = time.perf_counter()
+    result = simulate(trace_of(load, rate_per_s, window_s), settings, parse_policies("fair")[0])
+    took_s = time.perf_counter() - begun_s
+    within = [
+        outcome for outcome in result.outcomes if window_s <= outcome.request.at_s < 2 * window_s
+    ]
+    report = policy_report("fair", replace(result, outcomes=within), settings)
+    goodput = report.overall.goodput or 0.0
+    return Row(
+        load=load.name,
+        fleet=fleet.name(num_workers),
+        rate_per_s=rate_per_s,
+        num_requests=report.overall.num_requests,
+        ttft_ms_p50=_at(report.overall.ttft_ms, "p50"),
+        ttft_ms_p99=_at(report.overall.ttft_ms, "p99"),
+        tpot_ms_p50=_at(report.overall.tpot_ms, "p50"),
+        tpot_ms_p99=_at(report.overall.tpot_ms, "p99"),
+        itl_ms_p99=_at(report.itl_ms, "p99"),
+        goodput=round(goodput, 4),
+        goodput_per_s=round(goodput * report.overall.num_requests / window_s, 2),
+        streams_moved=sum(report.streams_moved.values()),
+        tokens_pulled=report.num_pulled_tokens,
+        utilisation={role: round(share, 3) for role, share in report.utilisation_by_role.items()},
+        took_s=round(took_s, 1),
+    )
+
+
+def _at(of: Percentiles | None, share: str) -> float:
+    return 0.0 if of is None else round(float(getattr(of, share)), 1)
+
+
+def _device() -> Device:
+    simulation = simulation_of(LOADS[0])
+    return Device(
+        name="H200 SXM, Llama 70B in fp8, KV cache in fp8; derived, not measured",
+        step_ms=simulation.step_ms,
+        step_ms_per_sequence=simulation.step_ms_per_sequence,
+        step_ms_per_kv_token=simulation.step_ms_per_kv_token,
+        prefill_tokens_per_s={
+            load.name: simulation_of(load).prefill_tokens_per_s for load in LOADS
+        },
+        num_blocks=num_blocks(),
+        kv_bytes_per_token=kv_bytes_per_token(),
+        link_bytes_per_s=_FAST_LINK,
+        bandwidth_share=_BANDWIDTH_SHARE,
+        flop_share=_FLOP_SHARE,
+    )
+
+
+def _line(row: Row) -> str:
+    used = " ".join(f"{role} {share:.0%}" for role, share in row.utilisation.items())
+    return (
+        f"{row.load:<5} {row.rate_per_s:>6g}/s  {row.fleet:<22} good {row.goodput_per_s:>8,.1f}/s "
+        f"({row.goodput:>6.1%})  TTFT {row.ttft_ms_p50:>7,.0f} {row.ttft_ms_p99:>8,.0f}  "
+        f"TPOT {row.tpot_ms_p50:>5.1f} {row.tpot_ms_p99:>6.1f}  ITL p99 {row.itl_ms_p99:>6.1f}  "
+        f"moved {row.streams_moved:>6,}  {used}  ({row.took_s:.0f} s)"
+    )
+
+
+def main() -> int:
+    """Print a line for each fleet and rate."""
+    parser = command_parser("simulated_roles", __doc__)
+    parser.add_argument("--only", choices=[load.name for load in LOADS])
+    parser.add_argument("--rates", help="requests per second instead of each load's own")
+    parser.add_argument("--window", type=float, help="seconds instead of each load's own")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--smoke", action="store_true", help="16 workers, one rate, a moment")
+    parser.add_argument("--save", action="store_true", help=f"write {_RESULT}")
+    arguments = parser.parse_args()
+    loads = [load for load in LOADS if arguments.only in (None, load.name)]
+    print(json.dumps(msgspec.to_builtins(_device())), flush=True)
+    cases = [
+        Case(load, fleet, rate_per_s, arguments.window or load.window_s, _NUM_WORKERS)
+        for load in loads
+        for rate_per_s in _rates(load, arguments.rates)
+        for fleet in FLEETS
+    ]
+    if arguments.smoke:
+        cases = [
+            Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16)
+            for load in loads
+            for fleet in FLEETS
+        ]
+    rows: list[Row] = []
+    with ProcessPoolExecutor(arguments.jobs) as processes:
+        for row in processes.map(run, cases):
+            rows.append(row)
+            print(_line(row), flush=True)
+    results = Results(device=_device(), loads=tuple(loads), rows=tuple(rows))
+    write_json(_RESULT if arguments.save else None, results)
+    return 0
+
+
+def _rates(load: Load, given: str | None) -> tuple[float, ...]:
+    return load.rates_per_s if given is None else tuple(map(float, given.split(",")))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""The KV caches of simulated workers and the links between them, over which blocks are pulled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.schemas.transfer import KvSource
+from millrace.simulation.settings import KvLink
+from millrace.workers.simulated.blocks import SimulatedBlocks
+from millrace.workers.simulated.sequence import SimulatedSequence
+
+# As the real engine: what takes longer is computed, a peer is asked for so much more than it was
+# said to have, and a later pull counts so much in what pulls are said to run at.
+_TIMEOUT_S = 2.0
+_MAX_MORE_BLOCKS = 16
+_NEWEST_WEIGHT = 0.2
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A worker's cache, and until when its link is taken in each direction."""
+
+    blocks: SimulatedBlocks
+    sends_until_s: float = 0.0
+    receives_until_s: float = 0.0
+    recent_tokens: float = 0.0
+    recent_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Pull:
+    """``num_tokens`` on their way; ``keys`` are those of the whole prefix up to the last one."""
+
+    to_peer: _Peer
+    from_peer: _Peer
+    keys: list[bytes]
+    num_tokens: int
+    took_s: float
+    on_done: Callable[[], None]
+    timer: asyncio.TimerHandle | None = None
+
+
+class KvNetwork:
+    """Brings blocks from the cache of one worker to that of another, in virtual time.
+
+    A link carries one pull at a time in each direction, at ``link.bytes_per_s``; behind its bytes
+    each pull waits for ``link.overhead_s``. Blocks that came are kept as if they had been computed
+    where they came to, and used by nobody so far. ``num_pulled_tokens`` counts what came.
+    """
+
+    def __init__(self, link: KvLink, block_size_tokens: int, prefill_tokens_per_s: float) -> None:
+        self.num_pulled_tokens = 0
+        self._loop = asyncio.get_running_loop()
+        self._link = link
+        self._size = block_size_tokens
+        self._prefill_token_s = 1 / prefill_tokens_per_s
+        self._peers: dict[str, _Peer] = {}
+        self._pulls: dict[_Pull, None] = {}
+
+    def join(self, worker_id: str, blocks: SimulatedBlocks) -> None:
+        """Others may pull from there, and it from others."""
+        self._peers[worker_id] = _Peer(blocks)
+
+    def leave(self, worker_id: str) -> None:
+        """What is on its way from there does not come; nobody waits for what was to go there."""
+        gone = self._peers.pop(worker_id, None)
+        for pull in [one for one in self._pulls if gone in (one.to_peer, one.from_peer)]:
+            assert pull.timer is not None, "a pull under way has a timer"
+            pull.timer.cancel()
+            del self._pulls[pull]
+            if pull.from_peer is gone:
+                self._loop.call_soon(pull.on_done)
+
+    def tokens_per_s(self, worker_id: str) -> float:
+        """What a worker's pulls ran at of late, overhead included; 0 before the first."""
+        peer = self._peers.get(worker_id)
+        return peer.recent_tokens / peer.recent_s if peer is not None and peer.recent_s else 0.0
+
+    def pull(
+        self,
+        worker_id: str,
+        source: KvSource,
+        sequence: SimulatedSequence,
+        on_done: Callable[[], None],
+    ) -> bool:
+        """Begin to bring the blocks of a sequence that a worker lacks and its source has; whether
+        there is something to wait for, that is over when ``on_done`` is called. What takes longer
+        than to compute it, or than 2 s, is not begun."""
+        own, peer = self._peers.get(worker_id), self._peers.get(source.worker_id)
+        if own is None or peer is None or peer is own:
+            return False
+        num_wanted, keys = self._missing(own, peer, source, sequence)
+        if not num_wanted:
+            return False
+        num_tokens, now_s = num_wanted * self._size, self._loop.time()
+        begin_s = max(now_s, own.receives_until_s, peer.sends_until_s)
+        sent_s = begin_s + num_tokens * self._link.bytes_per_token / self._link.bytes_per_s
+        end_s = sent_s + self._link.overhead_s
+        if end_s - now_s >= min(num_tokens * self._prefill_token_s, _TIMEOUT_S):
+            return False
+        own.receives_until_s = peer.sends_until_s = sent_s
+        pull = _Pull(own, peer, keys, num_tokens, end_s - begin_s, on_done)
+        pull.timer = self._loop.call_at(end_s, self._finish, pull)
+        self._pulls[pull] = None
+        return True
+
+    def _missing(
+        self, own: _Peer, peer: _Peer, source: KvSource, sequence: SimulatedSequence
+    ) -> tuple[int, list[bytes]]:
+        """How many blocks of the sequence are to come, and the keys of all up to the last one."""
+        own.blocks.match(sequence)  # so that its keys are known
+        most = (len(sequence.token_ids) - 1) // self._size
+        if source.num_tokens:
+            most = min(most, -(-source.num_tokens // self._size) + _MAX_MORE_BLOCKS)
+        num_wanted = num_keys = 0
+        for number, key in enumerate(sequence.keys[:most], start=1):
+            if own.blocks.holds(key):
+                continue
+            if not peer.blocks.holds(key):
+                break
+            num_wanted += 1
+            num_keys = number
+        return num_wanted, sequence.keys[:num_keys]
+
+    def _finish(self, pull: _Pull) -> None:
+        del self._pulls[pull]
+        pull.to_peer.blocks.bring(pull.keys)
+        self.num_pulled_tokens += pull.num_tokens
+        peer, kept = pull.to_peer, 1 - _NEWEST_WEIGHT
+        peer.recent_tokens = kept * peer.recent_tokens + pull.num_tokens
+        peer.recent_s = kept * peer.recent_s + pull.took_s
+        pull.on_done()

@@ -1,0 +1,111 @@
+"""Streams that leave a simulated worker for another or come from one, as ``workers.host.moves``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from millrace.schemas.control import Prefilled, Pulled
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.transfer import TransferEndpoint
+from millrace.simulation.workers.context import FleetContext
+from millrace.simulation.workers.runs import Run
+from millrace.workers.simulated.blocks import SimulatedBlocks
+
+# How long a worker that ends stays for a stream that has left, at most.
+_KEPT_S = 2.0
+_LAYOUT = "simulated"
+
+
+class SimulatedMoves:
+    """Pulls the blocks of runs that say who has them, remembers which runs have left and may still
+    pull theirs from here, and tells others: the worker that a run came from that it needs nothing
+    more of it, and, in the role ``prefill``, the schedulers which runs may go on elsewhere."""
+
+    def __init__(
+        self, context: FleetContext, worker_id: str, role: WorkerRole, *, moves_blocks: bool
+    ) -> None:
+        self.role = role
+        self._context = context
+        self._worker_id = worker_id
+        self._moves_blocks = moves_blocks
+        self._kept_until_s: dict[str, float] = {}  # the earliest first
+
+    @property
+    def endpoint(self) -> TransferEndpoint | None:
+        """Where others pull from; None where nothing moves."""
+        if not self._moves_blocks:
+            return None
+        return TransferEndpoint(layout=_LAYOUT, token=self._worker_id, address=self._worker_id)
+
+    @property
+    def pull_tokens_per_s(self) -> float:
+        """As ``WorkerStatus`` has it."""
+        return self._context.network.tokens_per_s(self._worker_id)
+
+    def begin(self, blocks: SimulatedBlocks) -> None:
+        """The worker is there, and has such a cache."""
+        if self._moves_blocks:
+            self._context.network.join(self._worker_id, blocks)
+
+    def stop(self) -> None:
+        """It is no more."""
+        self._context.network.leave(self._worker_id)
+
+    # --- what leaves ---
+
+    def left(self, run: Run) -> None:
+        """Another worker goes on with what ran here."""
+        if self._moves_blocks and run.started_ns:
+            self._forget_late()
+            self._kept_until_s.pop(run.request_id, None)
+            self._kept_until_s[run.request_id] = self._context.clock.monotonic() + _KEPT_S
+
+    def note_pulled(self, pulled: Pulled) -> None:
+        """Whoever runs these has what it needs."""
+        for request_id in pulled.request_ids:
+            self._kept_until_s.pop(request_id, None)
+
+    @property
+    def num_kept(self) -> int:
+        """Runs that have left lately and may still pull."""
+        self._forget_late()
+        return len(self._kept_until_s)
+
+    def _forget_late(self) -> None:
+        now_s = self._context.clock.monotonic()
+        while self._kept_until_s:
+            first = next(iter(self._kept_until_s))
+            if self._kept_until_s[first] > now_s:
+                return
+            del self._kept_until_s[first]
+
+    # --- what comes, and what may go on ---
+
+    def pull(self, run: Run, on_done: Callable[[], None]) -> bool:
+        """Whether a run waits for blocks; ``on_done`` is called when it does no longer."""
+        source = run.dispatch.kv_source
+        if source is None or run.sequence is None:
+            return False
+        return self._context.network.pull(self._worker_id, source, run.sequence, on_done)
+
+    def advanced(self, started: Sequence[Run], made_first: Sequence[Run]) -> None:
+        """The batch has begun with some runs, and made the first token of some that go on."""
+        pulled: defaultdict[str, list[str]] = defaultdict(list)
+        for run in started:
+            if run.dispatch.kv_source is not None:
+                pulled[run.dispatch.kv_source.worker_id].append(run.request_id)
+        prefilled = made_first if self.role is WorkerRole.PREFILL else ()
+        if pulled or prefilled:
+            self._context.spawn(self._publish(pulled, [run.request_id for run in prefilled]))
+
+    async def _publish(self, pulled: dict[str, list[str]], prefilled: list[str]) -> None:
+        control = self._context.bus.control
+        if prefilled:
+            await control.publish_prefilled(
+                Prefilled(worker_id=self._worker_id, request_ids=tuple(prefilled))
+            )
+        for source_id, request_ids in pulled.items():
+            await control.publish_pulled(
+                Pulled(worker_id=source_id, request_ids=tuple(request_ids))
+            )

@@ -1,0 +1,254 @@
+"""Prefill and decode apart in a simulation: streams go on elsewhere with blocks that are pulled."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from millrace.cli.main import main
+from millrace.schemas.config import AutoscaleConfig, SchedulerConfig
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.records import Status
+from millrace.simulation.report.measure import policy_report
+from millrace.simulation.settings import Failure, KvLink, Settings
+from millrace.simulation.traces.trace import TraceRequest, write_trace
+from tests.cli.simulate.simulating import make_load, make_request, make_settings, run_trace
+
+_PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+# A token is computed in 1 ms and pulled in 0.01 ms.
+_LINK = KvLink(bytes_per_token=1_000.0, bytes_per_s=1e8, overhead_s=0.005)
+
+
+def _settings(*roles: WorkerRole, transfer: bool | None = None, **changes: Any) -> Settings:
+    settings = make_settings(
+        len(roles) or changes.pop("num_workers", 2), slots=16, roles=roles, link=_LINK, **changes
+    )
+    worker = settings.config.worker
+    engine = msgspec.structs.replace(worker.engine, transfer=transfer)
+    config = msgspec.structs.replace(
+        settings.config, worker=msgspec.structs.replace(worker, engine=engine)
+    )
+    return msgspec.structs.replace(settings, config=config)
+
+
+def _beside_a_stream(*others: TraceRequest) -> list[TraceRequest]:
+    """What would hold up a stream that runs from the start."""
+    return [make_request(0.0, prompt_tokens=100, output_tokens=400), *others]
+
+
+# --- what can be worked out by hand ---
+
+
+def test_a_stream_goes_on_behind_its_prompt_with_pulled_blocks() -> None:
+    # The first prompt is short and stays where it decodes. The second takes 1 s at the worker for
+    # prompts, whose next step is 10 ms under way when the stream is taken away, and is waited for.
+    # Then 62 blocks come, in 9.92 ms of bytes and 5 ms beside, and the last 9 tokens are computed
+    # in a step with the first stream, 19 ms, behind the one that is under way, 10 ms at most.
+    trace = _beside_a_stream(make_request(0.5, prompt_tokens=1_000, output_tokens=101))
+    result = run_trace(trace, _settings(_PREFILL, _DECODE))
+    first, second = result.outcomes
+    assert (first.num_runs, first.worker_id, first.num_tokens) == (1, "worker-2-1", 400)
+    assert (second.num_runs, second.worker_id, second.epoch) == (2, "worker-2-1", 2)
+    assert second.num_tokens == 101
+    assert second.first_s == pytest.approx(1.5)
+    assert result.streams_moved == {"pulled": 1}
+    assert result.num_pulled_tokens == 62 * 16
+    least_s = 0.010 + 0.00992 + 0.005 + 0.019
+    assert least_s <= result.inter_token.max_s <= least_s + 0.010 + 1e-6
+    assert second.end_s == pytest.approx(1.5 + result.inter_token.max_s + 99 * 0.01)
+    # 399 and 100 gaps, of which two are long: that of the move, and the other stream's beside it.
+    assert result.inter_token.count == 499
+    assert result.inter_token.at(0.99) == pytest.approx(0.010, rel=0.006)
+    assert first.end_s == pytest.approx(0.1 + 399 * 0.01 + 0.009)
+
+
+def test_mixed_workers_hold_up_streams_instead() -> None:
+    trace = _beside_a_stream(
+        *(make_request(0.5 + 0.01 * n, prompt_tokens=1_000, output_tokens=2) for n in range(2))
+    )
+    result = run_trace(trace, _settings(num_workers=2))
+    assert result.streams_moved == {}
+    assert result.num_pulled_tokens == 0
+    assert result.inter_token.max_s == pytest.approx(1.01)
+
+
+def test_a_stream_stays_where_its_blocks_take_longer_than_computing_them() -> None:
+    slow = KvLink(bytes_per_token=1_000.0, bytes_per_s=5e5, overhead_s=0.005)
+    trace = _beside_a_stream(
+        *(make_request(0.5 + 2 * n, prompt_tokens=1_000, output_tokens=101) for n in range(2))
+    )
+    settings = msgspec.structs.replace(_settings(_PREFILL, _DECODE), link=slow)
+    result = run_trace(trace, settings)
+    # Nobody knows of the link before the first pull, which is not begun either: all is computed.
+    assert result.num_pulled_tokens == 0
+    assert all(outcome.status is Status.DONE for outcome in result.outcomes)
+
+
+def test_what_was_pulled_is_found_again_where_it_came_to() -> None:
+    shared = (("same", 999),)
+    trace = _beside_a_stream(
+        make_request(0.5, prompt_tokens=1_000, prefix=shared, output_tokens=20),
+        make_request(4.0, prompt_tokens=1_000, prefix=shared, output_tokens=20),
+    )
+    trace[0] = msgspec.structs.replace(trace[0], output_tokens=600)
+    *_, last = run_trace(trace, _settings(_PREFILL, _DECODE)).outcomes
+    # It is cached where it decodes, so it takes no first hop.
+    assert (last.num_runs, last.worker_id, last.num_cached_tokens) == (1, "worker-2-1", 992)
+
+
+# --- what always holds ---
+
+
+def _check_all_done(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert outcome.status is Status.DONE
+        assert outcome.num_terminals == 1
+        assert outcome.num_tokens == outcome.request.output_tokens
+        assert outcome.sent_s <= outcome.first_s <= outcome.end_s
+
+
+@pytest.mark.parametrize("dead", [1, 2, 3, 4])
+def test_every_request_ends_once_whoever_dies(dead: int) -> None:
+    trace = make_load(60, 0.15, prompt_tokens=400, output_tokens=80)
+    settings = _settings(
+        _PREFILL, _PREFILL, _DECODE, _DECODE,
+        failures=(Failure(worker=dead, at_s=4.0),), mtbf_s=20.0, restart_s=1.0,
+    )  # fmt: skip
+    result = run_trace(trace, settings)
+    assert result.num_deaths >= 1
+    assert result.streams_moved["pulled"] > 10
+    _check_all_done(result.outcomes)
+
+
+def test_workers_for_prompts_take_turns() -> None:
+    trace = make_load(200, 0.1, prompt_tokens=500, output_tokens=100)
+    result = run_trace(trace, _settings(*[_PREFILL] * 8, *[_DECODE] * 8))
+    _check_all_done(result.outcomes)
+    prompts = {
+        one.name: one.batch.prefill_tokens
+        for one in result.incarnations
+        if one.role is _PREFILL and one.batch is not None
+    }
+    assert len(prompts) == 8
+    assert max(prompts.values()) <= 2 * min(prompts.values())
+
+
+def test_what_a_drained_worker_runs_pulls_its_blocks_before_that_is_gone() -> None:
+    short = make_load(300, 0.05, output_tokens=100)
+    long = [
+        make_request(10.0 + number, prompt_tokens=800, output_tokens=1_500) for number in range(40)
+    ]
+    autoscale = AutoscaleConfig(
+        min_workers=1, max_workers=8, cold_start_s=2.0, scale_down_after_s=5.0
+    )
+    settings = _settings(
+        num_workers=1, transfer=True, scheduler=SchedulerConfig(autoscale=autoscale)
+    )
+    trace = sorted([*short, *long], key=lambda request: request.at_s)
+    result = run_trace(trace, settings)
+    assert result.streams_moved["pulled"] > 0
+    assert result.num_pulled_tokens > 0
+    _check_all_done(result.outcomes)
+
+
+def test_the_report_tells_of_roles() -> None:
+    trace = make_load(60, 0.1, prompt_tokens=400, output_tokens=80)
+    settings = _settings(_PREFILL, _DECODE)
+    result = run_trace(trace, settings)
+    report = policy_report("fair", result, settings)
+    assert set(report.utilisation_by_role) == {_PREFILL, _DECODE}
+    assert report.streams_moved == result.streams_moved
+    assert report.itl_ms is not None
+    assert report.itl_ms.count == sum(one.num_tokens - 1 for one in result.outcomes)
+    assert report.goodput_requests_per_s is None
+    counted = Counter(one.num_runs for one in result.outcomes)
+    assert report.num_runs_moved == counted[2] == report.streams_moved["pulled"]
+
+
+# --- the command ---
+
+
+def _trace_file(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
+    with path.open("w") as file:
+        write_trace(make_load(80, 0.05, prompt_tokens=2_000, output_tokens=60), file)
+    return path
+
+
+def test_the_command_takes_roles_as_up_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = []
+    for number in range(2):
+        path, page = tmp_path / f"{number}.json", tmp_path / "page.html"
+        running = f"simulate --trace {_trace_file(tmp_path)} --workers prefill:2,decode:1"
+        running += " --kv-bytes-per-token 1000 --link-gbytes-per-s 2 --pull-overhead 2ms"
+        running += f" --slo ttft=1s,tpot=50ms --json {path} --html {page}"
+        assert main(running.split()) == 0
+        reports.append(json.loads(path.read_bytes()))
+    assert reports[0] == reports[1]
+    shown = capsys.readouterr().out
+    for text in (
+        "3 of demo (2 prefill, 1 decode)", "2 GB/s, 2 ms each pull", "utilisation, prefill",
+        "streams moved", "tokens pulled", "ITL p99, ms", "TTFT p99, ms", "goodput, requests/s",
+    ):  # fmt: skip
+        assert text in shown
+        assert text in page.read_text()
+    setup, (fair,) = reports[0]["setup"], reports[0]["policies"]
+    assert setup["roles"] == {"prefill": 2, "decode": 1}
+    assert setup["link"] == {"bytes_per_token": 1e3, "bytes_per_s": 2e9, "overhead_s": 0.002}
+    assert fair["streams_moved"]["pulled"] > 0
+    assert fair["num_pulled_tokens"] >= 1_900 * fair["streams_moved"]["pulled"]
+    assert fair["itl_ms"]["p50"] <= fair["itl_ms"]["p99"] <= fair["itl_ms"]["max"]
+    assert 0 < fair["goodput_requests_per_s"] <= fair["requests_per_s"]
+
+
+def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert main(f"simulate --trace {_trace_file(tmp_path)} --workers 3 --json {path}".split()) == 0
+    assert "streams moved" not in capsys.readouterr().out
+    report = json.loads(path.read_bytes())
+    assert report["setup"]["roles"] == {}
+    assert report["setup"]["link"] is None
+    assert report["policies"][0]["streams_moved"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--workers prefill:0", "prefill:1,decode:2"),
+        ("--workers prefill:1,serve:2", "roles of both, prefill, decode"),
+        ("--workers prefill=1,decode", "have no roles"),
+        ("--workers demo=prefill:1", "have no roles"),
+        ("--workers=-3", "between 1 and"),
+        ("--workers prefill:1,decode:1 --autoscale 1:4", "--autoscale"),
+        ("--link-gbytes-per-s 0", "--link-gbytes-per-s"),
+        ("--kv-bytes-per-token nan", "--kv-bytes-per-token"),
+        ("--pull-overhead soon", "--pull-overhead"),
+    ],
+)
+def test_what_makes_no_sense_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    trace = str(_trace_file(tmp_path))
+    assert main(["simulate", "--trace", trace, *arguments.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [("transfer: false", "--workers"), ("transfer: true, prefix_cache: false", "prefix_cache")],
+)
+def test_roles_take_blocks_that_can_be_pulled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, said: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"worker:\n  engine: {{{engine}}}\n")
+    running = f"simulate --trace {_trace_file(tmp_path)} --config {config}"
+    assert main([*running.split(), "--workers", "prefill:1,decode:1"]) == 2
+    assert said in capsys.readouterr().err
