@@ -83,7 +83,17 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     reason: str = ""
 
 
-WorkerCommand = Dispatch | Cancel | Replay | Drain
+class Warm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="warm"):
+    """Pull what ``kv_source`` has of this job's prompt and ``token_ids`` so far, while the job goes
+    on there: so it stands still only for what is missing then, when it is dispatched here. The
+    reply comes once that is over; what has not come is pulled or computed later."""
+
+    job: Job
+    kv_source: KvSource
+    token_ids: tuple[int, ...] = ()
+
+
+WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

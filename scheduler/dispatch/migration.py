@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.placement_round import Place, PlacementRound
+from millrace.scheduler.dispatch.warming import Warming
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from millrace.scheduler.placement import placement
 
-# A worker gets no more of them while what it pulls and computes before theirs takes longer than
-# this: what waits there for its turn would go on where it was meanwhile.
-_LEAD_S = 0.05
 _PAUSE_S = 0.02
+# So many that wait for a worker's time are looked at, as others may have time for the next.
+_MAX_WAITING = 4
 # Between two looks for a worker that decodes, where none has had room.
 _NO_ROOM_PAUSE_S = 0.2
 
@@ -56,6 +55,7 @@ class Migration:
         self._moving: set[str] = set()
         self._asked: dict[str, _Asked] = {}
         self._prefilled: dict[str, set[str]] = {}
+        self._warming = Warming(context)
         self._stopped = False
 
     def stop(self) -> None:
@@ -108,14 +108,18 @@ class Migration:
         for scheduled in self._movable(worker):
             if scheduled.request_id not in request_ids:
                 continue
-            place = placement_round.find_decoder(scheduled, worker)
+            warm_worker_id = self._warming.worker_of(scheduled)
+            place = placement_round.find_decoder(scheduled, worker, warm_worker_id)
             if place is None:
-                is_full = True
+                if warm_worker_id:
+                    self._warming.forget(scheduled)
+                else:
+                    is_full = True
             elif place.kv_source is None:
                 request_ids.discard(scheduled.request_id)  # it would be computed again
-            elif _has_time(place):
+            elif (ready := self._warming.take(scheduled, place)) is not None:
                 request_ids.discard(scheduled.request_id)
-                self._send(scheduled, place)
+                self._send(scheduled, ready)
         return is_full
 
     async def _move(self, worker_id: str) -> None:
@@ -140,17 +144,30 @@ class Migration:
             return False
         to_worker_id = "" if is_leaving or asked is None else asked.to_worker_id
         placement_round = PlacementRound(self._context, self._model)
+        num_waiting = 0
         for scheduled in self._movable(worker):
             if not is_leaving and asked and scheduled.request_id not in asked.request_ids:
                 continue
-            place = placement_round.find_elsewhere(scheduled, worker, to_worker_id)
+            warm_worker_id = self._warming.worker_of(scheduled)
+            place = placement_round.find_elsewhere(
+                scheduled, worker, warm_worker_id or to_worker_id
+            )
             if place is None:
+                if warm_worker_id:
+                    self._warming.forget(scheduled)
+                    num_waiting += 1
                 continue  # one that is shorter, or of a higher tier, may fit
-            if not status.engine_down and not _has_time(place):
-                return True
+            if not status.engine_down:
+                ready = self._warming.take(scheduled, place)
+                if ready is None:
+                    num_waiting += 1
+                    if num_waiting == _MAX_WAITING:
+                        break
+                    continue
+                place = ready
             scheduled.suspicion.outlived_engine |= status.engine_down
             self._send(scheduled, place)
-        return False
+        return num_waiting > 0
 
     def _movable(self, worker: WorkerView) -> Iterator[ScheduledJob]:
         """What nobody listens to stays: it would have to begin again elsewhere. Embeddings
@@ -189,10 +206,3 @@ class Migration:
         )
         if point is not None and len(point.token_ids) > scheduled.client.num_tokens_at_start:
             scheduled.suspicion.outlived_engine = False
-
-
-def _has_time(place: Place) -> bool:
-    """Whether a stream would go on there at once. Pulls come one after the other: those that share
-    the memory's bandwidth all stand still for as long as all of them take."""
-    is_pulling = place.kv_source is not None and place.worker.pending_pull_tokens > 0
-    return not is_pulling and placement.work_ahead_s(place.worker) <= _LEAD_S

@@ -68,11 +68,17 @@ class PlacementRound:
             candidates = roles.for_running(candidates, scheduled.resources)
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
-    def find_decoder(self, scheduled: ScheduledJob, away_from: WorkerView) -> Place | None:
+    def find_decoder(
+        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
+    ) -> Place | None:
         """The place for a stream that goes on where there is time for it, behind a prompt that a
-        worker has computed; of those alone that decode by their role."""
+        worker has computed; of those alone that decode by their role, or at ``to_worker_id``."""
         workers = self._workers(scheduled)
-        candidates = [one for one in roles.decoders(workers) if one is not away_from]
+        candidates = [
+            worker
+            for worker in roles.decoders(workers)
+            if worker is not away_from and to_worker_id in ("", worker.worker_id)
+        ]
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:

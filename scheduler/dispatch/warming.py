@@ -6,68 +6,105 @@ from dataclasses import dataclass
 
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.placement_round import Place
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.placement import placement
+from millrace.scheduler.placement.kv_sources import pull_token_s
 from millrace.schemas.control import Warm
 from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
+from millrace.schemas.transfer import KvSource
 
+# A worker is asked for no more while what it pulls and computes before takes longer than this:
+# those that share its memory's bandwidth would all be late.
+_LEAD_S = 0.05
+# What is less is computed in no more time than it takes to ask for it.
+_SHORT_TOKENS = 64
+# Between two streams that leave for the same worker, at most.
+_MAX_GAP_S = 0.1
 # As long as an engine waits for blocks at most, and a little more for the way.
 _TIMEOUT_S = 2.5
 
 
 @dataclass(slots=True)
 class _Pull:
-    request_id: str
+    scheduled: ScheduledJob
+    worker_id: str
     is_over: bool = False
     has_come: bool = False
 
 
 class Warming:
-    """Has workers pull the KV cache of streams that are to leave others, while these go on there:
-    for each worker one stream at a time, as those that share the memory's bandwidth would all be
-    late. A stream then stands still for the tokens alone that it has made meanwhile.
+    """Has workers pull the KV cache of streams that are to leave others, while these go on there.
+    A stream then stands still for the tokens alone that it has made meanwhile.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
-        self._by_worker: dict[str, _Pull] = {}
+        self._pulls: dict[str, _Pull] = {}
+        self._busy_until_s: dict[str, float] = {}
 
-    def has(self, request_id: str, worker_id: str) -> bool:
-        """Whether a worker pulls for a stream, or has."""
-        pull = self._by_worker.get(worker_id)
-        return pull is not None and pull.request_id == request_id
+    def worker_of(self, scheduled: ScheduledJob) -> str:
+        """Where a stream is to go on, as what it has is there or comes there; empty: nowhere in
+        particular."""
+        pull = self._pulls.get(scheduled.request_id)
+        return "" if pull is None else pull.worker_id
+
+    def forget(self, scheduled: ScheduledJob) -> None:
+        """It cannot go on there."""
+        del self._pulls[scheduled.request_id]
 
     def take(self, scheduled: ScheduledJob, place: Place) -> Place | None:
-        """The place for a stream that may leave now, or None: what it has is being pulled. That
-        begins with the first call, and the next ones are to follow until it is over."""
-        if place.kv_source is None:
-            return place
-        worker_id, request_id = place.worker.worker_id, scheduled.request_id
-        pull = self._by_worker.get(worker_id)
-        if pull is None or (pull.is_over and pull.request_id != request_id):
-            self._by_worker[worker_id] = pull = _Pull(request_id)
-            place.worker.pending_pull_tokens += place.num_pulled_tokens
-            name = f"warm {worker_id} for {request_id}"
-            self._context.tasks.spawn(self._pull(pull, scheduled, place), name)
+        """The place for a stream that may leave now, or None: its worker has no time so far, or
+        pulls what the stream has. That begins with one call, and others are to follow, with places
+        at that ``worker_of`` it, until it is over."""
+        pull = self._pulls.get(scheduled.request_id)
+        if pull is None:
+            if placement.work_ahead_s(place.worker) > _LEAD_S:
+                return None
+            if place.kv_source is None or place.num_pulled_tokens < _SHORT_TOKENS:
+                return place
+            self._begin(scheduled, place)
             return None
-        if not pull.is_over or pull.request_id != request_id:
+        now_s = self._context.clock.monotonic()
+        if not pull.is_over or self._busy_until_s.get(pull.worker_id, now_s) > now_s:
             return None
-        del self._by_worker[worker_id]
+        del self._pulls[scheduled.request_id]
         if not pull.has_come:
             return place
         num_there = place.num_cached_tokens + place.num_pulled_tokens
+        self._note_left(place.worker, num_there, now_s)
         return place._replace(num_cached_tokens=num_there, num_pulled_tokens=0)
 
-    async def _pull(self, pull: _Pull, scheduled: ScheduledJob, place: Place) -> None:
-        """Whatever goes wrong, the stream leaves then, and pulls or computes what it needs."""
-        control, config, job = self._context.bus.control, self._context.config, scheduled.job
+    def _note_left(self, worker: WorkerView, num_tokens: int, now_s: float) -> None:
+        """A worker brings what came from its main memory to its device before it goes on with a
+        stream, which is taken to last as long as to pull it: the next one leaves after that."""
+        took_s = num_tokens * pull_token_s(worker, placement.prefill_token_s(worker))
+        later = {one: until_s for one, until_s in self._busy_until_s.items() if until_s > now_s}
+        self._busy_until_s = later | {worker.worker_id: now_s + min(took_s, _MAX_GAP_S)}
+
+    def _begin(self, scheduled: ScheduledJob, place: Place) -> None:
+        worker, request_id = place.worker, scheduled.request_id
+        self._pulls = {
+            one: pull
+            for one, pull in self._pulls.items()
+            if not pull.is_over or pull.scheduled.phase is Phase.RUNNING
+        }
+        pull = self._pulls[request_id] = _Pull(scheduled, worker.worker_id)
+        worker.pending_pull_tokens += place.num_pulled_tokens
         assert place.kv_source is not None
+        name = f"warm {worker.worker_id} for {request_id}"
+        self._context.tasks.spawn(self._run(pull, place.kv_source), name)
+
+    async def _run(self, pull: _Pull, source: KvSource) -> None:
+        """Whatever goes wrong, the stream leaves then, and pulls or computes what it needs."""
+        control, job = self._context.bus.control, pull.scheduled.job
         try:
             point = await control.resume_point(
-                job.reply, scheduled.request_id, config.resume_timeout_s
+                job.reply, job.request_id, self._context.config.resume_timeout_s
             )
             token_ids = () if point is None else point.token_ids
-            warm = Warm(job=job, kv_source=place.kv_source, token_ids=token_ids)
-            reply = await control.command(place.worker.worker_id, warm, _TIMEOUT_S)
+            warm = Warm(job=job, kv_source=source, token_ids=token_ids)
+            reply = await control.command(pull.worker_id, warm, _TIMEOUT_S)
             pull.has_come = reply is not None and reply.ok
         except (BusUnavailableError, PayloadTooLargeError):
             pass

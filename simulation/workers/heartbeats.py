@@ -81,9 +81,12 @@ class Heartbeats:
         """Announce soon if much more room is free than the schedulers know of."""
         room = self._room()
         notable = room - self._announced_room >= _NOTABLE_SHARE
-        if (notable or room > 0 >= self._announced_room) and (
-            self._urgent is None or self._urgent.done()
-        ):
+        if notable or room > 0 >= self._announced_room:
+            self.announce_soon()
+
+    def announce_soon(self) -> None:
+        """Announce once the last one is not quite new."""
+        if self._urgent is None or self._urgent.done():
             self._urgent = self._spawn(self._announce_soon())
 
     def stop(self) -> None:
@@ -140,6 +143,7 @@ class Heartbeats:
             role=self._moves.role,
             transfer=self._moves.endpoint,
             pull_tokens_per_s=self._moves.pull_tokens_per_s,
+            outstanding_pull_tokens=self._moves.outstanding_pull_tokens,
             draining=self.draining,
             retired=retired,
             started_ns=self._started_ns,

@@ -78,6 +78,11 @@ class KvNetwork:
         peer = self._peers.get(worker_id)
         return peer.recent_tokens / peer.recent_s if peer is not None and peer.recent_s else 0.0
 
+    def coming_tokens(self, worker_id: str) -> int:
+        """On their way to a worker."""
+        own = self._peers.get(worker_id)
+        return sum(pull.num_tokens for pull in self._pulls if pull.to_peer is own)
+
     def pull(
         self,
         worker_id: str,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from millrace.schemas.control import Prefilled, Pulled
+from millrace.schemas.control import Prefilled, Pulled, Warm, WorkerReply
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.simulation.workers.context import FleetContext
-from millrace.simulation.workers.runs import Run
+from millrace.simulation.workers.runs import Run, prefix_of
 from millrace.workers.simulated.blocks import SimulatedBlocks
 
 # How long a worker that ends stays for a stream that has left, at most.
@@ -20,7 +21,9 @@ _LAYOUT = "simulated"
 class SimulatedMoves:
     """Pulls the blocks of runs that say who has them, remembers which runs have left and may still
     pull theirs from here, and tells others: the worker that a run came from that it needs nothing
-    more of it, and, in the role ``prefill``, the schedulers which runs may go on elsewhere."""
+    more of it, and, in the role ``prefill``, the schedulers which runs may go on elsewhere.
+
+    ``on_pulled`` is called when a run has what it came for, or has had it brought ahead of it."""
 
     def __init__(
         self, context: FleetContext, worker_id: str, role: WorkerRole, *, moves_blocks: bool
@@ -30,6 +33,7 @@ class SimulatedMoves:
         self._worker_id = worker_id
         self._moves_blocks = moves_blocks
         self._kept_until_s: dict[str, float] = {}  # the earliest first
+        self.on_pulled: Callable[[], None] = lambda: None
 
     @property
     def endpoint(self) -> TransferEndpoint | None:
@@ -42,6 +46,11 @@ class SimulatedMoves:
     def pull_tokens_per_s(self) -> float:
         """As ``WorkerStatus`` has it."""
         return self._context.network.tokens_per_s(self._worker_id)
+
+    @property
+    def outstanding_pull_tokens(self) -> int:
+        """As ``WorkerStatus`` has it."""
+        return self._context.network.coming_tokens(self._worker_id)
 
     def begin(self, blocks: SimulatedBlocks) -> None:
         """The worker is there, and has such a cache."""
@@ -89,6 +98,18 @@ class SimulatedMoves:
             return False
         return self._context.network.pull(self._worker_id, source, run.sequence, on_done)
 
+    async def warm(self, warm: Warm, *, apart: bool) -> WorkerReply:
+        """Pull what a run has where it is now; returns when that is over. ``apart``: tenants do not
+        share what is cached of their prompts."""
+        if not self._moves_blocks:
+            return WorkerReply(ok=False, reason="bad_request", message="nothing is pulled here")
+        over = asyncio.Event()
+        sequence = prefix_of(warm.job, warm.token_ids, apart=apart)
+        if self._context.network.pull(self._worker_id, warm.kv_source, sequence, over.set):
+            await over.wait()
+        self.on_pulled()
+        return WorkerReply(ok=True)
+
     def advanced(self, started: Sequence[Run], made_first: Sequence[Run]) -> None:
         """The batch has begun with some runs, and made the first token of some that go on."""
         pulled: defaultdict[str, list[str]] = defaultdict(list)
@@ -96,6 +117,8 @@ class SimulatedMoves:
             if run.dispatch.kv_source is not None:
                 pulled[run.dispatch.kv_source.worker_id].append(run.request_id)
         prefilled = made_first if self.role is WorkerRole.PREFILL else ()
+        if pulled:
+            self.on_pulled()
         if pulled or prefilled:
             self._context.spawn(self._publish(pulled, [run.request_id for run in prefilled]))
 

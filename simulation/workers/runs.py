@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import TimerHandle
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from millrace.bus.jobs.ends import record_of
 from millrace.schemas.control import Dispatch, Served
 from millrace.schemas.frames import Cancelled, Done, Expired, FinishReason, Frame, Started, Usage
-from millrace.schemas.jobs import Tier
+from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.records import RequestRecord, Status
 from millrace.simulation.outcomes import RequestOutcome
 from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
@@ -132,3 +133,14 @@ class Run:
 
 def _since_ms(from_ns: int, to_ns: int) -> float:
     return max(0, to_ns - from_ns) / _NS_PER_MS if to_ns else 0.0
+
+
+def prefix_of(job: Job, token_ids: Sequence[int], *, apart: bool) -> SimulatedSequence:
+    """What a job has so far, of which nothing is to be made."""
+    return SimulatedSequence(
+        job.request_id,
+        (*(job.prompt_token_ids or ()), *token_ids),
+        limits=GenerationLimits(num_to_make=1),
+        seed=0,
+        salt=job.tenant if apart else "",
+    )

@@ -15,6 +15,7 @@ from millrace.schemas.control import (
     Ended,
     Replay,
     Served,
+    Warm,
     WorkerCommand,
     WorkerReply,
 )
@@ -63,6 +64,7 @@ class SimulatedWorker:
         self._config = context.config
         self._heartbeats = heartbeats
         self._moves = moves
+        moves.on_pulled = heartbeats.announce_soon
         self._outcomes = context.outcomes
         self._spawn = context.spawn
         self._on_idle = on_idle
@@ -149,6 +151,9 @@ class SimulatedWorker:
                 return WorkerReply(ok=True)
             case Replay():
                 return WorkerReply(ok=False, reason="unknown_request", message="nothing is kept")
+            case Warm():
+                apart = self._config.prefix_scope == "tenant"
+                return await self._moves.warm(command, apart=apart)
 
     def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:
         known = self.runs.get(dispatch.job.request_id)

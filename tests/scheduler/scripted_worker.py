@@ -19,6 +19,7 @@ from millrace.schemas.control import (
     Prefilled,
     Replay,
     Served,
+    Warm,
     WorkerCommand,
     WorkerReply,
     WorkerStatus,
@@ -76,6 +77,10 @@ class ScriptedWorker:
         self.answer = AnswerTimes(status=Status.DONE)
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
+        self.warmed: list[Warm] = []
+        self.warms_when: asyncio.Event | None = None
+        self.refuses_to_warm = False
+        self.outstanding_pull_tokens = 0
         self.cancels: list[Cancel] = []
         self.alive = False
         self._started_ns = clock.now_ns()
@@ -133,6 +138,7 @@ class ScriptedWorker:
             weights=self.weights,
             transfer=self.transfer,
             pull_tokens_per_s=self.pull_tokens_per_s,
+            outstanding_pull_tokens=self.outstanding_pull_tokens,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             draining=self.draining,
             engine_down=self.engine_down,
@@ -211,6 +217,13 @@ class ScriptedWorker:
                 return await self._on_dispatch(command)
             case Cancel():
                 self._on_cancel(command)
+                return WorkerReply(ok=True)
+            case Warm():
+                if self.refuses_to_warm:
+                    return WorkerReply(ok=False, reason="bad_request")
+                self.warmed.append(command)
+                if self.warms_when is not None:
+                    await self.warms_when.wait()
                 return WorkerReply(ok=True)
             case Replay() | Drain():
                 return WorkerReply(ok=False, reason="bad_request")

@@ -275,6 +275,9 @@ class Engine:
             return
         self._num_arrived += request.sampling.n
         is_fetched = self._tiers.arrivals.fetch(group[0])
+        if request.warms and not is_fetched:
+            self._outputs.append(finished_output(request, FinishReason.STOP))
+            return
         if request.sampling.is_guided and not is_fetched:
             self._grammars.submit(group)
         self._live.add(group)
@@ -339,7 +342,11 @@ class Engine:
         """End sequences whose adapter or grammar failed, or was complete from the start; have those
         go on whose blocks have been read."""
         for sequence in self._tiers.settle():
-            if sequence.request.sampling.is_guided:
+            if sequence.request.warms:
+                self._tiers.arrivals.keep_for_another(sequence)
+                outputs.append(finished_output(sequence.request, FinishReason.STOP))
+                self._live.finish(sequence, outputs)
+            elif sequence.request.sampling.is_guided:
                 self._grammars.submit([sequence, *sequence.forks])
         for sequence, failure in self._adapters.settle():
             if not isinstance(failure, MillraceError):

@@ -26,7 +26,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     loaded, while others go on; ``cache_salt`` says which one, too. ``prediction_token_ids`` are
     what its completions may be, for the most part: they change no token, and may save time.
     ``kv_source`` has the leading blocks of its tokens: those that are not here are pulled from
-    there before it is admitted, if that is predicted to be faster than to compute them.
+    there before it is admitted, if that is predicted to be faster than to compute them. One that
+    ``warms`` ends then, without a token: another will go on from there.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter: AdapterRef | None = None
     prediction_token_ids: tuple[int, ...] = ()
     kv_source: KvSource | None = None
+    warms: bool = False
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

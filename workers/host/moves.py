@@ -7,10 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 
-from millrace.schemas.control import Prefilled, Pulled
+from millrace.schemas.control import Prefilled, Pulled, Warm, WorkerReply
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
+from millrace.workers.host.capacity import OK, rejected
 from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.generations.engine_requests import cache_salt_of, warming_request
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.state import Phase
 
@@ -28,7 +30,8 @@ class StreamMoves:
     tells the schedulers which of its streams may go on elsewhere. Each notice goes out once, and
     may be lost.
 
-    ``on_pulled`` is called when a stream has what it came for: there is time for the next one."""
+    ``on_pulled`` is called when a stream has what it came for, or has had it brought ahead of it:
+    there is time for the next one."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -36,6 +39,7 @@ class StreamMoves:
         self._kept_until_s: dict[str, float] = {}  # the earliest first
         self._pulled: defaultdict[str, list[str]] = defaultdict(list)
         self._prefilled: list[str] = []
+        self._warming: dict[str, asyncio.Future[bool]] = {}
         self._has_pending = asyncio.Event()
         self._recent_tokens = self._recent_s = 0.0
 
@@ -97,6 +101,37 @@ class StreamMoves:
             waited_s = (timing.started_ns - timing.accepted_ns) / 1e9
             self._recent_tokens = _KEPT_SHARE * self._recent_tokens + generation.num_pulled_tokens
             self._recent_s = _KEPT_SHARE * self._recent_s + max(waited_s, 0.0)
+
+    # --- what is brought before it comes ---
+
+    async def warm(self, warm: Warm) -> WorkerReply:
+        """Have the engine pull what a stream has where it runs now; returns when that is over."""
+        engine = self._context.engine
+        if engine.transfer_endpoint is None or engine.is_down:
+            return rejected("bad_request", "nothing can be pulled here now")
+        engine_id = f"{warm.job.request_id}/warm"
+        if engine_id in self._warming:
+            return rejected("bad_request", "that is being pulled already")
+        done = self._warming[engine_id] = asyncio.get_running_loop().create_future()
+        salt = cache_salt_of(warm.job, self._context.config.prefix_scope)
+        engine.add(warming_request(engine_id, warm, salt))
+        if not await done:
+            return rejected("bad_request", "the engine is gone")
+        self.on_pulled()
+        return OK
+
+    def note_warmed(self, engine_id: str, *, is_lost: bool = False) -> bool:
+        """The engine has ended something, or is lost; whether that was pulled for a stream that
+        may come."""
+        done = self._warming.pop(engine_id, None)
+        if done is not None and not done.done():
+            done.set_result(not is_lost)
+        return done is not None
+
+    def on_engine_lost(self) -> None:
+        """What was pulled is gone with the engine."""
+        for engine_id in list(self._warming):
+            self.note_warmed(engine_id, is_lost=True)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""

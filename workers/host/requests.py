@@ -11,7 +11,6 @@ from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Frame
 from millrace.schemas.jobs import Tier
-from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
@@ -20,7 +19,7 @@ from millrace.workers.host.endings.device_times import DeviceTimes
 from millrace.workers.host.endings.finalizer import Finalizer
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.beam_answers import BeamAnswers
-from millrace.workers.host.generations.engine_requests import engine_request
+from millrace.workers.host.generations.engine_requests import cache_salt_of, engine_request
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
@@ -232,7 +231,7 @@ class Requests:
         for output in outputs:
             generation = self._by_engine_id.get(output.request_id)
             if generation is None:
-                if output.finished:
+                if output.finished and not self.moves.note_warmed(output.request_id):
                     self._device_times.note_late(output)
                 continue
             try:
@@ -280,6 +279,7 @@ class Requests:
 
     def on_engine_lost(self) -> None:
         """All running requests go on in the next engine, except one that is to blame."""
+        self.moves.on_engine_lost()
         self._device_times.note_engine_lost(self._running.values())
         blamed = self._requeue.engine_lost(self._running.values())
         if blamed is not None:
@@ -295,9 +295,7 @@ class Requests:
         is_sampled = SamplingParams.of(generation.job.sampling).temperature > 0
         if generation.token_ids and is_sampled and not self._promises.continues_sampling:
             generation.resampled = True
-        job = generation.job
-        tenant = job.tenant if self._context.config.prefix_scope == "tenant" else ""
-        salt = salt_of(tenant, job.cache_salt, job.adapter_version)
+        salt = cache_salt_of(generation.job, self._context.config.prefix_scope)
         self._engine.add(engine_request(generation, self._model.eos_token_ids, salt))
 
     # --- ends ---

@@ -18,7 +18,15 @@ from millrace.runtime.clock import Clock, until_beat_s
 from millrace.runtime.tasks import first_error
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig
-from millrace.schemas.control import Cancel, Dispatch, Drain, Replay, WorkerCommand, WorkerReply
+from millrace.schemas.control import (
+    Cancel,
+    Dispatch,
+    Drain,
+    Replay,
+    Warm,
+    WorkerCommand,
+    WorkerReply,
+)
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError
 from millrace.workers.host.context import WorkerContext
@@ -170,6 +178,8 @@ class Worker:
                 logger.info("draining", extra={"reason": command.reason})
                 self._start_draining()
                 return WorkerReply(ok=True)
+            case Warm():
+                return await self.requests.moves.warm(command)
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from millrace.bus.memory import MemoryBus
 from millrace.schemas.control import MoveStreams, PrefixReport, ResumePoint
 from millrace.schemas.engines import WorkerRole
@@ -108,23 +110,106 @@ async def test_a_refused_move_is_sent_again_with_its_source(world: World) -> Non
     assert source.worker_id == first.worker_id
 
 
-async def test_streams_leave_one_after_the_other_as_they_are_pulled(world: World) -> None:
-    """Each would take a second to compute; who pulls says when it is done."""
+LONG = tuple(range(1, 401))
+
+
+async def _run_long(world: World, worker: ScriptedWorker, number: int) -> None:
+    for index in range(number):
+        await world.client.jobs.publish(job(f"r{index}", prompt_token_ids=LONG))
+    await world.until(lambda: len(worker.running) == number)
+
+
+async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> None:
+    point = ResumePoint(token_ids=(9, 8, 7))
+    await world.client.control.serve_resume_points("client", lambda _: point)
+    first = await _serving(world, "a")
+    await _run_long(world, first, 1)
+    second = await _serving(world, "b")
+    second.warms_when = asyncio.Event()
+    await _drain(first)
+    await world.pass_real(lambda: len(second.warmed) == 1)
+    (warm,) = second.warmed
+    assert (warm.job.request_id, warm.token_ids) == ("r0", (9, 8, 7))
+    assert warm.kv_source.worker_id == first.worker_id
+    await world.pass_s(1.0)
+    assert set(first.running) == {"r0"}, "it goes on there meanwhile"
+    second.warms_when.set()
+    await world.pass_real(lambda: "r0" in second.running)
+    assert second.running["r0"].kv_source is not None, "for what it has made since"
+    assert len(second.warmed) == 1
+
+
+async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
+    """Each takes a fifth of a second to pull, by what the worker says."""
     first = await _serving(world, "a", num_slots=16)
-    names = [f"r{number}" for number in range(4)]
-    for name in names:
-        long = job(name, prompt_token_ids=tuple(range(1, 401)))
-        await world.client.jobs.publish(long)
-    await world.until(lambda: len(first.running) == 4)
+    await _run_long(world, first, 4)
     second = await _serving(world, "b", num_slots=16)
-    second.prefill_tokens_per_s, second.pull_tokens_per_s = 400.0, 400_000.0
+    second.prefill_tokens_per_s, second.pull_tokens_per_s = 400.0, 2_000.0
+    second.warms_when = asyncio.Event()
     await second.announce()
     await _drain(first)
-    for number in range(4):
-        await world.pass_real(lambda number=number: len(second.running) == number + 1)  # type: ignore[misc]
-        await world.pass_s(0.3)
-        assert len(second.running) == number + 1
-        await second.announce()
+    await world.pass_real(lambda: len(second.warmed) == 1)
+    second.outstanding_pull_tokens = 400
+    await second.announce()
+    await world.pass_s(1.0)
+    assert len(second.warmed) == 1
+    second.outstanding_pull_tokens = 0
+    second.warms_when.set()
+    await second.announce()
+    await world.pass_real(lambda: len(second.running) == 4)
+
+
+async def test_short_ones_leave_at_once(world: World) -> None:
+    first = await _serving(world, "a")
+    await world.client.jobs.publish(job("r0", prompt_token_ids=PROMPT[:32]))
+    await world.until(lambda: "r0" in first.running)
+    second = await _serving(world, "b")
+    await _drain(first)
+    await world.pass_real(lambda: "r0" in second.running)
+    assert not second.warmed
+
+
+async def test_a_stream_leaves_also_where_nothing_could_be_pulled_ahead(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run_long(world, first, 1)
+    second = await _serving(world, "b")
+    second.refuses_to_warm = True
+    await _drain(first)
+    await world.pass_real(lambda: "r0" in second.running)
+    assert second.running["r0"].kv_source is not None
+
+
+async def test_a_stream_goes_elsewhere_when_the_worker_that_pulls_for_it_is_gone(
+    world: World,
+) -> None:
+    first = await _serving(world, "a")
+    await _run_long(world, first, 1)
+    second = await _serving(world, "b")
+    second.warms_when = asyncio.Event()
+    await _drain(first)
+    await world.pass_real(lambda: len(second.warmed) == 1)
+    third = await _serving(world, "c")
+    await second.kill()
+    await world.pass_real(lambda: "r0" in third.running)
+    assert [one.job.request_id for one in third.warmed] == ["r0"]
+
+
+async def test_a_stream_that_ends_while_it_is_pulled_leaves_nothing_behind(world: World) -> None:
+    first = await _serving(world, "a")
+    await _run_long(world, first, 2)
+    second = await _serving(world, "b")
+    second.warms_when = asyncio.Event()
+    await _drain(first)
+    await world.pass_real(lambda: bool(second.warmed))
+    ended = second.warmed[0].job.request_id
+    await first.finish(ended)
+    second.warms_when.set()
+    await second.announce()
+    await world.pass_real(lambda: len(second.running) == 1)
+    await world.pass_s(1.0)
+    assert ended not in second.running
+    warming = world.schedulers[0].dispatchers["m"]._migration._warming
+    assert set(warming._pulls) <= {ended}, "it is forgotten with the next one"
 
 
 async def test_an_operator_moves_what_runs_now_and_the_worker_goes_on(world: World) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from millrace.registry.served import ServedModel
-from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled
+from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled, Warm
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
@@ -89,6 +91,40 @@ async def test_the_attempt_after_it_hears_what_was_pulled(demo: ServedModel) -> 
         await eventually(lambda: bool(ended))
         ((served,),) = [one.served for one in ended]
         assert (served.pulled_tokens, served.kv_source) == (2, "w-other")
+
+
+async def test_what_a_stream_has_is_pulled_before_it_comes(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        warm = Warm(job=b.job(prompt_token_ids=(5, 6)), kv_source=SOURCE, token_ids=(7,))
+        refused = await b.peer.control.command(b.worker.worker_id, warm, 1.0)
+        assert refused is not None
+        assert (refused.ok, refused.reason) == (False, "bad_request")
+        b.engine.transfer_endpoint = ENDPOINT
+        asking = asyncio.create_task(b.peer.control.command(b.worker.worker_id, warm, 5.0))
+        await eventually(lambda: "r1/warm" in b.engine.added)
+        asked = b.engine.added["r1/warm"]
+        assert (asked.prompt_token_ids, asked.kv_source, asked.warms) == ((5, 6, 7), SOURCE, True)
+        again = await b.peer.control.command(b.worker.worker_id, warm, 1.0)
+        assert again is not None
+        assert not again.ok, "that is under way"
+        assert not asking.done()
+        b.engine.emit("r1/warm", (), FinishReason.STOP)
+        reply = await asking
+        assert reply is not None
+        assert reply.ok
+        assert not b.worker.requests.holds("r1")
+
+
+async def test_an_engine_that_is_lost_has_pulled_nothing_ahead(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        b.engine.transfer_endpoint = ENDPOINT
+        warm = Warm(job=b.job(prompt_token_ids=(5, 6)), kv_source=SOURCE)
+        asking = asyncio.create_task(b.peer.control.command(b.worker.worker_id, warm, 5.0))
+        await eventually(lambda: "r1/warm" in b.engine.added)
+        b.worker.requests.on_engine_lost()
+        reply = await asking
+        assert reply is not None
+        assert not reply.ok
 
 
 async def test_a_heartbeat_says_where_blocks_are_pulled_from(demo: ServedModel) -> None:

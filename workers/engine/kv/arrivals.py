@@ -106,6 +106,7 @@ class Arrivals:
         self._parts: set[Part] = set()
         self._done: deque[Part] = deque()
         self._waiting: list[_Arrival] = []
+        self._ahead: set[bytes] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -143,6 +144,7 @@ class Arrivals:
                 if tier is None:
                     break
                 wanted.setdefault(tier, []).append(key)
+        self._take_over(sequence, held)
         timeout_s = self._timeout_s(sequence, wanted, coming)
         if timeout_s is None:
             return False
@@ -158,6 +160,16 @@ class Arrivals:
             part.tier.begin(part, self._note_done)
         return True
 
+    def keep_for_another(self, sequence: Sequence) -> None:
+        """What a sequence has pulled is another's that comes later: that one has pulled it then."""
+        self._ahead = {key for key in self._ahead if key in self._host} | sequence.pulled_keys
+
+    def _take_over(self, sequence: Sequence, held: list[bytes]) -> None:
+        if self._ahead and not sequence.request.warms:
+            mine = self._ahead.intersection(held)
+            self._ahead -= mine
+            sequence.pulled_keys |= mine
+
     def _timeout_s(
         self, sequence: Sequence, wanted: dict[Tier, list[bytes]], coming: list[Part]
     ) -> float | None:
@@ -166,6 +178,8 @@ class Arrivals:
         num_blocks = len(coming) + sum(map(len, wanted.values()))
         if not num_blocks:
             return None
+        if sequence.request.warms:
+            return _TIMEOUT_S  # nobody stands still for it
         computed_s = self._compute_s(num_blocks * self._tables.pool.block_size_tokens)
         now_s = self._monotonic()
         brought_s = [tier.brings_s(sequence, len(keys)) for tier, keys in wanted.items()]

@@ -4,9 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.schemas.control import Warm
+from millrace.schemas.jobs import Job
+from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.types import EngineRequest
 from millrace.workers.host.generations.generation import Generation
+
+
+def cache_salt_of(job: Job, prefix_scope: str) -> str:
+    """What keeps the prefix of a job from others' where workers share them in such a scope."""
+    tenant = job.tenant if prefix_scope == "tenant" else ""
+    return salt_of(tenant, job.cache_salt, job.adapter_version)
+
+
+def warming_request(engine_id: str, warm: Warm, cache_salt: str) -> EngineRequest:
+    """To pull what a job has so far, and no more."""
+    return EngineRequest(
+        request_id=engine_id,
+        prompt_token_ids=(*(warm.job.prompt_token_ids or ()), *warm.token_ids),
+        sampling=SamplingParams(max_tokens=1, seed=0),
+        cache_salt=cache_salt,
+        kv_source=warm.kv_source,
+        warms=True,
+    )
 
 
 def engine_request(

@@ -114,6 +114,39 @@ def _goes_on_elsewhere(world: World, config: dict[str, Any]) -> None:
     assert started.num_pulled_tokens >= 112, "of the tokens that were made there, too"
 
 
+def test_what_a_stream_has_can_be_pulled_before_it_comes(world: World) -> None:
+    peer, engine = world.start(), world.start()
+    expected = ask(peer)
+    source = world.source(peer)
+    asked = request("r", HISTORY)
+    engine.add(msgspec.structs.replace(asked, request_id="ahead", kv_source=source, warms=True))
+    with resting(peer):
+        outputs = drain(engine)
+    assert [(o.request_id, o.finished, o.token_ids) for o in outputs] == [("ahead", True, ())]
+    assert engine.stats().num_pulled_blocks == 5
+    peer.rest()
+    tokens, started = world.pull(engine, source, peer, asked)
+    assert (tokens, started.num_pulled_tokens) == (expected, 80), "for this one"
+    assert engine.stats().num_pulled_blocks == 5, "they were there"
+    tokens, started = world.pull(engine, source, peer, request("r", HISTORY))
+    assert (tokens, started.num_pulled_tokens) == (expected, 0), "it had been used"
+    engine.check_integrity()
+
+
+def test_nothing_to_pull_ahead_is_over_at_once_and_a_peer_that_is_gone_soon(world: World) -> None:
+    peer, engine = world.start(), world.start()
+    expected = ask(peer)
+    asked = request("r", HISTORY)
+    engine.add(msgspec.structs.replace(asked, request_id="ahead", warms=True))
+    assert [o.finished for o in engine.step()] == [True]
+    source = world.source(peer, token="other")
+    engine.add(msgspec.structs.replace(asked, request_id="ahead", kv_source=source, warms=True))
+    assert [o.finished for o in drain(engine)] == [True]
+    assert engine.stats().num_failed_pulls == 1
+    assert ask(engine, asked) == expected
+    engine.check_integrity()
+
+
 def test_a_cache_that_nobody_may_map_is_read_by_way_of_host_memory(world: World) -> None:
     """As that of a GPU."""
     peer, engine = world.start(lends_cache=False), world.start()
