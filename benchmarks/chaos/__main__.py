@@ -7,8 +7,10 @@ engine, of both workers, of the scheduler, alone or with a worker, of a gateway 
 at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
 for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
 kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
-choices, log-probabilities, penalties. In the last one the disk is full for a while, which takes
-root: new requests have to be refused by name, and accepted within 10 s of room.
+choices, log-probabilities, penalties; or either worker under long prompts, or one that drains while
+its streams' blocks are on their way. With ``--workers prefill:1,decode:1`` the first computes long
+prompts, and the second goes on with them. In the last round the disk is full for a while, which
+takes root: new requests have to be refused by name, and accepted within 10 s of room.
 
 Of each round it checks that no answer is lost, that no token index is missing or repeated, that
 each request has one record in ClickHouse, and that each answer is that of the undisturbed run,
@@ -37,7 +39,9 @@ from tests.support.small_disk import NoDiskError, mounted_disk
 from tests.support.system import System
 
 RESULTS = Path("benchmarks/results/scheduler/chaos.json")
+ROLE_RESULTS = RESULTS.with_name("chaos_roles.json")
 _PORT = 18_400
+_WORKERS = "2"
 _SLOTS = 256
 # In memory, all of which is taken when it is filled.
 _DISK_MIB = 1_024
@@ -50,9 +54,11 @@ _GOALS_S = {
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of it, ``events`` by name. ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
+    """How much of it, ``events`` by name, with ``workers`` as ``millrace up`` has them, two in all.
+    ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
 
     events: tuple[str, ...]
+    workers: str
     rounds: int
     streams: int
     tokens: int
@@ -65,6 +71,7 @@ def main() -> int:
     parser = command_parser("chaos", __doc__)
     names = tuple(event.name for event in EVENTS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="EVENT")
+    parser.add_argument("--workers", default=_WORKERS, help="two, as of millrace up")
     parser.add_argument("--rounds", type=int, default=10, help="of each event")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
@@ -75,6 +82,7 @@ def main() -> int:
     given = parser.parse_args()
     plan = Plan(
         events=tuple(given.only),
+        workers=given.workers,
         rounds=1 if given.smoke else given.rounds,
         streams=10 if given.smoke else given.streams,
         tokens=150 if given.smoke else given.tokens,
@@ -87,7 +95,8 @@ def main() -> int:
         except NoDiskError as error:
             parser.error(f"{DISK_FULL} takes root ({error}); leave it out with --only")
     report = _report(plan, streams, rounds)
-    write_json(RESULTS if given.save else None, report)
+    results = RESULTS if plan.workers == _WORKERS else ROLE_RESULTS
+    write_json(results if given.save else None, report)
     return 1 if report["num_wrong"] else 0
 
 
@@ -96,13 +105,13 @@ def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
     with contextlib.ExitStack() as stack:
         if DISK_FULL in plan.events:
             stack.enter_context(mounted_disk(folder / "data", _DISK_MIB))
-        system = _start(folder)
+        system = _start(folder, plan.workers)
         stack.callback(system.stop)
         streams = Streams(system, plan.streams, plan.tokens, plan.round_limit_s)
         return streams, asyncio.run(_run(plan, streams))
 
 
-def _start(folder: Path) -> System:
+def _start(folder: Path, workers: str) -> System:
     settings = folder / "settings.yaml"
     # Either worker has room for all streams. The questions are alike: for the sake of the cache one
     # worker would get most of them.
@@ -111,7 +120,7 @@ def _start(folder: Path) -> System:
         "scheduler": {"placement": "least_loaded"},
     }
     settings.write_text(json.dumps(tree))
-    arguments = ("--port", str(_PORT), "--workers", "2", "--gateways", "2")
+    arguments = ("--port", str(_PORT), "--workers", workers, "--gateways", "2")
     return System(folder / "data", arguments=(*arguments, "--config", str(settings))).start()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -56,6 +57,23 @@ class Signalled(msgspec.Struct, frozen=True):
         for pid in pids.values():
             os.kill(pid, self.number)
         return Struck(pids=pids)
+
+
+class KilledInTransfer(msgspec.Struct, frozen=True):
+    """A worker drains, and is killed (``kill -9``) while others have its streams' blocks pulled."""
+
+    worker: str
+    after_s: float
+
+    async def strike(self, system: System) -> Struck:
+        name = await _resolve(self.worker, system)
+        pid = system.pid(name)
+        os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(self.after_s)
+        # It may have been through by then.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return Struck(pids={name: pid})
 
 
 class EngineKilled(msgspec.Struct, frozen=True):
@@ -185,5 +203,8 @@ EVENTS = (
     Event("killed under n = 3", _WORKER_KILLED, is_partial=True, load="n = 3"),
     Event("killed under logprobs", _WORKER_KILLED, is_partial=True, load="logprobs"),
     Event("killed under penalties", _WORKER_KILLED, is_partial=True, load="penalties"),
+    Event("prefill side killed", Signalled(("worker-1",)), load="long prompts"),
+    Event("decode side killed", Signalled(("worker-2",)), load="long prompts"),
+    Event("killed in mid-transfer", KilledInTransfer(BUSIEST, 0.3), load="long prompts"),
     Event(DISK_FULL, DiskFilled(3.0)),
 )

@@ -22,6 +22,8 @@ _OBJECT = {
     "required": ["answer", "sure"],
     "additionalProperties": False,
 }
+# Long enough that a worker for prompts computes it; none begins as another.
+_LONG = "{} " + "What is a KV cache? " * 100
 _TOOL = {"type": "function", "function": {"name": "note", "parameters": _OBJECT}}
 # A whole object ends by itself, well within.
 _ENOUGH_TOKENS = 600
@@ -29,18 +31,20 @@ _ENOUGH_TOKENS = 600
 
 class Load(msgspec.Struct, frozen=True):
     """``options`` gives those of a request of so many tokens by the number of its client, ``kinds``
-    are its clients in turn; a request has ``num_choices`` jobs, with a record each."""
+    are its clients in turn; a request has ``num_choices`` jobs, with a record each. ``question``
+    has a place for the client's number."""
 
     name: str
     options: Callable[[int, int], dict[str, Any]]
     kinds: tuple[type[TimedClient], ...] = (TimedParts,)
     num_choices: int = 1
+    question: str = "What is TTFT? {}"
 
     def clients(self, system: System, num_streams: int, num_tokens: int) -> list[TimedClient]:
         """The same questions each time, so that the answers have to be the same, too."""
         return [
             self.kinds[number % len(self.kinds)](
-                system, f"What is TTFT? {number}", **self.options(num_tokens, number)
+                system, self.question.format(number), **self.options(num_tokens, number)
             )
             for number in range(num_streams)
         ]
@@ -93,5 +97,6 @@ LOADS = {
         Load("n = 3", _choices, num_choices=3),
         Load("logprobs", _logprobs),
         Load("penalties", _penalties),
+        Load("long prompts", _plain, KINDS, question=_LONG),
     )
 }

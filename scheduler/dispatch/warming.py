@@ -99,10 +99,12 @@ class Warming:
         """Whatever goes wrong, the stream leaves then, and pulls or computes what it needs."""
         control, job = self._context.bus.control, pull.scheduled.job
         try:
-            point = await control.resume_point(
-                job.reply, job.request_id, self._context.config.resume_timeout_s
-            )
-            token_ids = () if point is None else point.token_ids
+            token_ids: tuple[int, ...] = ()
+            if job.reply:  # else it begins again behind its prompt
+                point = await control.resume_point(
+                    job.reply, job.request_id, self._context.config.resume_timeout_s
+                )
+                token_ids = () if point is None else point.token_ids
             warm = Warm(job=job, kv_source=source, token_ids=token_ids)
             reply = await control.command(pull.worker_id, warm, _TIMEOUT_S)
             pull.has_come = reply is not None and reply.ok

@@ -169,6 +169,16 @@ async def test_short_ones_leave_at_once(world: World) -> None:
     assert not second.warmed
 
 
+async def test_of_what_nobody_listens_to_the_prompt_is_pulled(world: World) -> None:
+    first = await _serving(world, "a")
+    await world.client.jobs.publish(job("r0", prompt_token_ids=LONG, reply=""))
+    await world.until(lambda: "r0" in first.running)
+    second = await _serving(world, "b")
+    await _drain(first)
+    await world.pass_real(lambda: "r0" in second.running)
+    assert [warm.token_ids for warm in second.warmed] == [()]
+
+
 async def test_a_stream_leaves_also_where_nothing_could_be_pulled_ahead(world: World) -> None:
     first = await _serving(world, "a")
     await _run_long(world, first, 1)

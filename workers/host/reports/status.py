@@ -14,7 +14,6 @@ from millrace.schemas.records import WorkerSample
 from millrace.workers.engine.types import EngineStats
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.meter import EnergyTotals
-from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05
@@ -31,6 +30,13 @@ _REST_BEATS = 2
 logger = logging.getLogger(__name__)
 
 
+class Pulls(Protocol):
+    """What the reporter asks of what comes from other workers; ``moves.StreamMoves`` is it."""
+
+    @property
+    def pull_tokens_per_s(self) -> float: ...
+
+
 class WorkerLoad(Protocol):
     """How many requests the worker has; ``workers.host.requests.Requests`` is the one."""
 
@@ -43,7 +49,7 @@ class WorkerLoad(Protocol):
     def num_held_by_tier(self) -> dict[Tier, int]: ...
 
     @property
-    def moves(self) -> StreamMoves: ...
+    def moves(self) -> Pulls: ...
 
 
 class StatusReporter:
