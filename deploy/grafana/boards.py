@@ -136,7 +136,7 @@ def capacity() -> Sequence[Panel]:
         live(
             "Prefix cache hits by tier",
             {
-                "{{tier}}": "sum by (tier) (rate(millrace_prefix_cache_tier_hits_total[5m]))",
+                "{{source}}": "sum by (source) (rate(millrace_prefix_cache_tier_hits_total[5m]))",
                 "computed": (
                     "sum(rate(millrace_prefix_cache_queries_total[5m])) "
                     "- sum(rate(millrace_prefix_cache_hits_total[5m]))"

@@ -252,11 +252,11 @@ class WorkerMetrics(Collector):
         hits = CounterMetricFamily(
             "millrace_prefix_cache_tier_hits",
             "Tokens that were found in the prefix cache, by where they came from",
-            labels=[*_LABELS, "tier"],
+            labels=[*_LABELS, "source"],
         )
         for one in self._workers:
-            for tier, num_tokens in _hits_by_tier(one.engine.stats).items():
-                hits.add_metric([*one.labels, tier], num_tokens)
+            for source, num_tokens in _hits_by_tier(one.engine.stats).items():
+                hits.add_metric([*one.labels, source], num_tokens)
         return hits
 
     def _requests(self) -> Iterator[Metric]:

@@ -60,7 +60,7 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
         assert {name: scraped.value(name, **_AT) for name in told} == told
         tiers = {"device": 4, "host": 16, "disk": 32, "peer": 48}
         hits = "millrace_prefix_cache_tier_hits_total"
-        assert {tier: scraped.value(hits, tier=tier, **_AT) for tier in tiers} == tiers
+        assert {tier: scraped.value(hits, source=tier, **_AT) for tier in tiers} == tiers
         bucket = "millrace_engine_step_duration_seconds_bucket"
         assert scraped.value(bucket, le="0.002", **_AT) == 0
         assert scraped.value(bucket, le="0.004", **_AT) == 1
