@@ -11,10 +11,9 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.simulation.workers.context import FleetContext
 from millrace.simulation.workers.runs import Run, prefix_of
+from millrace.workers.host.departures import Departures
 from millrace.workers.simulated.blocks import SimulatedBlocks
 
-# How long a worker that ends stays for a stream that has left, at most.
-_KEPT_S = 2.0
 _LAYOUT = "simulated"
 
 
@@ -32,7 +31,7 @@ class SimulatedMoves:
         self._context = context
         self._worker_id = worker_id
         self._moves_blocks = moves_blocks
-        self._kept_until_s: dict[str, float] = {}  # the earliest first
+        self._departures = Departures(context.clock)
         self.on_pulled: Callable[[], None] = lambda: None
 
     @property
@@ -66,28 +65,16 @@ class SimulatedMoves:
     def left(self, run: Run) -> None:
         """Another worker goes on with what ran here."""
         if self._moves_blocks and run.started_ns:
-            self._forget_late()
-            self._kept_until_s.pop(run.request_id, None)
-            self._kept_until_s[run.request_id] = self._context.clock.monotonic() + _KEPT_S
+            self._departures.add(run.request_id)
 
     def note_pulled(self, pulled: Pulled) -> None:
         """Whoever runs these has what it needs."""
-        for request_id in pulled.request_ids:
-            self._kept_until_s.pop(request_id, None)
+        self._departures.discard(pulled.request_ids)
 
     @property
     def num_kept(self) -> int:
         """Runs that have left lately and may still pull."""
-        self._forget_late()
-        return len(self._kept_until_s)
-
-    def _forget_late(self) -> None:
-        now_s = self._context.clock.monotonic()
-        while self._kept_until_s:
-            first = next(iter(self._kept_until_s))
-            if self._kept_until_s[first] > now_s:
-                return
-            del self._kept_until_s[first]
+        return len(self._departures)
 
     # --- what comes, and what may go on ---
 

@@ -12,12 +12,11 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.workers.host.capacity import OK, rejected
 from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.departures import Departures
 from millrace.workers.host.generations.engine_requests import cache_salt_of, warming_request
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.state import Phase
 
-# How long a worker that ends keeps its engine for a stream that has left, at most.
-_KEPT_S = 2.0
 # What a pull still counts when the next one comes.
 _KEPT_SHARE = 0.8
 
@@ -36,7 +35,7 @@ class StreamMoves:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self.on_pulled: Callable[[], None] = lambda: None
-        self._kept_until_s: dict[str, float] = {}  # the earliest first
+        self._departures = Departures(context.clock)
         self._pulled: defaultdict[str, list[str]] = defaultdict(list)
         self._prefilled: list[str] = []
         self._warming: dict[str, asyncio.Future[bool]] = {}
@@ -56,29 +55,16 @@ class StreamMoves:
         has_blocks = generation.phase in (Phase.PREFILLING, Phase.DECODING)
         if not has_blocks or self._context.engine.transfer_endpoint is None:
             return
-        self._forget_late()
-        self._kept_until_s.pop(generation.request_id, None)
-        until_s = self._context.clock.monotonic() + _KEPT_S
-        self._kept_until_s[generation.request_id] = until_s
+        self._departures.add(generation.request_id)
 
     def note_pulled(self, pulled: Pulled) -> None:
         """Whoever runs these has what it needs."""
-        for request_id in pulled.request_ids:
-            self._kept_until_s.pop(request_id, None)
+        self._departures.discard(pulled.request_ids)
 
     @property
     def num_kept(self) -> int:
         """Streams that have left lately and may still pull."""
-        self._forget_late()
-        return len(self._kept_until_s)
-
-    def _forget_late(self) -> None:
-        now_s = self._context.clock.monotonic()
-        while self._kept_until_s:
-            first = next(iter(self._kept_until_s))
-            if self._kept_until_s[first] > now_s:
-                return
-            del self._kept_until_s[first]
+        return len(self._departures)
 
     # --- what comes, and what may go on ---
 
