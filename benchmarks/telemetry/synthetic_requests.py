@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.command import command_parser
-from millrace.registry.pricing import PriceBook
+from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.records import RECORD_VERSION
@@ -152,7 +152,10 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
     failed = status == "failed"
     ids = [f"chatcmpl-{value.hex()}" for value in _tokens(draw, size)]
     costs = [
-        _cost(MODELS[m].prices, p, c, o, d)
+        (
+            cost(MODELS[m].prices, p, c, o).quantize(_STEP),
+            device_cost(MODELS[m].prices, d).quantize(_STEP),
+        )
         for m, p, c, o, d in zip(
             model.tolist(),
             prompt.tolist(),
@@ -342,19 +345,6 @@ async def _fill_prices(store: Store, first_seen_us: int) -> None:
 
 async def _insert(store: Store, table: Table[Any], columns: Columns, token: str) -> None:
     await store.insert(table, [columns[name] for name in table.column_names], token)
-
-
-def _cost(
-    prices: PriceBook, prompt: int, cached: int, completion: int, device_us: int
-) -> tuple[Decimal, Decimal]:
-    paid = (
-        (prompt - cached) * prices.input_per_million
-        + cached * prices.cached_input_per_million
-        + completion * prices.output_per_million
-    ).scaleb(-6)
-    return paid.quantize(_STEP), (prices.device_per_hour * device_us / 3_600_000_000).quantize(
-        _STEP
-    )
 
 
 def _tokens(draw: np.random.Generator, size: int) -> Sequence[bytes]:
