@@ -72,7 +72,6 @@ ALL_HEARTBEATS = "hb.*"
 ALL_PREFIX_REPORTS = "prefix.*"
 TELEMETRY = "ctl.telemetry"
 
-
 _STORED = "stored."
 ALL_STORED_JOBS = f"{_STORED}jobs.>"
 STORED_JOBS = ("jobs.>", ALL_STORED_JOBS)  # what the server repeats, without payload, and where
@@ -94,8 +93,6 @@ RECORD_TOPICS = (
     TRANSCRIPTS_TOPIC,
     REFUSALS_TOPIC,
 )
-
-# --- free strings ----------------------------------------------------------------------------
 
 _CACHED_LINES = 4096
 
