@@ -84,13 +84,8 @@ class Warming:
 
     def _begin(self, scheduled: ScheduledJob, place: Place) -> None:
         worker, request_id = place.worker, scheduled.request_id
-        self._pulls = {
-            one: pull
-            for one, pull in self._pulls.items()
-            if not pull.is_over or pull.scheduled.phase is Phase.RUNNING
-        }
         pull = self._pulls[request_id] = _Pull(scheduled, worker.worker_id)
-        worker.pending_pull_tokens += place.num_pulled_tokens
+        worker.await_pull(place.num_pulled_tokens)
         assert place.kv_source is not None
         name = f"warm {worker.worker_id} for {request_id}"
         self._context.tasks.spawn(self._run(pull, place.kv_source), name)
@@ -112,3 +107,12 @@ class Warming:
             pass
         finally:
             pull.is_over = True
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """What ended while it was pulled, or before it left, comes no more."""
+        self._pulls = {
+            request_id: pull
+            for request_id, pull in self._pulls.items()
+            if not pull.is_over or pull.scheduled.phase is Phase.RUNNING
+        }

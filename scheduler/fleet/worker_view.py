@@ -189,6 +189,10 @@ class WorkerView:
         self._own[run.rank] += 1
         self._recount()
 
+    def await_pull(self, num_tokens: int) -> None:
+        """It was asked to pull so many, of something that does not run there yet."""
+        self.pending_pull_tokens += num_tokens
+
     def confirm(self, request_id: str) -> None:
         run = self.runs.get(request_id)
         if run is not None:
