@@ -1,9 +1,10 @@
-"""How a process of ours is started, and how it ends: one sentence, and an exit code that says whose
-fault it is."""
+"""How a process of ours is started, gives memory back, and ends: with one sentence, and an exit
+code that says whose fault it is."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from millrace.schemas.errors import ConfigError, MillraceError, ModelNotFoundError
+
+_PR_SET_PDEATHSIG = 1
 
 DONE = 0
 FAILED = 1
@@ -42,6 +45,14 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
     return {**environment, "PYTHONPATH": os.pathsep.join(search)}
 
 
+def release_free_memory() -> None:
+    """Return to the system what was freed: the allocator keeps it, in each thread's arena and in
+    pieces between what is in use. Other systems than glibc's have no such call, and need none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def exit_code_of(part: str, run: Callable[[], None]) -> int:
     """Run a part to its end and return its exit code.
 
@@ -67,3 +78,11 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread of its parent that started it ends, however
+    that does."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)

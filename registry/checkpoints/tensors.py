@@ -55,8 +55,17 @@ class TensorIndex(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def load(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = FLOATS) -> torch.Tensor:
-        """The tensor ``name`` on the CPU in its stored dtype.
+    def load(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtypes: Sequence[str] = FLOATS,
+        *,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> torch.Tensor:
+        """The tensor ``name`` of this ``shape`` on the CPU in its stored dtype; or only its
+        ``rows``, of a matrix also its ``columns``, as a view of which no more is read.
 
         Raises CheckpointError naming the tensor if it is missing, has another shape (both are
         named) or a dtype that is none of ``dtypes``.
@@ -74,15 +83,20 @@ class TensorIndex(Mapping[str, TensorInfo]):
                 f"Tensor {name} in {info.file} is stored as {info.dtype}; supported are "
                 f"{', '.join(dtypes)}."
             )
-        return self._read(info.file, name)
+        if rows is None and columns is None:
+            return self._read(info.file, name, None)
+        wanted = (rows, columns)[: len(info.shape)]
+        return self._read(info.file, name, tuple(_as_slice(part) for part in wanted))
 
-    def _read(self, file: Path, name: str) -> torch.Tensor:
+    def _read(self, file: Path, name: str, part: tuple[slice, ...] | None) -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         try:
             if file not in self._open_files:
                 self._open_files[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: torch.Tensor = self._open_files[file].get_tensor(name)
+            opened = self._open_files[file]
+            tensor: torch.Tensor
+            tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}.") from error
         return tensor
@@ -176,6 +190,10 @@ def _tensor_info(file: Path, name: str, entry: dict[str, Any], data_bytes: int) 
             f"{data_bytes} bytes."
         )
     return TensorInfo(file, parsed.shape, parsed.dtype)
+
+
+def _as_slice(part: range | None) -> slice:
+    return slice(None) if part is None else slice(part.start, part.stop)
 
 
 def _listed(names: Sequence[str]) -> str:

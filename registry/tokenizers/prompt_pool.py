@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from millrace.runtime.process import release_free_memory
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job
 
@@ -136,7 +136,7 @@ class PromptPool:
         if self.num_works:
             return  # its end is the next occasion
         self._untrimmed = 0
-        self._executor.submit(_give_memory_back)
+        self._executor.submit(release_free_memory)
 
 
 def num_characters(job: Job) -> int:
@@ -156,11 +156,3 @@ def num_characters_with(chat_template: str | None, num_characters: int) -> int:
     if chat_template is None:
         return num_characters
     return max(num_characters, MAX_INLINE_CHARACTERS + 1)
-
-
-def _give_memory_back() -> None:
-    """The allocator keeps what was freed, in each thread's arena. Other systems than glibc's have
-    no such call, and need none."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -304,6 +304,20 @@ def test_single_file(tmp_path: Path) -> None:
     assert torch.equal(index.load("w", (3, 5)), weights)
 
 
+def test_slices_of_tensors(tmp_path: Path) -> None:
+    weights, bias = torch.randn(6, 5), torch.randn(6)
+    save_file({"w": weights, "b": bias}, tmp_path / "model.safetensors")
+    index = open_tensors(tmp_path)
+    rows, columns = range(2, 5), range(1, 3)
+    assert torch.equal(index.load("w", (6, 5), rows=rows), weights[2:5])
+    assert torch.equal(index.load("w", (6, 5), columns=columns), weights[:, 1:3])
+    assert torch.equal(index.load("w", (6, 5), rows=rows, columns=columns), weights[2:5, 1:3])
+    assert torch.equal(index.load("b", (6,), rows=rows), bias[2:5])
+    # The whole tensor is checked.
+    with pytest.raises(CheckpointError, match=r"Tensor w .*\[6, 5\].*\[3, 5\]"):
+        index.load("w", (3, 5), rows=rows)
+
+
 def test_shards(tmp_path: Path) -> None:
     tensors = write_shards(tmp_path)
     index = open_tensors(tmp_path)

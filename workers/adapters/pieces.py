@@ -14,7 +14,7 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> t
     is not finite."""
     out = torch.empty(tensor.shape, dtype=dtype)
     for source, target in zip(_pieces(tensor), _pieces(out), strict=True):
-        target.copy_(source if scale == 1.0 else source.float().mul_(scale))
+        target.copy_(source if scale == 1.0 else source.float() * scale)
         if not target.isfinite().all():
             return None
     return out

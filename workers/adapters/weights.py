@@ -8,8 +8,16 @@ import torch
 
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import (
+    WHOLE,
+    WHOLE_MODEL,
+    Shard,
+    attention_slices,
+    mlp_slices,
+    stage_layers,
+)
 from millrace.schemas.errors import AdapterError, CheckpointError
-from millrace.workers.adapters.pieces import converted
+from millrace.workers.adapters.pieces import contiguous, converted
 
 
 class LowRank(NamedTuple):
@@ -32,15 +40,24 @@ class LayerSlices(NamedTuple):
 
 
 def read_adapter_weights(
-    outline: AdapterOutline, config: ModelConfig, dtype: torch.dtype
+    outline: AdapterOutline, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE_MODEL
 ) -> list[LayerSlices]:
-    """All layers in ``dtype``, on the CPU. Raises AdapterError for a file that cannot be read, and
-    for numbers that are not finite."""
+    """All layers in ``dtype``, on the CPU; or of the whole model's ``config`` what a ``shard``
+    multiplies with: the layers of its stage, of ``b`` its outputs, or of ``a`` its inputs. Raises
+    AdapterError for a file that cannot be read, and for numbers that are not finite."""
+    layers = stage_layers(config, shard)
     found: dict[tuple[int, str], LowRank] = {}
+    parts = attention_slices(config, shard) | mlp_slices(config.intermediate_size, shard)
     try:
         for matrix in outline.matrices:
-            a = outline.tensors.load(matrix.a, (matrix.rank, matrix.num_inputs))
-            b = outline.tensors.load(matrix.b, (matrix.num_outputs, matrix.rank))
+            if matrix.layer not in layers:
+                continue
+            part = parts.get(matrix.target, WHOLE)
+            a_shape, b_shape = (matrix.rank, matrix.num_inputs), (matrix.num_outputs, matrix.rank)
+            a = outline.tensors.load(matrix.a, a_shape, columns=part.columns)
+            b = outline.tensors.load(matrix.b, b_shape, rows=part.rows)
+            if part.columns is not None:
+                a = contiguous(a)
             # Copies, so that the file may go.
             low_rank = LowRank(
                 _finite(converted(a, dtype), matrix.a, outline),
@@ -61,7 +78,7 @@ def read_adapter_weights(
             (of("down_proj"),),
         )
 
-    return [slices(layer) for layer in range(config.num_hidden_layers)]
+    return [slices(layer) for layer in layers]
 
 
 def _finite(made: torch.Tensor | None, name: str, outline: AdapterOutline) -> torch.Tensor:

@@ -62,6 +62,22 @@ class Linear(Protocol):
         """``swiglu`` of the product."""
 
 
+class Collectives(Protocol):
+    """What the ranks of a group exchange numbers by. All of them make the same calls in the same
+    order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def all_reduce(self, rows: torch.Tensor) -> None:
+        """Replace contiguous ``rows`` by their sum over the ranks: the same bits on every rank.
+        Sums are in float32 and rounded once."""
+
+
 class Rotation(NamedTuple):
     """RoPE of each token: float32 [num_tokens, head_dim / 2]; element i of a head pairs with
     i + head_dim / 2."""

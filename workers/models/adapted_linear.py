@@ -10,6 +10,7 @@ from millrace.workers.adapters.slots import Product
 from millrace.workers.kernels.operations import Linear, SwiGLU
 from millrace.workers.models.decoder import DecoderWeights, LayerWeights
 from millrace.workers.models.mlp import GatedMLP
+from millrace.workers.models.reduced_linear import ReducedLinear
 
 # Adds to rows of a product, the second, what adapters make of the rows that were multiplied.
 AddAdapters = Callable[[torch.Tensor, torch.Tensor], None]
@@ -43,9 +44,13 @@ class AdaptedLinear:
 def adapted_weights(
     weights: DecoderWeights, adder: Callable[[int, Product], AddAdapters]
 ) -> DecoderWeights:
-    """The same weights, with what ``adder`` gives for each layer and product. Experts have none."""
+    """The same weights, with what ``adder`` gives for each layer and product; of sums over ranks
+    with this rank's part of it. Experts have none."""
 
-    def adapted(layer: int, product: Product, linear: Linear) -> AdaptedLinear:
+    def adapted(layer: int, product: Product, linear: Linear) -> AdaptedLinear | ReducedLinear:
+        if isinstance(linear, ReducedLinear):
+            own = AdaptedLinear(linear.linear, adder(layer, product))
+            return ReducedLinear(own, linear.collectives)
         return AdaptedLinear(linear, adder(layer, product))
 
     def layer_of(number: int, layer: LayerWeights) -> LayerWeights:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, NamedTuple
 
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, vocabulary_range
 from millrace.workers.adapters.rows import (
     AdaptedProducts,
     AdapterWeights,
@@ -16,6 +18,7 @@ from millrace.workers.adapters.rows import (
 from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.kernels.operations import (
     BatchT_contra,
+    Collectives,
     HeadNorms,
     Linear,
     MetadataT,
@@ -24,6 +27,7 @@ from millrace.workers.kernels.operations import (
     total_size,
 )
 from millrace.workers.models.mlp import MLP, GatedMLP, plus_mlp
+from millrace.workers.models.reduced_linear import ReducedLinear
 from millrace.workers.models.rope import Rope
 
 
@@ -45,7 +49,11 @@ class LayerWeights(NamedTuple):
 class DecoderWeights(NamedTuple):
     """``embedding``: [vocab_size, hidden_size]; ``head`` yields logits, there is none in a
     checkpoint that is for embeddings or labels only. ``classifier``: [num_labels, hidden_size] in
-    float32, where there is one."""
+    float32, where there is one. A rank of several has the embeddings and the logits of its
+    ``vocabulary_range`` only, and its own heads and slices of the rest; norms, routers and the
+    classifier are on every rank. A stage has its layers; only the first one has embeddings, others
+    have [0, hidden_size] of the same dtype and device; only the last one has a ``head``, a
+    ``classifier`` and the ``final_norm``, of which others have [0]."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -65,16 +73,26 @@ class DecoderWeights(NamedTuple):
 
 
 class Decoder(Generic[BatchT_contra, MetadataT]):
-    """Runs flat batches; its only state between them is the KV cache of ``operations``."""
+    """Runs flat batches; its only state between them is the KV cache of ``operations``.
+
+    One rank of several runs what ``shard_config`` says, with the rank's ``weights``, beside all
+    others of ``collectives``: each runs the same batches, and has the same hidden states. A stage
+    runs its layers: the first one by ``forward``, each other by ``forward_hidden`` of what came out
+    of the one before it; ``normed``, ``logits`` and ``labels`` are the last one's.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: DecoderWeights,
         operations: Operations[BatchT_contra, MetadataT],
+        collectives: Collectives | None = None,
     ) -> None:
         self._weights = weights
         self._operations = operations
+        self._collectives = collectives
+        shard = WHOLE_MODEL if collectives is None else Shard(collectives.rank, collectives.size)
+        self._first_token = vocabulary_range(config.vocab_size, shard).start
         self._rope = Rope(config, weights.embedding.device)
         num_heads = config.num_attention_heads + 2 * config.num_key_value_heads
         self._heads_shape = (-1, num_heads, config.head_dim)
@@ -85,7 +103,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
+        """[vocab_size, hidden_size], or of a rank those of its tokens; of a later stage none."""
         return self._weights.embedding
 
     @property
@@ -96,9 +114,15 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     def forward(self, batch: BatchT_contra, adapters: RowAdapters | None = None) -> torch.Tensor:
         """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype. Rows of
         ``adapters``, as ``adapter`` made them, are those of their fine-tuned models."""
+        return self.forward_hidden(batch, self._embedded(batch.token_ids), adapters)
+
+    def forward_hidden(
+        self, batch: BatchT_contra, hidden: torch.Tensor, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        """What the layers make of ``hidden``, a contiguous [num_tokens, hidden_size] in the
+        weights' dtype, which may be overwritten; of the batch its token ids are not read."""
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
-        hidden = weights.embedding.index_select(0, batch.token_ids)
         if adapters is not None:
             return self._forward_adapted(hidden, AdaptedProducts(adapters), metadata)
         last = len(weights.layers) - 1
@@ -114,6 +138,18 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
                 hidden, normed = self._feed_forward(hidden, normed, layer.mlp, following)
         return hidden
 
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] of ``token_ids`` int64 [num_tokens]."""
+        embedding = self._weights.embedding
+        if self._collectives is None:
+            return embedding.index_select(0, token_ids)
+        own = token_ids - self._first_token
+        is_elsewhere = (own < 0) | (own >= len(embedding))
+        hidden = embedding.index_select(0, own.clamp(0, len(embedding) - 1))
+        hidden.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
+        self._collectives.all_reduce(hidden)
+        return hidden
+
     def _forward_adapted(
         self, hidden: torch.Tensor, products: AdaptedProducts, metadata: MetadataT
     ) -> torch.Tensor:
@@ -123,12 +159,12 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
             normed = operations.rms_norm(hidden, layer.attention_norm)
             heads = products.qkv(index, layer.qkv, normed).view(self._heads_shape)
             attended = operations.attend(index, heads, layer.head_norms, metadata)
-            hidden = products.plus_output(index, layer.output, hidden, attended)
+            hidden = _plus(products.plus_output, index, layer.output, hidden, attended)
             normed = operations.rms_norm(hidden, layer.mlp_norm)
             mlp = layer.mlp
             if isinstance(mlp, GatedMLP):
                 gated = products.gated(index, mlp.gate_up, normed, operations.swiglu)
-                hidden = products.plus_down(index, mlp.down, hidden, gated)
+                hidden = _plus(products.plus_down, index, mlp.down, hidden, gated)
             else:
                 hidden = plus_mlp(hidden, normed, mlp, operations.swiglu)
         return hidden
@@ -157,7 +193,8 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._operations.rms_norm(hidden, self._weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] of rows of ``forward``, in the weights' dtype."""
+        """[num_rows, vocab_size] of rows of ``forward``, in the weights' dtype; of a rank the
+        logits of its tokens."""
         assert self._weights.head is not None, "a checkpoint without a head was asked for logits"
         return self._weights.head(self.normed(hidden))
 
@@ -167,3 +204,17 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
             "a checkpoint without labels was asked for them"
         )
         return torch.nn.functional.linear(normed.float(), self._weights.classifier)
+
+
+def _plus(
+    product: Callable[[int, Linear, torch.Tensor, torch.Tensor], torch.Tensor],
+    layer: int,
+    linear: Linear,
+    total: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """``total`` and the ``product`` of a layer's ``linear`` and ``rows``, with what adapters add;
+    of a sum over ranks that is added to each rank's part, of whose inputs the adapters' are."""
+    if not isinstance(linear, ReducedLinear):
+        return product(layer, linear, total, rows)
+    return linear.plus_parts(total, product(layer, linear.linear, torch.zeros_like(total), rows))

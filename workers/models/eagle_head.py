@@ -12,7 +12,7 @@ from millrace.registry.checkpoints.tensors import TensorIndex
 from millrace.schemas.errors import CheckpointError
 from millrace.workers.kernels.operations import Linear
 from millrace.workers.models.decoder import DecoderWeights
-from millrace.workers.models.loader import load_layer
+from millrace.workers.models.layer_loader import load_layer
 from millrace.workers.models.weight_reader import Makers, WeightReader, linear_of
 
 _INTEGERS = ("I64", "I32")

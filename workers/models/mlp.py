@@ -11,7 +11,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.workers.kernels.operations import Linear, SwiGLU, WeightSize, total_size
+from millrace.workers.kernels.operations import (
+    Collectives,
+    Linear,
+    SwiGLU,
+    WeightSize,
+    total_size,
+)
 from millrace.workers.models.stacked_experts import StackedExperts
 
 
@@ -27,19 +33,36 @@ class GatedMLP(NamedTuple):
 
 
 class MixtureOfExperts(NamedTuple):
-    """``num_chosen`` of the experts compute each row. ``router``: [num_experts, hidden_size]."""
+    """``num_chosen`` of the experts compute each row. ``router``: [num_experts, hidden_size].
+    ``experts`` are those from ``first_expert`` on, all of them or one rank's; what others compute
+    of a row is left out."""
 
     router: torch.Tensor
     experts: tuple[GatedMLP, ...]
     num_chosen: int
     normalized: bool
+    first_expert: int = 0
 
     @property
     def size(self) -> WeightSize:
         return total_size((WeightSize.of(self.router), *(expert.size for expert in self.experts)))
 
 
-MLP = GatedMLP | MixtureOfExperts | StackedExperts
+class ReducedExperts(NamedTuple):
+    """A mixture whose output is the sum of what the ranks' own ``mixture`` make of the same rows:
+    of slices of all experts, or of some of them. All ranks of ``collectives`` compute it at
+    once."""
+
+    mixture: MixtureOfExperts | StackedExperts
+    collectives: Collectives
+
+    @property
+    def size(self) -> WeightSize:
+        """Of this rank's part, the whole router included."""
+        return self.mixture.size
+
+
+MLP = GatedMLP | MixtureOfExperts | StackedExperts | ReducedExperts
 
 
 def plus_mlp(
@@ -54,6 +77,10 @@ def plus_mlp(
         return mlp.down.plus(total, mlp.gate_up.gated(rows, swiglu))
     if isinstance(mlp, StackedExperts):
         return mlp.plus(total, rows, swiglu)
+    if isinstance(mlp, ReducedExperts):
+        part = plus_mlp(torch.zeros_like(total), rows, mlp.mixture, swiglu)
+        mlp.collectives.all_reduce(part)
+        return total.add_(part)
     return total.add_(_mixed(rows, mlp, swiglu))
 
 
@@ -67,13 +94,24 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
         weights = weights / weights.sum(-1, keepdim=True)
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=len(mixture.router)).tolist()
+    is_whole = len(mixture.experts) == len(mixture.router)
+    if not is_whole:
+        begin, end = mixture.first_expert, mixture.first_expert + len(mixture.experts)
+        before = sum(counts[:begin])
+        counts = counts[begin:end]
+        order = order[before : before + sum(counts)]
     sorted_rows = rows.index_select(0, order // mixture.num_chosen)
-    counts = flat.bincount(minlength=len(mixture.experts)).tolist()
     computed = [
         expert.down(expert.gate_up.gated(own, swiglu))
         for expert, own in zip(mixture.experts, torch.split(sorted_rows, counts), strict=True)
         if len(own)
     ]
-    results = torch.empty_like(sorted_rows).index_copy_(0, order, torch.cat(computed))
+    if is_whole:
+        results = torch.empty_like(sorted_rows)
+    else:
+        results = rows.new_zeros(len(flat), rows.shape[1])
+    if computed:
+        results.index_copy_(0, order, torch.cat(computed))
     by_choice = results.view(len(rows), mixture.num_chosen, -1)
     return by_choice.mul_(weights.to(rows.dtype).unsqueeze(-1)).sum(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -12,15 +12,17 @@ import torch
 
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
+from millrace.registry.checkpoints.shard import WHOLE, WHOLE_MODEL, Shard, Slice
 from millrace.registry.checkpoints.tensors import ALL_DTYPES, TensorIndex
 from millrace.schemas.errors import CheckpointError
 from millrace.workers.kernels.gpu.kernel_set import Stack
-from millrace.workers.kernels.operations import Linear
+from millrace.workers.kernels.operations import Collectives, Linear
 from millrace.workers.models.stacked_experts import StackedExperts
 from millrace.workers.quantization.at_load import Quantize
 from millrace.workers.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
 from millrace.workers.quantization.device_experts import MakeStack
 from millrace.workers.quantization.linear import MakeQuantized, SplitLinear
+from millrace.workers.quantization.slicing import sliced
 from millrace.workers.quantization.weight import (
     Activations,
     QuantizedWeight,
@@ -54,21 +56,32 @@ MakeExperts = Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExper
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
+# Which part is read of the weight of a linear map of that name, where it is not all of it.
+Slices = Mapping[str, Slice]
+EVERYTHING: Slices = {}
+
+
 class Makers(NamedTuple):
     """What linear maps are made by: ``product`` of wide weights, ``quantized`` of others, to which
     ``quantize`` makes the wide ones; ``experts`` of mixtures, with ``stacks`` of their weights
-    where these are quantized, or widened ones without it."""
+    where these are quantized, or widened ones without it. Of a rank's slices, ``collectives`` sum
+    the products of which it has a part of the inputs."""
 
     product: MakeLinear
     quantized: MakeQuantized
     quantize: Quantize | None
     experts: MakeExperts | None
     stacks: MakeStack | None = None
+    collectives: Collectives | None = None
 
 
 class WeightReader:
     """Loads tensors of ``source`` to ``dtype`` on ``device``, and remembers which, so that none is
-    left over unnoticed. Without ``quantization`` all weights of it are wide."""
+    left over unnoticed. Without ``quantization`` all weights of it are wide.
+
+    Sizes are those of the whole model, whatever slices of it are read; what is read for a
+    ``shard`` of a model are copies, so that no more than its slices stays in memory.
+    """
 
     def __init__(
         self,
@@ -77,42 +90,87 @@ class WeightReader:
         device: torch.device,
         makers: Makers,
         quantization: QuantizationConfig | None,
+        shard: Shard = WHOLE_MODEL,
     ) -> None:
         self.path = source.path
         self.makers = makers
+        self.shard = shard
         self._source = source
         self._dtype = dtype
         self._device = device
         self._quantization = quantization
         self._left = set(source)
+        self._said_wide = False
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that is wide in every checkpoint."""
-        tensor = self._source.load(name, shape)
+    def tensor(self, name: str, shape: tuple[int, ...], part: Slice = WHOLE) -> torch.Tensor:
+        """A tensor that is wide in every checkpoint, or a part of it."""
+        tensor = self._load(name, shape, part)
         self._left.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        if self.shard.is_whole:
+            return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(
+            device=self._device,
+            dtype=self._dtype,
+            copy=True,
+            memory_format=torch.contiguous_format,
+        )
+
+    def _load(self, name: str, shape: tuple[int, ...], part: Slice) -> torch.Tensor:
+        if part == WHOLE:
+            return self._source.load(name, shape)
+        rows, columns = part
+        if isinstance(self._source, TensorIndex):
+            return self._source.load(name, shape, rows=rows, columns=columns)
+        tensor = self._source.load(name, shape)
+        tensor = tensor if rows is None else tensor[rows.start : rows.stop]
+        return tensor if columns is None else tensor[:, columns.start : columns.stop]
 
     def weight(
-        self, module: str, num_outputs: int, num_inputs: int
+        self, module: str, num_outputs: int, num_inputs: int, part: Slice = WHOLE
     ) -> torch.Tensor | QuantizedWeight:
-        """The weight of a linear map, as it is stored."""
+        """The weight of a linear map as it is stored, or a part of it."""
         name = f"{module}.weight"
         scheme = self._quantization.scheme_of(module) if self._quantization else None
         if scheme is None or not isinstance(self._source, TensorIndex):
-            return self.tensor(name, (num_outputs, num_inputs))
+            return self.tensor(name, (num_outputs, num_inputs), part)
         stored = _Stored(self._source, self._left)
         if is_stored_wide(stored, module) and not self._source[name].dtype.startswith(("I", "F8")):
-            return self.tensor(name, (num_outputs, num_inputs))
+            return self.tensor(name, (num_outputs, num_inputs), part)
         weight = read_quantized(stored, module, scheme, num_outputs, num_inputs)
-        return _on(weight, self._device)
+        return self._cut(weight, part, module)
+
+    def _cut(
+        self, weight: QuantizedWeight, part: Slice, module: str
+    ) -> torch.Tensor | QuantizedWeight:
+        if part == WHOLE:
+            return _on(weight, self._device)
+        own = sliced(weight, part, module)
+        if isinstance(own, QuantizedWeight):
+            return _on(own, self._device)
+        if not self._said_wide:
+            self._said_wide = True
+            _log.warning(
+                "%s: the inputs of %s and others are quantized in an order of their own, of which "
+                "a rank's slice is kept in %s; one without activation order stays small",
+                self.path,
+                module,
+                self._dtype,
+            )
+        return own.to(device=self._device, dtype=self._dtype)
 
     def widened(
-        self, module: str, num_outputs: int, num_inputs: int, *, is_looked_up: bool = False
+        self,
+        module: str,
+        num_outputs: int,
+        num_inputs: int,
+        part: Slice = WHOLE,
+        *,
+        is_looked_up: bool = False,
     ) -> torch.Tensor:
-        """The weight of a module that is computed wide, however it is stored. Raises
-        CheckpointError if its inputs had to be rounded, which those of one that ``is_looked_up``
-        are not."""
-        weight = self.weight(module, num_outputs, num_inputs)
+        """The weight of a module that is computed wide, however it is stored, or a part of it.
+        Raises CheckpointError if its inputs had to be rounded, which those of one that
+        ``is_looked_up`` are not."""
+        weight = self.weight(module, num_outputs, num_inputs, part)
         if is_looked_up and isinstance(weight, QuantizedWeight):
             return weight.values().to(self._dtype)
         return self._wide(weight, module)
@@ -140,15 +198,49 @@ class WeightReader:
         """A linear map that may be there and is not needed."""
         self._left.difference_update(parts_of(module))
 
-    def fused(self, prefix: str, outputs: dict[str, int], *, num_inputs: int, bias: bool) -> Linear:
-        """The projections ``prefix`` + each name, one behind the other."""
-        parts = [self.weight(prefix + name, size, num_inputs) for name, size in outputs.items()]
+    def skip_below(self, prefixes: tuple[str, ...]) -> None:
+        """What another stage reads: all whose names begin with one of ``prefixes``."""
+        self._left = {name for name in self._left if not name.startswith(prefixes)}
+
+    def fused(
+        self,
+        prefix: str,
+        outputs: dict[str, int],
+        *,
+        num_inputs: int,
+        bias: bool,
+        slices: Slices = EVERYTHING,
+    ) -> Linear:
+        """The projections ``prefix`` + each name, one behind the other, of some of them ``slices``
+        only. Where inputs are sliced, the bias goes with the first."""
+        parts = [
+            self._multiplied(prefix + name, size, num_inputs, slices.get(name, WHOLE))
+            for name, size in outputs.items()
+        ]
         biases = None
         if bias:
             biases = [
-                self.tensor(f"{prefix}{name}.bias", (size,)) for name, size in outputs.items()
+                self.tensor(f"{prefix}{name}.bias", (size,), Slice(slices.get(name, WHOLE).rows))
+                for name, size in outputs.items()
             ]
+            if any(_is_behind_others(slices.get(name, WHOLE)) for name in outputs):
+                biases = None
         return self._linear(parts, biases)
+
+    def _multiplied(
+        self, module: str, num_outputs: int, num_inputs: int, part: Slice
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight of a linear map as it is multiplied, but that the outputs of wide ones have
+        not gone through ``quantize``. Scales are of all inputs of an output, or of groups counted
+        from the first: of sliced inputs the whole weight is quantized, which makes a rank's codes
+        those of the whole model at the cost of reading more than is kept."""
+        quantize = self.makers.quantize
+        if quantize is None or part.columns is None:
+            return self.weight(module, num_outputs, num_inputs, part)
+        weight = self.weight(module, num_outputs, num_inputs)
+        return self._cut(
+            quantize(weight) if isinstance(weight, torch.Tensor) else weight, part, module
+        )
 
     def _linear(
         self,
@@ -169,22 +261,32 @@ class WeightReader:
             ]
         )
 
-    def stack(self, prefixes: list[str], outputs: dict[str, int], *, num_inputs: int) -> Stack:
+    def stack(
+        self,
+        prefixes: list[str],
+        outputs: dict[str, int],
+        *,
+        num_inputs: int,
+        slices: Slices = EVERYTHING,
+    ) -> Stack:
         """The weights behind each prefix, of the named outputs one behind the other:
-        [len(prefixes), sum of outputs, num_inputs]. Raises CheckpointError for quantized ones that
-        cannot be multiplied together."""
+        [len(prefixes), sum of outputs, num_inputs], or of those ``slices``. Raises CheckpointError
+        for quantized ones that cannot be multiplied together."""
         if self.makers.stacks is not None and (self._quantization or self.makers.quantize):
-            experts = [self._expert(prefix, outputs, num_inputs) for prefix in prefixes]
+            experts = [self._expert(prefix, outputs, num_inputs, slices) for prefix in prefixes]
             rounded = [expert for expert in experts if isinstance(expert, QuantizedWeight)]
             if len(rounded) == len(experts):
                 return self.makers.stacks(rounded)
             return torch.stack([self._wide(expert, prefixes[0]) for expert in experts])
-        return self._wide_stack(prefixes, outputs, num_inputs)
+        return self._wide_stack(prefixes, outputs, num_inputs, slices)
 
     def _expert(
-        self, prefix: str, outputs: dict[str, int], num_inputs: int
+        self, prefix: str, outputs: dict[str, int], num_inputs: int, slices: Slices
     ) -> torch.Tensor | QuantizedWeight:
-        parts = [self.weight(prefix + name, size, num_inputs) for name, size in outputs.items()]
+        parts = [
+            self._multiplied(prefix + name, size, num_inputs, slices.get(name, WHOLE))
+            for name, size in outputs.items()
+        ]
         wide = [part for part in parts if isinstance(part, torch.Tensor)]
         rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not rounded:
@@ -195,14 +297,17 @@ class WeightReader:
         return torch.cat([self._wide(part, prefix) for part in parts])
 
     def _wide_stack(
-        self, prefixes: list[str], outputs: dict[str, int], num_inputs: int
+        self, prefixes: list[str], outputs: dict[str, int], num_inputs: int, slices: Slices
     ) -> torch.Tensor:
-        shape = (len(prefixes), sum(outputs.values()), num_inputs)
+        parts = {name: slices.get(name, WHOLE) for name in outputs}
+        widths = [len(parts[name].rows or range(size)) for name, size in outputs.items()]
+        # All of them are of the same inputs.
+        columns = next(iter(parts.values())).columns or range(num_inputs)
+        shape = (len(prefixes), sum(widths), len(columns))
         stack = torch.empty(shape, dtype=self._dtype, device=self._device)
         for prefix, own in zip(prefixes, stack, strict=True):
-            parts = own.split(list(outputs.values()))
-            for (name, size), part in zip(outputs.items(), parts, strict=True):
-                part.copy_(self.widened(prefix + name, size, num_inputs))
+            for (name, size), rows in zip(outputs.items(), own.split(widths), strict=True):
+                rows.copy_(self.widened(prefix + name, size, num_inputs, parts[name]))
         return stack
 
     def refuse_leftovers(self) -> None:
@@ -250,6 +355,11 @@ def linear_of(
             return makers.product(weight, bias)
         weight = quantize(weight)
     return makers.quantized(weight, bias)
+
+
+def _is_behind_others(part: Slice) -> bool:
+    """Whether there are inputs before those of ``part``."""
+    return part.columns is not None and part.columns.start > 0
 
 
 class _Stored(NamedTuple):
