@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from millrace.workers.kernels.packed_weight import PackedWeight
+from millrace.workers.kernels.ranks import SharedRanks
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 WIDTH_MULTIPLE = 32
@@ -33,7 +34,7 @@ _SIGNATURES = {
     "millrace_decoder_step": (
         *(_POINTER, *(_INT64,) * 7, *(_FLOAT,) * 2),
         *(*(_POINTER,) * 7, *(_INT64,) * 2, _POINTER, _INT, _POINTER, _INT64, _POINTER, _INT64),
-        *(*(_POINTER,) * 2, _INT64, _POINTER, _INT64),
+        *(*(_POINTER,) * 2, _INT64, _POINTER, _INT64, _POINTER),
     ),
 }
 
@@ -229,6 +230,7 @@ class CpuKernels(CpuProducts):
         adapters: StepAdapters | None = None,
         features: StepFeatures | None = None,
         inputs: torch.Tensor | None = None,
+        ranks: SharedRanks | None = None,
     ) -> None:
         """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
 
@@ -238,9 +240,10 @@ class CpuKernels(CpuProducts):
         all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
         row behind each of the others; ``has_int8_cache``: see ``PagedCache``. ``inputs``
         [num_tokens, any] are what the attention of the first layer takes in place of the norm of
-        ``hidden``.
+        ``hidden``. Of ``ranks`` all compute the same rows at the same time. Raises ValueError for
+        what is not computed.
         """
-        self._decoder_step(
+        failed = self._decoder_step(
             layers.data_ptr(),
             len(layers),
             *shape,
@@ -254,7 +257,10 @@ class CpuKernels(CpuProducts):
             *((None, 0, None, 0) if adapters is None else _arguments(adapters)),
             *((None, None, 0) if features is None else _feature_arguments(features)),
             *((None, 0) if inputs is None else (inputs.data_ptr(), inputs.shape[1])),
+            None if ranks is None else ranks.address,
         )
+        if failed:
+            raise ValueError(f"a step of {len(hidden)} rows of {shape} is not computed")
 
 
 def _arguments(adapters: StepAdapters) -> tuple[int, int, int, int]:

@@ -42,19 +42,40 @@ class SharedPages:
     """Zero pages that are taken as they are first written, in an unnamed file.
 
     Whoever is given ``fd`` may map them, but not write to them, nor cut the file under those who
-    have: both are sealed. They go when the last process that has them has ended, however.
+    have: both are sealed. They go when the last process that has them has ended, however. With
+    ``written_by_others`` those who map them before ``seal`` may write, too.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, written_by_others: bool = False) -> None:
         self.size_bytes = size_bytes
         self.fd = os.memfd_create("millrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, size_bytes)
-        self.pages = mmap.mmap(self.fd, size_bytes)
-        with contextlib.suppress(OSError):
-            # Where the system has large pages for those who ask.
-            self.pages.madvise(mmap.MADV_HUGEPAGE)
+        self.pages = map_pages(self.fd, size_bytes)
+        if not written_by_others:
+            self.seal()
+
+    @classmethod
+    def mapped(cls, fd: int, size_bytes: int) -> SharedPages:
+        """Those of another process that lets this one write, by its file, which this then owns."""
+        pages = cls.__new__(cls)
+        pages.size_bytes, pages.fd = size_bytes, fd
+        weakref.finalize(pages, os.close, fd)
+        pages.pages = map_pages(fd, size_bytes)
+        return pages
+
+    def seal(self) -> None:
+        """From now on others may only read them."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def map_pages(fd: int, size_bytes: int) -> mmap.mmap:
+    """The pages of a file, to read and write."""
+    pages = mmap.mmap(fd, size_bytes)
+    with contextlib.suppress(OSError):
+        # Where the system has large pages for those who ask.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class Region(NamedTuple):

@@ -101,7 +101,8 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                           const int64_t* chunk_ends, int has_int8_cache, const void* adapters,
                           int64_t num_adapters, const int32_t* adapter_of_rows,
                           int64_t most_ranks, void* features, const int64_t* feature_layers,
-                          int64_t num_features, const void* inputs, int64_t num_inputs) {
+                          int64_t num_features, const void* inputs, int64_t num_inputs,
+                          void* ranks) {
   using T = BFloat16;
   const DecoderShape shape{num_layers, hidden_size, inner_size, num_queries, num_keys,
                            head_dim,   block_size,  epsilon,    scale,       has_int8_cache != 0};
@@ -112,8 +113,55 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
                       lengths,     num_single, num_chunks,
                       chunk_ends,  num_adapters > 0 ? &with : nullptr,
                       most_ranks,  OUT(features), feature_layers,
-                      num_features, IN(inputs), num_inputs};
+                      num_features, IN(inputs), num_inputs, static_cast<Ranks*>(ranks)};
   return decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
+
+// `ranks` is a Ranks of ranks.h. 0, or why the group has failed.
+int millrace_ranks_all_reduce(void* ranks, int type, void* rows, int64_t count) {
+  auto& group = *static_cast<Ranks*>(ranks);
+  const auto reduce = [&]() { MILLRACE_DISPATCH(type, all_reduce<T>, group, OUT(rows), count) };
+  if (reduce() != 0) return -1;
+  return static_cast<int>(group.header->failure.value.load(std::memory_order_acquire));
+}
+
+// Waits until all ranks are here, of which this one has written so many numbers to its buffer.
+int millrace_ranks_meet(void* ranks, int64_t num_brought) {
+  auto& group = *static_cast<Ranks*>(ranks);
+  meet_ranks(group, num_brought);
+  ++group.exchange;
+  return static_cast<int>(group.header->failure.value.load(std::memory_order_acquire));
+}
+
+// Says that `number` messages have been posted to the ranks.
+void millrace_ranks_post(void* ranks, uint32_t number) {
+  set_word(static_cast<Ranks*>(ranks)->header->posted, number);
+}
+
+// Waits until so many have been, for as long as that takes.
+int millrace_ranks_await(void* ranks, uint32_t number) {
+  const auto& group = *static_cast<Ranks*>(ranks);
+  if (!await_word(group, group.header->posted, number, 0)) {
+    return static_cast<int>(group.header->failure.value.load(std::memory_order_acquire));
+  }
+  return 0;
+}
+
+// The words `arrived` of a group that exchanges nothing, for what is counted otherwise.
+void millrace_ranks_set_word(void* ranks, int32_t index, uint32_t value) {
+  set_word(static_cast<Ranks*>(ranks)->header->arrived[index], value);
+}
+
+// Waits until a word is at the value; for as long as that takes, or for the time of the ranks. 0, or
+// why not.
+int millrace_ranks_await_word(void* ranks, int32_t index, uint32_t value, int has_bound) {
+  auto& group = *static_cast<Ranks*>(ranks);
+  RankHeader& header = *group.header;
+  if (await_word(group, header.arrived[index], value, has_bound ? group.timeout_ns : 0)) return 0;
+  fail_ranks(header, kTimedOut | static_cast<uint32_t>(index) << kRankShift);
+  return static_cast<int>(header.failure.value.load(std::memory_order_acquire));
+}
+
+void millrace_ranks_abort(void* ranks) { fail_ranks(*static_cast<Ranks*>(ranks)->header, kAborted); }
 
 }  // extern "C"

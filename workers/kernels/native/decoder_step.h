@@ -22,6 +22,7 @@
 #include "elementwise.h"
 #include "prefill_attention.h"
 #include "products.h"
+#include "ranks.h"
 #include "team.h"
 
 namespace {
@@ -47,6 +48,7 @@ struct DecoderShape {
 // one, else `most_ranks` are the most that a product of one has. Of each row, `features` [count,
 // num_features, hidden] gets what is in `hidden` before the layers `feature_layers`. If not null,
 // `inputs` [count, num_inputs] are what the first layer's attention takes in place of normed rows.
+// With `ranks` the weights are one rank's, and what they add to `hidden` is summed over all ranks.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;
@@ -63,6 +65,7 @@ struct StepRows {
   int64_t num_features;
   const BFloat16* inputs;
   int64_t num_inputs;
+  Ranks* ranks;
 
   int64_t count() const { return num_chunks > 0 ? chunk_ends[num_chunks - 1] : num_single; }
 };
@@ -287,9 +290,13 @@ std::unique_ptr<StepAttention> step_attention(const DecoderShape& shape, const S
   }
 }
 
-// False, and nothing is computed, for a size of heads that none is compiled for.
+// How many numbers a thread sums over the ranks at a time.
+constexpr int64_t kSummedAtOnce = 4096;
+
+// False, and nothing is computed, for a size of heads that none is compiled for, or more rows than
+// the ranks can exchange.
 inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
-  constexpr size_t kPhases = 17;
+  constexpr size_t kPhases = 19;
   const int64_t count = rows.count(), query_size = shape.num_queries * shape.head_dim;
   const int64_t head_size = query_size + 2 * shape.num_keys * shape.head_dim;
   const bool normed_by_each = count * shape.hidden <= kNormedByEach;
@@ -306,6 +313,7 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
   const auto make = shape.has_int8_cache ? step_attention<int8_t> : step_attention<BFloat16>;
   const auto attention = make(shape, rows, heads.get(), attended.get(), most_threads);
   if (attention == nullptr) return false;
+  if (rows.ranks != nullptr && count * shape.hidden > rows.ranks->buffer_floats) return false;
   const std::array<int64_t, kAdapterSlices> one_matrix{shape.hidden, shape.hidden, shape.hidden};
   const bool is_adapted = rows.adapters != nullptr;
   const Buffer ranks = buffer(is_adapted ? count * rows.most_ranks : 0);
@@ -361,6 +369,24 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
         multiply_item(product, items, item, next);
       });
     };
+    Ranks ranks = rows.ranks != nullptr ? *rows.ranks : Ranks{};
+    const auto add_product = [&](Product product, int64_t layer,
+                                 AdapterWeight AdapterLayer::*part) {
+      if (rows.ranks == nullptr) {
+        ++phase;
+        return multiply(product, layer, part, one_matrix);
+      }
+      product.partial = ranks.buffer(ranks.rank);
+      multiply(product, layer, part, one_matrix);
+      if (omp_get_thread_num() == 0) meet_ranks(ranks, count * shape.hidden);
+      team.wait(num_threads);
+      const int64_t size = count * shape.hidden;
+      share((size + kSummedAtOnce - 1) / kSummedAtOnce, [&](int64_t item, int64_t) {
+        sum_ranks(ranks, rows.hidden, item * kSummedAtOnce,
+                  std::min(size, (item + 1) * kSummedAtOnce), true);
+      });
+      ++ranks.exchange;
+    };
     for (int64_t at = 0; at < shape.num_layers; ++at) {
       const Layer* layer = layers + at;
       const bool has_inputs = at == 0 && rows.inputs != nullptr;
@@ -378,17 +404,18 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
       }
       share(attention->num_items(),
             [&](int64_t item, int64_t) { attention->attend(*layer, item); });
-      multiply({attended.get(), layer->output, rows.hidden, count, query_size, shape.hidden,
-                Finish::kAdd},
-               at, &AdapterLayer::output, one_matrix);
+      add_product({attended.get(), layer->output, rows.hidden, count, query_size, shape.hidden,
+                   Finish::kAdd},
+                  at, &AdapterLayer::output);
       norm(layer->mlp_norm);
       multiply({normed, layer->gate_up, gated_rows.get(), count, shape.hidden, 2 * shape.inner,
                 Finish::kGate},
                at, &AdapterLayer::gate_up, {shape.inner, 2 * shape.inner, 2 * shape.inner});
-      multiply({gated_rows.get(), layer->down, rows.hidden, count, shape.inner, shape.hidden,
-                Finish::kAdd},
-               at, &AdapterLayer::down, one_matrix);
+      add_product({gated_rows.get(), layer->down, rows.hidden, count, shape.inner, shape.hidden,
+                   Finish::kAdd},
+                  at, &AdapterLayer::down);
     }
+    if (rows.ranks != nullptr && omp_get_thread_num() == 0) *rows.ranks = ranks;
   }
   return true;
 }

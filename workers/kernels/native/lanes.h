@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -82,6 +83,23 @@ inline void store(Float16* to, Floats values) {
   const Float16s halves = __builtin_convertvector(values, Float16s);
   std::memcpy(to, &halves, sizeof halves);
 #endif
+}
+
+// Up to 16 elements of which `count` are there.
+template <typename T>
+inline Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T all[kLanes] = {};
+  if (count > 0) std::memcpy(all, from, static_cast<size_t>(count) * sizeof *from);
+  return load(all);
+}
+
+template <typename T>
+inline void store_some(T* to, Floats values, int64_t count) {
+  if (count >= kLanes) return store(to, values);
+  T all[kLanes];
+  store(all, values);
+  if (count > 0) std::memcpy(to, all, static_cast<size_t>(count) * sizeof *to);
 }
 
 // 2 * kLanes neighbours as two vectors, in whatever order of elements is cheapest for the type;

@@ -38,7 +38,7 @@ enum class Finish { kWrite, kAdd, kGate };
 // asks for that, with `scales` [num_rows, num_scales], and for a weight with zeros the `sums` of their
 // groups [num_rows, num_groups]. `out` [num_rows, num_outputs], or half of that
 // for kGate, whose panels are the gates, then what they gate. `adapted` is null if no row has an
-// adapter.
+// adapter. If not null, `partial` [num_rows, num_outputs] gets the sums as they are, in place of `out`.
 struct Product {
   const void* rows;
   const Weight* weight;
@@ -48,6 +48,7 @@ struct Product {
   const float* scales = nullptr;
   const float* sums = nullptr;
   const AdaptedRows* adapted = nullptr;
+  float* partial = nullptr;
 
   int64_t row_bytes() const {
     return weight->format == Format::kInt8Dot ? num_inputs : 2 * num_inputs;
@@ -202,21 +203,6 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
   }
 }
 
-// Up to 16 elements of which `count` are there.
-inline Floats load_some(const BFloat16* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  BFloat16 all[kLanes] = {};
-  if (count > 0) std::memcpy(all, from, static_cast<size_t>(count) * sizeof *from);
-  return load(all);
-}
-
-inline void store_some(BFloat16* to, Floats values, int64_t count) {
-  if (count >= kLanes) return store(to, values);
-  BFloat16 all[kLanes];
-  store(all, values);
-  if (count > 0) std::memcpy(to, all, static_cast<size_t>(count) * sizeof *to);
-}
-
 inline bool is_gate(const Product& product) { return product.finish == Finish::kGate; }
 
 // The first output of each panel of the item `two`.
@@ -252,6 +238,10 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Panel
     }
     for (int v = 0; v < 2; ++v) {
       const int64_t left = width - outputs[v];
+      if (product.partial != nullptr) {
+        store_some(product.partial + (row + r) * width + outputs[v], sums[r][v], left);
+        continue;
+      }
       if (product.finish == Finish::kAdd) sums[r][v] += load_some(out + outputs[v], left);
       store_some(out + outputs[v], sums[r][v], left);
     }
