@@ -14,6 +14,7 @@ from millrace.schemas.engines import (
     QUANTIZATIONS,
     SPECULATIONS,
     EngineKind,
+    check_parallel,
     check_quantization,
     check_speculation,
     speculation_option,
@@ -36,6 +37,31 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
         help="whether Millrace's own engine proposes tokens and checks several a step, which "
         "changes none of them, and by which draft or EAGLE-3 head (default: as the catalogue says, "
         "else ngram where a row is computed the same in all company)",
+    )
+    add_ranks(group)
+
+
+def add_ranks(group: argparse._ArgumentGroup) -> None:
+    """Declare over how many ranks Millrace's own engine computes a model."""
+    group.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="ranks that compute each layer together, a process each, of Millrace's own engine "
+        "(default: as the catalogue says, else 1)",
+    )
+    group.add_argument(
+        "--pipeline-parallel",
+        type=int,
+        metavar="N",
+        help="stages that compute some of its layers each, of Millrace's own engine (default: as "
+        "the catalogue says, else 1)",
+    )
+    group.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        default=None,
+        help="give each rank some experts of a mixture whole, rather than a slice of all",
     )
 
 
@@ -60,12 +86,18 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     given = {
         "quantization": arguments.quantization,
         "speculation": arguments.speculation,
+        "tensor_parallel": arguments.tensor_parallel,
+        "pipeline_parallel": arguments.pipeline_parallel,
+        "expert_parallel": arguments.expert_parallel,
         **_of_other_engine(arguments),
     }
     told = {name: value for name, value in given.items() if value is not None}
     engine = msgspec.structs.replace(engine, **told)
     check_quantization(engine.quantization, engine.kind)
     check_speculation(engine.speculation, engine.kind)
+    check_parallel(
+        engine.tensor_parallel, engine.pipeline_parallel, engine.expert_parallel, engine.kind
+    )
     if engine.kind is EngineKind.OPENAI and not engine.url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
     return engine

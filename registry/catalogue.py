@@ -21,6 +21,7 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import EngineConfig, TierPolicies
 from millrace.schemas.engines import (
     EngineKind,
+    check_parallel,
     check_quantization,
     check_speculation,
     check_transfer,
@@ -56,6 +57,15 @@ class CatalogueEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     served_name: str = ""
 
 
+class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many devices compute the model together; as ``worker.engine.tensor_parallel``,
+    ``pipeline_parallel`` and ``expert_parallel`` of the configuration."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    experts: bool = False
+
+
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     description: str = ""
@@ -69,6 +79,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prices: PriceBook = UNPRICED
     quantization: str | None = None
     speculation: str | bool | None = None
+    parallel: Parallel = Parallel()
     engine: CatalogueEngine | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +100,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``none``: they are content. ``generation_config``: whether requests that do not say how they are
     sampled go by the checkpoint's generation_config.json. ``quantization``: what Millrace's own
     engine rounds the weights to when it loads them, where it is not told otherwise; likewise
-    ``speculation``, whether it proposes tokens.
+    ``speculation``, whether it proposes tokens, and ``parallel``, over how many devices.
     """
 
     name: str
@@ -103,8 +114,8 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
         """The worker's settings, with what the catalogue says of this model's engine. A worker that
-        was told of another kind than Millrace's own, of a quantization or a speculation, keeps to
-        that. Raises ConfigError for one that the engine does not have."""
+        was told of another kind than Millrace's own, of a quantization, a speculation or several
+        devices, keeps to that. Raises ConfigError for one that the engine does not have."""
         if config.kind is EngineKind.REAL:
             given: dict[str, Any] = {"kind": self.engine_kind}
             if self.engine is not None:
@@ -118,8 +129,18 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
             config = msgspec.structs.replace(config, quantization=self.quantization)
         if config.speculation is None:
             config = msgspec.structs.replace(config, speculation=self.speculation)
+        if config.tensor_parallel == config.pipeline_parallel == 1:
+            config = msgspec.structs.replace(
+                config,
+                tensor_parallel=self.parallel.tensor,
+                pipeline_parallel=self.parallel.pipeline,
+                expert_parallel=self.parallel.experts or config.expert_parallel,
+            )
         check_quantization(config.quantization, config.kind)
         check_speculation(config.speculation, config.kind)
+        check_parallel(
+            config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.kind
+        )
         check_transfer(config.transfer, config.transfer_address, config.kind)
         return config
 
@@ -277,6 +298,8 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
             check_label(whole.name)
         check_quantization(whole.quantization, whole.engine_kind)
         check_speculation(whole.speculation, whole.engine_kind)
+        parallel = whole.parallel
+        check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, whole.engine_kind)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
     return whole

@@ -13,7 +13,7 @@ _US_PER_HOUR = 3_600_000_000
 
 
 class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prices in ``currency`` per million tokens, which the tenant pays, and per hour of a worker's
+    """Prices in ``currency`` per million tokens, which the tenant pays, and per hour of one
     device, which it costs us; ``version`` names all of them for ever."""
 
     version: str
@@ -67,5 +67,5 @@ def cost(
 
 
 def device_cost(prices: PriceBook, device_us: int) -> Decimal:
-    """What ``device_us`` of a worker's device cost us, to a millionth of a millionth."""
+    """What ``device_us`` of a device cost us, to a millionth of a millionth."""
     return (prices.device_per_hour * device_us / _US_PER_HOUR).quantize(_COST_STEP)

@@ -48,6 +48,10 @@ class EngineKind(StrEnum):
     CUSTOM = "custom"
 
 
+# What devices these use is settled where they are started.
+_WITHOUT_GROUPS = frozenset({EngineKind.LLAMACPP, EngineKind.OPENAI, EngineKind.CUSTOM})
+
+
 class WorkerRole(StrEnum):
     """What a worker is preferred for: ``prefill`` computes long prompts, whose streams go on at one
     of ``decode``; each takes the other's work where there is nobody else."""
@@ -243,6 +247,33 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
             "leave it out, and have that engine speculate by its own means, such as "
             "--engine-arguments."
         )
+
+
+def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) -> None:
+    """Raise ConfigError for a group of devices that there cannot be, or that an engine of this kind
+    does not make."""
+    if tensor < 1:
+        raise ConfigError(f"tensor parallelism is over {tensor} devices; it takes 1 or more.")
+    if pipeline < 1:
+        raise ConfigError(f"a pipeline is of {pipeline} stages; it takes 1 or more.")
+    if pipeline > 1 and kind is not EngineKind.REAL:
+        raise ConfigError(
+            f"{kind} runs this model, and a pipeline of {pipeline} stages is for Millrace's own "
+            "engine: leave it out, and have that engine do so by its own means, such as "
+            "--engine-arguments."
+        )
+    if experts and tensor == 1:
+        raise ConfigError(
+            "expert parallelism is over the devices of tensor parallelism, and there is 1: say of "
+            "how many."
+        )
+    if tensor > 1 and kind in _WITHOUT_GROUPS:
+        raise ConfigError(
+            f"{kind} runs this model, and cannot be told to do so on {tensor} devices: leave "
+            "tensor parallelism out."
+        )
+    if experts and kind is EngineKind.TGI:
+        raise ConfigError("tgi runs this model, and has no expert parallelism: leave it out.")
 
 
 def check_transfer(transfer: bool | None, address: str, kind: EngineKind) -> None:

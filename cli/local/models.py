@@ -14,7 +14,12 @@ from millrace.registry.catalogue import CatalogueEngine, ModelEntry, load_catalo
 from millrace.registry.served import outline_of
 from millrace.registry.source import resolve
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import EngineKind, check_quantization, check_speculation
+from millrace.schemas.engines import (
+    EngineKind,
+    check_parallel,
+    check_quantization,
+    check_speculation,
+)
 from millrace.schemas.errors import MillraceError
 
 # What gateways offer, and what schedulers and workers know: a model that is being added or removed
@@ -116,10 +121,12 @@ def engine_of_all(config: EngineConfig) -> CatalogueEngine | None:
 
 def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
     """The entry, with the engine that runs all models, if there is one. Raises ConfigError if that
-    cannot quantize or speculate as the entry says."""
+    cannot quantize, speculate or compute on several devices as the entry says."""
     if engine is not None:
         check_quantization(entry.quantization, engine.kind)
         check_speculation(entry.speculation, engine.kind)
+        parallel = entry.parallel
+        check_parallel(parallel.tensor, parallel.pipeline, parallel.experts, engine.kind)
     return entry if engine is None else msgspec.structs.replace(entry, engine=engine)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
+from millrace.cli.engine_arguments import add_ranks
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = EngineConfig()
 _MAX_SHOWN = 20
+_PARALLEL = ("tensor_parallel", "pipeline_parallel")
 
 
 class BadLinesError(MillraceError, code="invalid_input", http_status=400):
@@ -131,6 +133,7 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
     )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    add_ranks(group)
     group.add_argument(
         "--kernels",
         default=DEFAULTS.kernels,
@@ -171,7 +174,7 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
 def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
     """The settings that ``add_engine_options`` and ``others`` say. Raises MillraceError for an
     option out of range."""
-    for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes"):
+    for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes", *_PARALLEL):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise MillraceError(f"--{name.replace('_', '-')} must be at least 1")
@@ -185,6 +188,9 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         quantization=arguments.quantization,
         device=arguments.device,
         num_threads=arguments.threads,
+        tensor_parallel=arguments.tensor_parallel or 1,
+        pipeline_parallel=arguments.pipeline_parallel or 1,
+        expert_parallel=bool(arguments.expert_parallel),
         kernels=arguments.kernels,
         load_format=arguments.load_format,
         gpu_memory_fraction=arguments.gpu_memory_fraction,

@@ -199,13 +199,17 @@ def _print_table(workers: list[WorkerStatus]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("worker", "model", "role", "state", "running", "waiting", "KV", "moves"):
+    are_groups = any(status.num_devices > 1 for status in workers)
+    devices = ("devices",) if are_groups else ()
+    load = ("running", "waiting", "KV", "moves")
+    for heading in ("worker", "model", *devices, "role", "state", *load):
         table.add_column(heading, overflow="fold")
     for status in workers:
         used = status.num_blocks - status.num_free_blocks
         table.add_row(
             status.name,
             status.model,
+            *((str(status.num_devices),) if are_groups else ()),
             status.role.value,
             _state_of(status),
             f"{status.num_running} of {status.max_num_sequences}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.load_arguments import SPREAD, add_report_arguments, check_folders
+from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_trace(parser.add_argument_group("the trace"))
     _add_policy(parser.add_argument_group("the scheduler"))
     _add_workers(parser.add_argument_group("the workers"))
+    add_group(parser.add_argument_group("a worker of several devices"))
     _add_results(parser.add_argument_group("the results"))
     commands = parser.add_subparsers(metavar="[synthesise]", dest="simulate_command")
     _add_synthesise(commands)
@@ -131,7 +133,9 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--slo-ttft-ms", type=float, metavar="MS")
     group.add_argument("--slo-tpot-ms", type=float, metavar="MS")
     group.add_argument("--gpu-hour-price", type=float, default=2.5, metavar="$")
-    group.add_argument("--gpus-per-worker", type=float, default=1.0, metavar="N")
+    group.add_argument(
+        "--gpus-per-worker", type=float, metavar="N", help="default: as --tensor-parallel, or 1"
+    )
 
 
 def _add_synthesise(

@@ -14,6 +14,7 @@ from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.cli.load_arguments import parse_slo, seconds
 from millrace.cli.local.worker_bounds import FirstWorkers, parse_bounds, workers_option
+from millrace.cli.simulate.groups import group_of
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
 from millrace.schemas.engines import WorkerRole
@@ -42,6 +43,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError("--seed must be between 0 and 2^63 - 1")
     num_workers, roles = _workers(arguments.workers)
+    gpus = arguments.gpus_per_worker
     return Settings(
         config=_config_of(arguments),
         num_workers=num_workers,
@@ -54,7 +56,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         drain_s=seconds("--drain", arguments.drain),
         slo=_slo(arguments),
         gpu_hour_price=_at_least_0("--gpu-hour-price", arguments.gpu_hour_price),
-        gpus_per_worker=_at_least_0("--gpus-per-worker", arguments.gpus_per_worker),
+        gpus_per_worker=None if gpus is None else _at_least_0("--gpus-per-worker", gpus),
     )
 
 
@@ -68,7 +70,7 @@ def _config_of(arguments: argparse.Namespace) -> Config:
         lease_extend_s=_LEASE_EXTEND_S,
         prefix_report_s=max(config.worker.prefix_report_s, heartbeat_s),
     )
-    LatencyModel(worker.engine.simulation)
+    LatencyModel(worker.engine.simulation, worker.engine.tensor_parallel)
     scheduler: dict[str, Any] = {
         "lease_extend_s": _LEASE_EXTEND_S,
         "heartbeat_timeout_s": max(config.scheduler.heartbeat_timeout_s, 2 * heartbeat_s),
@@ -101,6 +103,10 @@ def _engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig
     }
     if arguments.start_time is not None:
         simulation["start_s"] = seconds("--start-time", arguments.start_time)
+    group = group_of(arguments)
+    if group is not None:
+        changes["tensor_parallel"], collectives = group
+        simulation |= collectives
     changes["simulation"] = msgspec.structs.replace(engine.simulation, **simulation)
     return msgspec.structs.replace(engine, **changes)
 

@@ -149,11 +149,14 @@ def _queue(queue: QueueStatus) -> tuple[str, ...]:
 
 
 def _workers(snapshot: Snapshot) -> list[RenderableType]:
-    """Adapters only where a worker takes some."""
+    """Devices only where a worker has several, adapters only where one takes some."""
     names = ["WORKER", "MODEL", "BATCH", "", "WAITING", "KV", "", "BUSY", "", "STEP"]
     busy = {row.worker: row.busy_share for row in snapshot.samples}
     workers = sorted(snapshot.workers, key=lambda worker: worker.name)
     rows = [_worker(worker, busy.get(worker.worker_id)) for worker in workers]
+    if any(worker.num_devices > 1 for worker in workers):
+        names.append("DEVICES")
+        rows = [(*row, str(one.num_devices)) for row, one in zip(rows, workers, strict=True)]
     if any(worker.max_adapters for worker in workers):
         names.append("ADAPTERS")
         rows = [(*row, _adapters(worker)) for row, worker in zip(rows, workers, strict=True)]

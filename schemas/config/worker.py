@@ -12,7 +12,10 @@ from millrace.schemas.redaction import Secret
 class SimulationConfig(Section, frozen=True, kw_only=True):
     """The simulated engine computes nothing and takes the time that a real one would. Its tokens
     follow from the seed and their index alone. A step that decodes takes ``step_ms +
-    step_ms_per_sequence * sequences + step_ms_per_kv_token * KV tokens``."""
+    step_ms_per_sequence * sequences + step_ms_per_kv_token * KV tokens``. With
+    ``engine.tensor_parallel`` these times, and those of prompts, are divided by it, and each step
+    takes ``collective_ms + collective_ms_per_token * tokens + collective_ms_per_sequence *
+    sequences`` besides."""
 
     prefill_tokens_per_s: float = 20_000.0
     """Prompt tokens computed a second."""
@@ -25,6 +28,15 @@ class SimulationConfig(Section, frozen=True, kw_only=True):
 
     step_ms_per_kv_token: float = 0.000_02
     """Time that each token in the KV cache adds to a step."""
+
+    collective_ms: float = 0.0
+    """What the ranks of a group take in each step to exchange anything at all."""
+
+    collective_ms_per_token: float = 0.0
+    """Time that each token of a prompt or an answer adds to that."""
+
+    collective_ms_per_sequence: float = 0.0
+    """Time that each sequence that decodes adds to that: its logits."""
 
     start_s: float = 0.0
     """How long the engine takes to start."""
@@ -61,7 +73,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """What a server at ``url`` calls the model; empty: the first one that it lists."""
 
     start_timeout_s: float = 600.0
-    """How long such a server may take until it answers."""
+    """How long such a server, or a rank, may take until it answers."""
 
     max_num_sequences: int = 0
     """Sequences that decode at a time; 0: by the device."""
@@ -102,7 +114,28 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     (plain torch in place of the Triton kernels); ``auto``: the fastest that the device has."""
 
     num_threads: int = 0
-    """CPU threads; 0: by the machine and what else runs on it."""
+    """CPU threads of each rank; 0: by the machine and what else runs on it."""
+
+    tensor_parallel: int = 1
+    """Ranks that compute each layer together, each in a process and on a device of its own, with
+    its slices of the weights and its heads of the KV cache; see docs/parallelism.md. Servers of
+    other engines are started with it, and device time is that of so many devices."""
+
+    pipeline_parallel: int = 1
+    """Stages that compute some of the layers each, one behind the other, while another batch is in
+    the next one: each of them ``tensor_parallel`` ranks."""
+
+    expert_parallel: bool = False
+    """Whether each of these ranks has some of a mixture's experts whole, rather than a slice of
+    all of them."""
+
+    collectives: str = "auto"
+    """What ranks exchange numbers by: ``shared_memory`` (a CPU, one machine) or ``gloo``; ``auto``:
+    shared memory where the compiled kernels are."""
+
+    rank_timeout_s: float = 60.0
+    """How long a rank waits for the others in the middle of a step before it gives them up, which
+    ends all of them; they start anew, and requests go on."""
 
     cuda_graphs: bool = True
     """Replay recorded steps on a GPU."""

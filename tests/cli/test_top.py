@@ -113,6 +113,13 @@ def test_adapters_are_counted_where_a_worker_takes_them() -> None:
     assert [line.split()[-1] for line in shown[heading : heading + 3]] == ["ADAPTERS", "-", "2/20"]
 
 
+def test_devices_are_counted_where_a_worker_has_several() -> None:
+    group = structs.replace(WORKER, name="worker-2", num_devices=4)
+    shown = as_text(view(structs.replace(SNAPSHOT, workers=(group, WORKER)))).splitlines()
+    heading = next(number for number, line in enumerate(shown) if line.startswith("WORKER"))
+    assert [line.split()[-1] for line in shown[heading : heading + 3]] == ["DEVICES", "1", "4"]
+
+
 def test_what_is_missing_is_said() -> None:
     empty = Snapshot(at_s=0.0, place="x", window_s=60, problems=("No figures of telemetry: away",))
     assert as_text(view(empty)).splitlines()[1:] == [

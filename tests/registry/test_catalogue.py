@@ -270,6 +270,29 @@ def test_a_model_says_whether_tokens_are_proposed(
     assert entry.engine_config(EngineConfig(speculation="off")).speculation == "off"
 
 
+def test_a_model_may_be_computed_by_several_devices(tmp_path: Path) -> None:
+    text = "models:\n  big:\n    source: ./a\n    parallel: {tensor: 2, experts: true}\n"
+    entry = written(tmp_path, text).get("big")
+    config = entry.engine_config(EngineConfig())
+    assert (config.tensor_parallel, config.expert_parallel) == (2, True)
+    told = entry.engine_config(EngineConfig(tensor_parallel=4))
+    assert (told.tensor_parallel, told.expert_parallel) == (4, False)
+    simulated = entry.engine_config(EngineConfig(kind=EngineKind.SIMULATED))
+    assert simulated.tensor_parallel == 2
+    by_vllm = entry.engine_config(EngineConfig(kind=EngineKind.VLLM))
+    assert by_vllm.tensor_parallel == 2
+    with pytest.raises(ConfigError, match="llamacpp runs this model, and cannot be told to do so"):
+        entry.engine_config(EngineConfig(kind=EngineKind.LLAMACPP))
+    with pytest.raises(ConfigError, match="tgi runs this model, and has no expert parallelism"):
+        entry.engine_config(EngineConfig(kind=EngineKind.TGI))
+
+
+def test_parallelism_is_kept_for_other_processes(tmp_path: Path) -> None:
+    catalogue = written(tmp_path, "models:\n  b:\n    source: ./a\n    parallel: {tensor: 2}\n")
+    catalogue.write(tmp_path / "again.yaml")
+    assert load_catalogue(str(tmp_path / "again.yaml")).get("b") == catalogue.get("b")
+
+
 @pytest.mark.parametrize("kind", ["draft", "eagle3"])
 def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path, kind: str) -> None:
     text = f"models:\n  big:\n    source: ./a\n    speculation: {kind}=./small\n"
@@ -291,6 +314,14 @@ def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path, kind: str) -
         ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),
         ("quantization: int8\n    engine: {kind: sglang}", "sglang runs this model"),
         ("quantization: 8", "Expected `str | null`"),
+        ("parallel: {tensor: 0}", "model small: tensor parallelism is over 0 devices"),
+        ("parallel: {experts: true}", "expert parallelism is over the devices"),
+        ("parallel: {layers: 2}", "unknown field `layers`"),
+        ("parallel: {pipeline: 0}", "a pipeline is of 0 stages"),
+        (
+            "parallel: {tensor: 2}\n    engine: {kind: openai, url: 'http://a'}",
+            "openai runs this model, and cannot be told to do so on 2 devices",
+        ),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(tmp_path: Path, says: str, told: str) -> None:

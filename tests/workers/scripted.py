@@ -76,11 +76,12 @@ class ScriptedEngine(EngineLike):
     was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
     A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_devices: int = 1) -> None:
         self.added: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.started: set[str] = set()
         super().__init__()
+        self.num_devices = num_devices
         self._stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
         self.took_us: dict[str, float] = {}
         self.silent = False
@@ -172,12 +173,12 @@ class Bench:
     """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
     now; with ``no_restart`` set no other can be started, and that says why."""
 
-    def __init__(self, model: ServedModel, config: WorkerConfig) -> None:
+    def __init__(self, model: ServedModel, config: WorkerConfig, num_devices: int = 1) -> None:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock)
         self.bus = MemoryBus(self.broker)
         self.peer = MemoryBus(self.broker)
-        self.engine = ScriptedEngine()
+        self.engine = ScriptedEngine(num_devices)
         self.index = RecordingIndex()
         self.model = model
         self.no_restart = ""
@@ -192,7 +193,7 @@ class Bench:
     async def _restart(self) -> ScriptedEngine:
         if self.no_restart:
             raise EngineFailedError(self.no_restart)
-        self.engine = ScriptedEngine()
+        self.engine = ScriptedEngine(self.engine.num_devices)
         return self.engine
 
     def job(self, request_id: str = "r1", **changes: Any) -> Job:
@@ -284,9 +285,10 @@ class Bench:
 @asynccontextmanager
 async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
     """A worker that serves; it is stopped at the end unless the test did so."""
+    num_devices = settings.pop("num_devices", 1)
     engine = EngineConfig(max_num_sequences=settings.pop("max_num_sequences", 4))
     config = WorkerConfig(engine=engine, **settings)
-    one = Bench(model, config)
+    one = Bench(model, config, num_devices)
     await one.peer.frames.subscribe(GATEWAY, one.on_frame)
     await one.peer.workers.watch(one.statuses.append)
     # A broker that hears the number of messages, to see what was batched.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
@@ -39,6 +37,7 @@ from millrace.workers.engine.outputs import (
 from millrace.workers.engine.runners import (
     DraftRunner,
     Runner,
+    device_uuid_of,
     device_work_of,
     load_draft,
     load_runner,
@@ -130,6 +129,7 @@ class Engine:
             monotonic=monotonic,
             adapters=self._adapters,
         )
+        self._planner.num_stages = runner.num_stages
         self._tiers = Tiers(
             self._tables,
             runner.cache,
@@ -162,9 +162,12 @@ class Engine:
             monotonic=monotonic,
         )
         self._device_times = DeviceTimes(self._executor)
+        self.num_devices = config.tensor_parallel * config.pipeline_parallel
+        """Each rank of the group has one."""
         self._num_arrived = 0
         self._num_steps = 0
         self._prefills = False
+        runner.watch(self._bell.ring)
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig, *, among_others: bool = False) -> Engine:
@@ -220,10 +223,7 @@ class Engine:
     @property
     def device_uuid(self) -> str:
         """The CUDA device's, by which its driver knows it too; empty without one."""
-        device = self._runner.cache.data.device
-        if device.type != "cuda":
-            return ""
-        return str(torch.cuda.get_device_properties(device).uuid)
+        return device_uuid_of(self._runner)
 
     @property
     def has_work(self) -> bool:
@@ -363,6 +363,7 @@ class Engine:
         """Move blocks while there is nothing to do. After how many seconds there may be more to
         move; None: not before the next step, or until ``wake_fd`` can be read."""
         self._bell.clear()
+        self._runner.check()
         self._tiers.settle()
         is_idle = True
         if self._tiers.disk is not None:

@@ -32,7 +32,8 @@ _proposed = attrgetter("proposed")
 class _PendingStep(NamedTuple):
     """A plan whose step is in flight. The tokens that the device chooses for ``step.by_device``
     replace the placeholders at ``places`` of their sequences. ``chunks`` are computed tokens
-    without logits; ``weights`` are the shares of the items of the plan in the time of the step."""
+    without logits; ``weights`` are the shares of the items of the plan in the time of the step;
+    ``awaited`` wait for it."""
 
     plan: list[ScheduledSequence]
     work: StepWork
@@ -41,11 +42,13 @@ class _PendingStep(NamedTuple):
     step: InFlightStep
     places: list[int]
     chunks: list[Chunk]
+    awaited: list[Sequence]
 
 
 class Executor:
     """Executes plans. An error of one sequence ends that sequence only.
 
+    With several stages the next step, of other sequences, is launched before a step is read.
     With ``overlap`` a step is read after the next one has been launched, unless the host has to
     choose tokens of it or its tokens are wanted for proposals; so at most one step is in flight
     between two calls.
@@ -136,6 +139,8 @@ class Executor:
 
     def _may_overlap(self, pending: _PendingStep, speculator: Speculator | None) -> bool:
         """Whether a step may be read after the launch of the next one."""
+        if self._runner.num_stages > 1:
+            return True
         if not self._overlap or pending.step.needs_host:
             return False
         return speculator is None or not self._pace.waits()
@@ -182,7 +187,12 @@ class Executor:
         places = list(map(_num_computed_tokens, step.by_device))
         for sequence in step.by_device:
             sequence.token_ids.append(UNREAD_TOKEN)
-        return _PendingStep(plan, work, weights, begin_s, step, places, chunks)
+        awaited: list[Sequence] = []
+        if self._runner.num_stages > 1:
+            awaited = [s for s, _ in plan if s.num_computed_tokens == len(s.token_ids)]
+            for sequence in awaited:
+                sequence.is_awaited = True
+        return _PendingStep(plan, work, weights, begin_s, step, places, chunks, awaited)
 
     def _process(
         self, pending: _PendingStep, outputs: list[EngineOutput], behind: _PendingStep | None = None
@@ -193,6 +203,8 @@ class Executor:
         it is undone, since it may depend on tokens that are lost; its sequences are planned again.
         """
         step, output_processor = pending.step, self._output_processor
+        for sequence in pending.awaited:
+            sequence.is_awaited = False
         chosen = _read(step)
         if isinstance(chosen, Exception):
             if behind is not None:
@@ -226,6 +238,8 @@ class Executor:
 
     def _undo(self, pending: _PendingStep) -> None:
         """Restore the sequences to their state before the launch; the latest step first."""
+        for sequence in pending.awaited:
+            sequence.is_awaited = False
         self._planner.retract(pending.plan)
         for sequence in pending.step.by_device:
             if sequence.state is not SequenceState.FINISHED:

@@ -33,18 +33,19 @@ def pool_rows(
     return [_chunk(rows, states[rows.start : rows.end], labels) for rows in ranges]
 
 
+def is_first(rows: PooledRows) -> bool:
+    """Whether nothing goes into the embedding before these rows, of a step that was not counted
+    yet."""
+    sequence = rows.sequence
+    return sequence.request.pooling is not Pooling.MEAN or sequence.num_computed_tokens == 0
+
+
 def _chunk(
     rows: PooledRows, states: torch.Tensor, labels: Callable[[torch.Tensor], torch.Tensor]
 ) -> PooledChunk:
-    sequence = rows.sequence
-    if sequence.request.pooling is Pooling.CLASSIFY:
+    if rows.sequence.request.pooling is Pooling.CLASSIFY:
         states = labels(states)
-    is_mean = sequence.request.pooling is Pooling.MEAN
-    return PooledChunk(
-        sequence,
-        states.sum(0, dtype=torch.float32),
-        is_first=not is_mean or sequence.num_computed_tokens == 0,
-    )
+    return PooledChunk(rows.sequence, states.sum(0, dtype=torch.float32), is_first(rows))
 
 
 def add_chunk(chunk: PooledChunk) -> tuple[float, ...] | None:

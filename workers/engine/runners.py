@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,8 @@ from millrace.workers.engine.device.loading import load_device_runner
 from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.eager.runner import ModelRunner
+from millrace.workers.engine.group.loading import load_group
+from millrace.workers.engine.group.runner import GroupRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.sampling.sampler import Likeliest
@@ -53,16 +56,25 @@ class Runner(DraftRunner, Protocol):
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
     step may be launched before; its steps have ``max_num_sequences`` rows to draw from at most.
+    ``num_stages``: of a pipeline, each of which computes another step at a time.
     ``takes_adapters``: whether rows of sequences with adapters are computed with these.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     """
 
     overlaps: bool
+    num_stages: int
     takes_adapters: bool
     is_row_exact: bool
 
     @property
     def weight_size(self) -> WeightSize: ...
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call ``wake``, on any thread, when the device has failed between steps, so that ``check``
+        is asked."""
+
+    def check(self) -> None:
+        """Raise DeviceLostError if it has."""
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         """Read an adapter of at most such a rank into a slot of this number, which no step that is
@@ -74,6 +86,8 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
 
     Raises CheckpointError or ConfigError.
     """
+    if engine.tensor_parallel != 1 or engine.pipeline_parallel != 1:
+        return load_group(path, engine)
     device = choose_device(engine.device)
     on_cuda = device.type == "cuda"
     if engine.kernels in ("triton", "reference") or (on_cuda and engine.kernels == "auto"):
@@ -96,10 +110,15 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
                 "choose ngram on a GPU."
             )
         return None
+    if head_path is not None and isinstance(target, GroupRunner):
+        raise ConfigError(
+            "engine.speculation: a head reads the whole embedding, of which each rank of a group "
+            "has a part; choose a draft or ngram."
+        )
     if head_path is not None and target.is_row_exact and isinstance(target, ModelRunner):
         return HeadRunner.load(Path(head_path), target)
     folder = _draft_folder(path, engine)
-    if folder is None or not target.is_row_exact:
+    if folder is None or not target.is_row_exact or target.num_stages > 1:
         return None
     cache = target.cache
     draft = ModelRunner.load(
@@ -146,9 +165,20 @@ def device_work_of(runner: Runner) -> DeviceWork:
     """What the runner's steps are shared by."""
     cache = runner.cache
     num_weights, num_bytes = runner.weight_size
+    num_layers, _, layer_bytes = cache.blocks.shape  # those of all ranks
     return DeviceWork(
         runner.config,
         weight_bytes=num_bytes / num_weights,
-        kv_token_bytes=cache.blocks.shape[-1] / cache.block_size_tokens,
+        kv_token_bytes=layer_bytes
+        * num_layers
+        / (runner.config.num_hidden_layers * cache.block_size_tokens),
         flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
     )
+
+
+def device_uuid_of(runner: Runner) -> str:
+    """That of the CUDA device on which it computes; empty on a CPU."""
+    device = runner.cache.data.device
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)

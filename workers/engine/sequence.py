@@ -70,6 +70,8 @@ class Sequence:
     ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
+    While ``is_awaited`` all its tokens are computed or will be by a step that is under way, which
+    says the next one: there is nothing to plan for it, and it is not preempted.
     It is not admitted before it is ``ready``, which another thread may say.
     """
 
@@ -87,6 +89,7 @@ class Sequence:
         "features",
         "forks",
         "guaranteed",
+        "is_awaited",
         "key",
         "matcher",
         "max_total_tokens",
@@ -158,6 +161,7 @@ class Sequence:
             request.sampling.prompt_logprobs is None and request.pooling is not Pooling.MEAN
         )
         self.contents_finite = True
+        self.is_awaited = False
         self.state = SequenceState.FORMING
         self.started = False
         self.added_s = added_s

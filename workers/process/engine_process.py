@@ -82,6 +82,7 @@ class EngineClient(EngineLike):
             ready = await link.ready
             client.note_stats(ready.stats)
             client.device_uuid = ready.device_uuid
+            client.num_devices = ready.num_devices
             client.transfer_endpoint = ready.transfer_endpoint
             client.weights = await asyncio.to_thread(
                 weights_fingerprint, path, config.quantization, config.kv_cache_dtype

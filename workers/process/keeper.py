@@ -103,8 +103,13 @@ class EngineKeeper:
 
     @property
     def device_uuid(self) -> str:
-        """That of the CUDA device, by which its driver knows it; empty without one."""
+        """That of the first CUDA device, by which its driver knows it; empty without one."""
         return "" if self._engine is None else self._engine.device_uuid
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the last engine computed on, all of them at a time."""
+        return self._num_devices
 
     @property
     def weights(self) -> str | None:
@@ -169,6 +174,7 @@ class EngineKeeper:
     def _take_over(self, engine: EngineLike) -> None:
         self._seen = engine.stats
         self._weights = engine.weights
+        self._num_devices = engine.num_devices
         engine.on_outputs = self._on_outputs
         engine.on_prefixes = lambda changes: self.on_prefixes(changes)
         engine.on_device_times = lambda times: self.on_device_times(times)

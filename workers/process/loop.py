@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import gc
 import logging
-import os
 import select
 import signal
 import socket
@@ -14,6 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from millrace.runtime.process import die_with_parent
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
@@ -40,7 +39,6 @@ from millrace.workers.process.wire import (
     pack,
 )
 
-_PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
 # How often device times of live requests are reported: what is lost if the engine dies.
@@ -79,7 +77,11 @@ class StepEngine(Protocol):
 
     @property
     def device_uuid(self) -> str:
-        """The CUDA device's, empty without one."""
+        """The first CUDA device's, empty without one."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many it computes on, all of them at a time."""
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
@@ -178,7 +180,7 @@ def _report(engine: StepEngine, outputs: list[EngineOutput], *, live: bool) -> S
 
 def serve(fd: int, parent_pid: int) -> int:
     """Load what the bus side names, then drive it; returns the process's exit code."""
-    _die_with_parent(parent_pid)
+    die_with_parent(parent_pid)
     # The bus side decides when this process ends: it closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -186,7 +188,8 @@ def serve(fd: int, parent_pid: int) -> int:
     try:
         load = link.receive_load()
         engine = _load(load)
-        link.send(Ready(engine.stats(), engine.device_uuid, engine.transfer_endpoint))
+        endpoint, num_devices = engine.transfer_endpoint, engine.num_devices
+        link.send(Ready(engine.stats(), engine.device_uuid, endpoint, num_devices))
         gc.collect()
         gc.freeze()
         drive(engine, link, load.gather_s)
@@ -215,10 +218,3 @@ def _break(link: Link, message: str) -> int:
     except EOFError:
         logger.warning("the bus side has closed its socket and will not learn why the engine ended")
     return 1
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(1)

@@ -47,12 +47,14 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded; ``device_uuid`` is the CUDA device's, empty without one. Blocks of its
-    KV cache are served at ``transfer_endpoint``; None: they are not."""
+    """The model is loaded, on ``num_devices``; ``device_uuid`` is that of the (first) CUDA device,
+    empty without one. Blocks of its KV cache are served at ``transfer_endpoint``; None: they are
+    not."""
 
     stats: EngineStats
     device_uuid: str = ""
     transfer_endpoint: TransferEndpoint | None = None
+    num_devices: int = 1
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):

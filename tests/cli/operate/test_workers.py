@@ -64,6 +64,16 @@ async def test_list(bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFix
     assert "secret" not in shown
 
 
+async def test_list_says_how_many_devices_a_group_has(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await bus.workers.announce(_status("worker-1", num_devices=4))
+    await bus.workers.announce(_status("worker-2"))
+    assert await millrace("list", nats_url=nats_config.url) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[2] for line in lines] == ["devices", "4", "1"]
+
+
 async def test_drain_waits_until_the_worker_is_empty(
     bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from millrace.workers.engine.device.runner import DeviceRunner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.models.decoder import Decoder
 
 
 class FakeMemory:
@@ -34,7 +35,9 @@ def embedding_of(engine: Engine) -> torch.Tensor:
     """The embedding of the model that an engine runs: [vocab_size, hidden_size]."""
     runner = engine._runner
     assert isinstance(runner, ModelRunner | DeviceRunner)
-    return runner._decoder._weights.embedding
+    decoder = runner._decoder
+    assert isinstance(decoder, Decoder)
+    return decoder._weights.embedding
 
 
 def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:

@@ -139,7 +139,7 @@ def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
         made[num_blocks] = ModelRunner.load(
             llama[0], EngineConfig(num_blocks=num_blocks, device="cpu")
         )
-        made[num_blocks]._decoder._weights.embedding[POISON] = float("nan")
+        made[num_blocks].embedding[POISON] = float("nan")
     return made
 
 

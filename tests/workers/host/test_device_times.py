@@ -57,6 +57,31 @@ async def test_all_lives_together_are_the_request_s(demo: ServedModel) -> None:
         assert record.device_us == 1_000
 
 
+async def test_all_devices_of_a_group_are_the_request_s(demo: ServedModel) -> None:
+    """Those of an attempt elsewhere are in its time already."""
+    async with bench(demo, num_devices=4) as b:
+        await b.dispatch(epoch=3, lives=(_BEFORE,))
+        _end(b, 1_800_000.2, "r1:3")
+        record = await _record(b)
+        assert (record.num_devices, record.device_us) == (4, 4 * 1_800_000 + 1 + 400)
+        assert record.device_cost == Decimal("0.000100005569"), "an hour of one costs 0.05"
+        assert b.statuses[-1].num_devices == 4
+
+
+async def test_an_attempt_that_goes_on_has_taken_all_devices_of_its_group(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo, num_devices=2) as b:
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        b.engine.took_us["r1:1"] = 150.0
+        await b.dispatch(lease="$ACK.demo.2.1", epoch=65, resume_token_ids=(30,))
+        _end(b, 100.0, "r1:65")
+        record = await _record(b)
+        assert [life.device_us for life in record.lives] == [300]
+        assert record.device_us == 500
+
+
 @pytest.mark.parametrize(
     ("reason", "status"),
     [

@@ -53,6 +53,7 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             "millrace_prefix_cache_queries_total": 400,
             "millrace_prefix_cache_hits_total": 100,
             "millrace_num_preemptions_total": 2,
+            "millrace_worker_devices": 1,
             "millrace_worker_draining": 0,
             "millrace_engine_step_duration_seconds_count": 1,
             "millrace_engine_step_duration_seconds_sum": 0.003,

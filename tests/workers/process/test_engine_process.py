@@ -242,6 +242,10 @@ class _Counting:
         return ""
 
     @property
+    def num_devices(self) -> int:
+        return 1
+
+    @property
     def transfer_endpoint(self) -> None:
         return None
 
@@ -331,7 +335,7 @@ def test_a_process_whose_device_is_lost_says_so_and_ends(
     ours, theirs = socket.socketpair()
     ours.settimeout(5.0)
     monkeypatch.setattr(engine_loop, "_load", lambda _: _Lost())
-    monkeypatch.setattr(engine_loop, "_die_with_parent", lambda _: None)
+    monkeypatch.setattr(engine_loop, "die_with_parent", lambda _: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     with ours:

@@ -258,6 +258,22 @@ async def test_blocks_are_served_where_the_engine_that_runs_serves_them() -> Non
     run.cancel()
 
 
+async def test_a_group_has_its_devices_while_its_engine_is_replaced() -> None:
+    clock = ManualClock()
+    engine = ScriptedEngine(num_devices=2)
+
+    async def restart() -> ScriptedEngine:
+        assert (keeper.is_down, keeper.num_devices) == (True, 2)
+        return ScriptedEngine(num_devices=4)
+
+    keeper = EngineKeeper(engine, restart, clock)
+    run = asyncio.create_task(keeper.run())
+    engine.fail("exit code -9")
+    await clock.advance(1.0)
+    assert (keeper.is_down, keeper.num_devices) == (False, 4)
+    run.cancel()
+
+
 async def test_everybody_hears_at_once_that_the_engine_is_down_and_up_again(
     demo: ServedModel,
 ) -> None:

@@ -190,3 +190,34 @@ def test_a_bad_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert ended.stderr.startswith("workers: ")
     assert "nmae" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+async def test_a_group_is_one_worker_that_takes_the_time_of_all_its_devices(
+    tmp_path: Path, nats_config: NatsConfig
+) -> None:
+    """One device would take 3 ms for the prompt and 40 for each token behind the first."""
+    simulation = {
+        "prefill_tokens_per_s": 1_000.0,
+        "step_ms": 40.0,
+        "step_ms_per_sequence": 0.0,
+        "step_ms_per_kv_token": 0.0,
+    }
+    engine = {"kind": "simulated", "tensor_parallel": 4, "simulation": simulation}
+    worker = WorkerProcess(tmp_path, nats_config.url, engine=engine)
+    try:
+        async with hand_scheduler(nats_config) as scheduler:
+            await eventually(lambda: bool(scheduler.statuses), 60.0, "the first heartbeat")
+            assert scheduler.worker.num_devices == 4
+            await scheduler.dispatch("r", 10)
+            records: list[RequestRecord] = []
+
+            async def is_recorded() -> bool:
+                records.extend(await scheduler.records())
+                return bool(records)
+
+            await eventually(is_recorded, what="the record")
+            (record,) = records
+            assert (record.num_devices, record.completion_tokens) == (4, 10)
+            assert record.device_us == pytest.approx(4 * (3_000 / 4 + 9 * 40_000 / 4), abs=4)
+    finally:
+        worker.stop()

@@ -109,6 +109,13 @@ def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Pat
     assert variables["OMP_NUM_THREADS"] == "3"
 
 
+def test_a_group_of_devices_is_told_of(model: ServedModel, tmp_path: Path) -> None:
+    arguments, _ = _options(model, tmp_path, tensor_parallel=4, expert_parallel=True)
+    options = dict(pairwise(arguments))
+    assert (options["--tp-size"], options["--ep-size"]) == ("4", "4")
+    assert not {"--tp-size", "--ep-size"} & {*_options(model, tmp_path)[0]}
+
+
 def test_nobody_else_can_read_the_key(model: ServedModel, tmp_path: Path) -> None:
     arguments, variables = _options(model, tmp_path)
     assert not any("secret" in word for word in (*arguments, *variables.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Pat
         "OMP_NUM_THREADS": "3",
         "PREFIX_CACHING": "0",
     }
+
+
+def test_a_group_of_devices_is_told_of(model: ServedModel, tmp_path: Path) -> None:
+    arguments, _ = _options(model, tmp_path, tensor_parallel=4)
+    assert dict(pairwise(arguments))["--num-shard"] == "4"
+    assert "--num-shard" not in _options(model, tmp_path)[0]
 
 
 @pytest.mark.parametrize(

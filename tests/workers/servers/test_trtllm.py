@@ -68,6 +68,13 @@ def _command(
     return list(command.arguments), command.environment, settings
 
 
+def test_a_group_of_devices_is_told_of(model: ServedModel, tmp_path: Path) -> None:
+    arguments, _, _ = _command(model, tmp_path, tensor_parallel=4, expert_parallel=True)
+    options = dict(zip(arguments[3::2], arguments[4::2], strict=True))
+    assert (options["--tp_size"], options["--ep_size"]) == ("4", "4")
+    assert not {"--tp_size", "--ep_size"} & {*_command(model, tmp_path)[0]}
+
+
 def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Path) -> None:
     arguments, variables, settings = _command(
         model,

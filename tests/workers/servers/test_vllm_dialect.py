@@ -150,6 +150,19 @@ def test_the_command_has_what_the_settings_say(model: ServedModel) -> None:
     assert variables["VLLM_NO_USAGE_STATS"] == "1"
 
 
+def test_a_group_of_devices_is_told_of(model: ServedModel) -> None:
+    arguments, _ = _options(model, tensor_parallel=4, expert_parallel=True)
+    assert dict(pairwise(arguments))["--tensor-parallel-size"] == "4"
+    assert "--enable-expert-parallel" in arguments
+    alone, _ = _options(model)
+    assert not {"--tensor-parallel-size", "--enable-expert-parallel"} & {*alone}
+
+
+async def test_devices_of_a_server_that_runs_are_counted(model: ServedModel) -> None:
+    async with _attached(model, _recorded(model), tensor_parallel=4) as engine:
+        assert engine.num_devices == 4
+
+
 def test_the_usual_command_leaves_compiling_and_caching_on(model: ServedModel) -> None:
     arguments, variables = _options(model, device="cpu")
     assert not {"--no-enable-prefix-caching", "--enforce-eager"} & {*arguments}
@@ -171,6 +184,7 @@ def test_the_usual_command_leaves_compiling_and_caching_on(model: ServedModel) -
         ("itl_bound_ms", 5.0),
         ("host_cache_bytes", 0),
         ("idle_offload_s", 1.0),
+        ("collectives", "gloo"),
     ],
 )
 def test_a_setting_of_the_own_engine_is_refused_by_name(

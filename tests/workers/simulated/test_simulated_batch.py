@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from millrace.schemas.config import SimulationConfig
 from millrace.schemas.errors import ConfigError
@@ -80,9 +81,36 @@ def test_a_step_takes_what_the_settings_say() -> None:
     assert (batch.num_steps, batch.prefill_tokens, batch.decode_tokens) == (3, 30, 2)
 
 
+def test_a_group_shares_the_work_and_exchanges_what_it_made() -> None:
+    config = replace(
+        _CONFIG,
+        collective_ms=0.5,
+        collective_ms_per_token=0.01,
+        collective_ms_per_sequence=0.02,
+    )
+    group, one = LatencyModel(config, 4), LatencyModel(config)
+    assert one.step_s(20, 2, 30) == pytest.approx(0.020 + 0.010 + 2 * 0.001 + 30 * 0.0001)
+    assert group.decode_step_s(2, 30) == pytest.approx(
+        (0.010 + 2 * 0.001 + 30 * 0.0001) / 4 + 0.0005 + 2 * (0.00001 + 0.00002)
+    )
+    assert group.step_s(20, 2, 30) == pytest.approx(
+        group.decode_step_s(2, 30) + 20 * (0.001 / 4 + 0.00001)
+    )
+    assert group.step_s(20, 0, 0) == pytest.approx(20 * (0.001 / 4 + 0.00001) + 0.0005)
+    assert group.step_s(0, 0, 0) == 0.0
+    assert group.prefill_tokens_per_s == pytest.approx(1 / (0.001 / 4 + 0.00001))
+    with pytest.raises(ConfigError, match="tensor_parallel must be at least 1"):
+        LatencyModel(config, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("prefill_tokens_per_s", 0.0), ("step_ms", -1.0), ("step_ms_per_kv_token", float("nan"))],
+    [
+        ("prefill_tokens_per_s", 0.0),
+        ("collective_ms", -1.0),
+        ("step_ms", -1.0),
+        ("step_ms_per_kv_token", float("nan")),
+    ],
 )
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -112,6 +112,19 @@ async def test_a_request_takes_the_time_of_its_steps(model: ServedModel) -> None
         assert stats.max_tokens_per_request == 128
 
 
+async def test_a_group_shares_the_work_of_its_steps(model: ServedModel) -> None:
+    """Device time is told of one device; the worker counts the others."""
+    simulation = msgspec.structs.replace(_SIMULATION, collective_ms=1.0)
+    config = msgspec.structs.replace(_CONFIG, tensor_parallel=4, simulation=simulation)
+    async with _engine(model, config) as (engine, heard, clock):
+        assert engine.num_devices == 4
+        engine.add(_request("a"))
+        await clock.advance(1.0)
+        assert heard.ended("a")
+        # A prompt of 10 ms and three steps of 10, and four exchanges of 1.
+        assert engine.stats.busy_s == pytest.approx(0.040 / 4 + 4 * 0.001)
+
+
 async def test_time_lost_by_the_loop_is_made_up_for(model: ServedModel) -> None:
     async with _engine(model) as (engine, heard, clock):
         engine.add(_request("a", max_tokens=20))

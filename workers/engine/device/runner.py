@@ -79,6 +79,7 @@ class DeviceRunner:
     """
 
     overlaps = True
+    num_stages = 1
     likeliest = None
 
     def __init__(
@@ -163,6 +164,12 @@ class DeviceRunner:
                 self._compute_adapted(shape)
             else:
                 self._compute(shape)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """A device that has failed is found out by the next step."""
+
+    def check(self) -> None:
+        """See ``watch``."""
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         """Read an adapter of at most such a rank into a slot, which no step that is launched

@@ -14,9 +14,12 @@ from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, CpuOperations
 from millrace.workers.kernels.cpu import CpuKernels, DecoderShape, StepFeatures
+from millrace.workers.kernels.operations import Collectives
+from millrace.workers.kernels.ranks import SharedRanks
 from millrace.workers.models.decoder import Decoder, DecoderWeights, LayerWeights
 from millrace.workers.models.mlp import GatedMLP
 from millrace.workers.models.packed_projection import PackedProjection
+from millrace.workers.models.reduced_linear import ReducedLinear
 
 
 class _Layer(NamedTuple):
@@ -37,9 +40,12 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         weights: DecoderWeights,
         operations: CpuOperations,
         kernels: CpuKernels,
+        ranks: SharedRanks | None = None,
     ) -> None:
-        super().__init__(config, weights, operations)
+        """``ranks``: those that have the other slices of these weights."""
+        super().__init__(config, weights, operations, ranks)
         self._kernels = kernels
+        self._ranks = ranks
         self._cpu_operations = operations
         layers = packed_layers(weights)
         assert layers is not None, "layers of another kind cannot be computed in one call"
@@ -58,8 +64,11 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
     def adapter(self, layers: list[LayerSlices]) -> AdapterWeights:
         return PackedAdapter(layers)
 
-    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor:
-        return self._forward(batch, adapters, None)
+    def forward_hidden(
+        self, batch: FlatBatch, hidden: torch.Tensor, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        self._step(batch, hidden, adapters)
+        return hidden
 
     def forward_with_features(
         self, batch: FlatBatch, adapters: RowAdapters | None, layers: tuple[int, ...]
@@ -68,7 +77,8 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         len(layers) * hidden_size]. The layer behind the last stands for what comes out of it."""
         num_layers, width = len(self._layers), self._shape.hidden_size
         out = self._weights.embedding.new_empty(len(batch.token_ids), len(layers), width)
-        hidden = self._forward(batch, adapters, StepFeatures(torch.tensor(layers), out))
+        hidden = self._embedded(batch.token_ids)
+        self._step(batch, hidden, adapters, StepFeatures(torch.tensor(layers), out))
         for index, layer in enumerate(layers):
             if layer == num_layers:
                 out[:, index] = hidden
@@ -80,13 +90,6 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         """``hidden`` [num_tokens, hidden_size], replaced by what becomes of it where ``inputs``
         are what the first attention takes."""
         self._step(batch, hidden, inputs=inputs)
-        return hidden
-
-    def _forward(
-        self, batch: FlatBatch, adapters: RowAdapters | None, features: StepFeatures | None
-    ) -> torch.Tensor:
-        hidden = self._weights.embedding.index_select(0, batch.token_ids)
-        self._step(batch, hidden, adapters, features)
         return hidden
 
     def _step(
@@ -112,18 +115,24 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             adapters=None if adapters is None else step_adapters(adapters),
             features=features,
             inputs=inputs,
+            ranks=self._ranks,
         )
 
 
 def compiled_decoder(
-    config: ModelConfig, weights: DecoderWeights, attention: TorchAttention, kernels: CpuKernels
+    config: ModelConfig,
+    weights: DecoderWeights,
+    attention: TorchAttention,
+    kernels: CpuKernels,
+    collectives: Collectives | None = None,
 ) -> Decoder[FlatBatch, CpuMetadata]:
     """By the compiled kernels: a step in one call where its layers can be computed so, else in one
-    for each operation."""
+    for each operation. ``collectives``: of the ranks that have the other slices of the weights."""
     operations = CpuOperations(attention, kernels, epsilon=config.rms_norm_eps)
-    if packed_layers(weights) is None:
-        return Decoder(config, weights, operations)
-    return FusedDecoder(config, weights, operations, kernels)
+    ranks = collectives if isinstance(collectives, SharedRanks) else None
+    if packed_layers(weights) is None or (collectives is not None and ranks is None):
+        return Decoder(config, weights, operations, collectives)
+    return FusedDecoder(config, weights, operations, kernels, ranks)
 
 
 def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:
@@ -134,7 +143,8 @@ def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:
         if not isinstance(mlp, GatedMLP):
             return None
         linears = (layer.qkv, layer.output, mlp.gate_up, mlp.down)
-        packed = [linear for linear in linears if isinstance(linear, PackedProjection)]
+        own = [one.linear if isinstance(one, ReducedLinear) else one for one in linears]
+        packed = [linear for linear in own if isinstance(linear, PackedProjection)]
         if len(packed) < len(linears):
             return None
         layers.append(_Layer(layer, *packed))

@@ -44,22 +44,22 @@ _log = logging.getLogger(__name__)
 
 def choose_product(
     kernels: CpuKernels, config: ModelConfig, clock: Callable[[], float] = time.perf_counter
-) -> MakeLinear:
-    """What makes the linear maps of a model: the compiled kernels if they have products of its
-    dtype and steps take less time with them than with oneDNN, as a mean over sizes of batches.
+) -> bool:
+    """Whether the compiled kernels make the linear maps of a model: they have products of its
+    dtype, and steps take less time with these than with oneDNN's, as a mean over sizes of batches.
 
     Steps are timed, not products: layers of the kernels' own products are computed in one call
     where that can be (``compiled_decoder``), which may be worth more than the products differ by.
     """
     if not kernels.has_products:
-        return Projection
+        return False
     packed: MakeLinear = partial(PackedProjection.of_wide, kernels)
     sample = sample_config(config)
     with torch.inference_mode():
         own, other = (sample_decoder(kernels, sample, product) for product in (packed, Projection))
         ratio = time_ratio(own.forward, other.forward, sample_batches(), clock)
     _log.info("the compiled kernels compute in %.2f of the time that oneDNN takes", ratio)
-    return packed if ratio < 1.0 else Projection
+    return ratio < 1.0
 
 
 def sample_config(config: ModelConfig) -> ModelConfig:

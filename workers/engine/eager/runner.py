@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -15,14 +15,11 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_con
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
-from millrace.workers.adapters.rows import AdapterWeights
-from millrace.workers.adapters.weights import read_adapter_weights
+from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
+from millrace.workers.adapters.weights import LayerSlices, read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch, build_batch
-from millrace.workers.engine.eager.attention import TorchAttention
-from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
-from millrace.workers.engine.eager.fused_decoder import FusedDecoder, compiled_decoder
-from millrace.workers.engine.eager.products import choose_product
-from millrace.workers.engine.eager.torch_operations import TorchMetadata, TorchOperations
+from millrace.workers.engine.eager.fused_decoder import FusedDecoder
+from millrace.workers.engine.eager.loading import Arithmetic, load_decoder
 from millrace.workers.engine.features import give_features
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from millrace.workers.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
@@ -31,22 +28,30 @@ from millrace.workers.engine.sampling.prompt_logprobs import score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
-from millrace.workers.kernels.build import KernelBuildError, cpu_library
-from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.kernels.operations import WeightSize
-from millrace.workers.models.decoder import Decoder, DecoderWeights
-from millrace.workers.models.dummy import DummyTensors
-from millrace.workers.models.loader import choose_dtype, is_widened, load_weights
-from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
-from millrace.workers.models.projection import Projection
-from millrace.workers.models.weight_reader import MakeLinear
-from millrace.workers.quantization.at_load import quantize_at_load
-from millrace.workers.quantization.linear import MakeQuantized
-
-_log = logging.getLogger(__name__)
 
 
-AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
+class StepDecoder(Protocol):
+    """What a runner needs of a decoder, see ``Decoder``."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def embedding(self) -> torch.Tensor: ...
+
+    @property
+    def weight_size(self) -> WeightSize: ...
+
+    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor: ...
+
+    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
 
 
 class ModelRunner:
@@ -57,12 +62,13 @@ class ModelRunner:
     """
 
     overlaps = False
+    num_stages = 1
     takes_adapters = True
 
     def __init__(
         self,
         config: ModelConfig,
-        decoder: AnyDecoder,
+        decoder: StepDecoder,
         cache: KVCache,
         likeliest: Likeliest | None = None,
         *,
@@ -82,28 +88,9 @@ class ModelRunner:
         config = read_model_config(path)
         device = choose_device(engine.device)
         engine = with_device_defaults(engine, device)
-        if engine.kv_cache_dtype == "fp8" or engine.deterministic:
-            raise ConfigError(
-                "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
-                "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
-                "bits is int8 here."
-            )
-        dtype, kernels, only_own = _arithmetic(config, engine, device)
-        source = DummyTensors(dtype, device) if engine.load_format == "dummy" else None
-        at_load = quantize_at_load(engine.quantization)
-        product, quantized = _products(kernels, config, only_own=only_own)
-        weights = load_weights(
-            path,
-            config,
-            dtype=dtype,
-            device=device,
-            source=source,
-            product=product,
-            quantized=quantized,
-            quantize=at_load.layers,
-            quantize_head=at_load.head,
-        )
-        stored = cache_dtype(engine.kv_cache_dtype, dtype)
+        check_engine(engine)
+        arithmetic = Arithmetic.chosen(config, engine, device)
+        stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
         cache = KVCache(
             config,
             num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, stored),
@@ -112,31 +99,16 @@ class ModelRunner:
             device=device,
             shared=bool(engine.transfer),
         )
-        attention = TorchAttention(
-            cache,
-            num_heads=config.num_attention_heads,
-            dtype=dtype,
-            windows=config.windows,
-        )
-        _log.info(
-            "loaded %s in %s on %s by %s with %d KV blocks of %d tokens in %s",
-            config.architecture,
-            str(dtype).removeprefix("torch."),
-            device,
-            "torch alone" if kernels is None else "compiled kernels",
-            cache.num_blocks,
-            cache.block_size_tokens,
-            str(stored).removeprefix("torch."),
-        )
-        decoder = _decoder(config, weights, attention, kernels)
-        return cls(
-            config,
-            decoder,
-            cache,
-            None if kernels is None else kernels.likeliest,
-            is_row_exact=isinstance(decoder, FusedDecoder)
-            and isinstance(weights.head, PackedProjection),
-        )
+        decoder, is_row_exact = load_decoder(path, config, engine, arithmetic, cache)
+        kernels = arithmetic.kernels
+        likeliest = None if kernels is None else kernels.likeliest
+        return cls(config, decoder, cache, likeliest, is_row_exact=is_row_exact)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Nothing fails here between steps."""
+
+    def check(self) -> None:
+        """Nothing does."""
 
     @property
     def weight_size(self) -> WeightSize:
@@ -188,7 +160,7 @@ class ModelRunner:
                 logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
-            return InFlightStep([], batch.sampled, logits, pooled, scored, _nothing_chosen)
+            return InFlightStep([], batch.sampled, logits, pooled, scored, nothing_chosen)
 
     def _forward(self, batch: FlatBatch) -> torch.Tensor:
         if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
@@ -199,76 +171,16 @@ class ModelRunner:
         return hidden
 
 
-def _decoder(
-    config: ModelConfig,
-    weights: DecoderWeights,
-    attention: TorchAttention,
-    kernels: CpuKernels | None,
-) -> AnyDecoder:
-    """The fastest that computes these weights."""
-    if kernels is None:
-        return Decoder(config, weights, TorchOperations(attention, epsilon=config.rms_norm_eps))
-    return compiled_decoder(config, weights, attention, kernels)
+def check_engine(engine: EngineConfig) -> None:
+    """Raise ConfigError for what is computed by the kernels of a GPU only."""
+    if engine.kv_cache_dtype == "fp8" or engine.deterministic:
+        raise ConfigError(
+            "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
+            "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
+            "bits is int8 here."
+        )
 
 
-def _arithmetic(
-    config: ModelConfig, engine: EngineConfig, device: torch.device
-) -> tuple[torch.dtype, CpuKernels | None, bool]:
-    """What is computed in, by which compiled kernels, and whether no other products are tried:
-    where weights are rounded or rows have to be exact, and where a small model need not be widened
-    for them to be. Raises ConfigError."""
-    speculates = engine.speculation not in (None, "off", False)
-    packs = engine.quantization is not None or speculates
-    is_auto = engine.dtype == "auto" and not packs
-    if is_auto and _is_exact_in_bfloat16(config) and is_widened(config, device):
-        kernels = _cpu_kernels(engine.kernels, config, torch.bfloat16, device)
-        if kernels is not None:
-            return torch.bfloat16, kernels, True
-    dtype = choose_dtype(config, engine.dtype, device, packs=packs)
-    kernels = _cpu_kernels(engine.kernels, config, dtype, device)
-    return dtype, kernels, packs or engine.kernels == "native"
-
-
-def _is_exact_in_bfloat16(config: ModelConfig) -> bool:
-    """Whether a checkpoint of bfloat16 is one whose tokens do not change with the company by the
-    kernels' own products, as they do not in float32."""
-    is_wide = config.dtype == "bfloat16" and config.quantization is None
-    return is_wide and config.has_head and config.experts is None
-
-
-def _products(
-    kernels: CpuKernels | None, config: ModelConfig, *, only_own: bool
-) -> tuple[MakeLinear, MakeQuantized | None]:
-    """What makes the linear maps of wide and of quantized weights; by the compiled kernels where
-    these have products, if ``only_own`` are wanted or they are faster, and what stays wide of
-    quantized weights too, as a step whose layers are all theirs is one call."""
-    if kernels is None or not kernels.has_products:
-        return Projection, None
-    quantized = partial(packed_quantized, kernels)
-    if only_own or config.quantization is not None:
-        return partial(PackedProjection.of_wide, kernels), quantized
-    return choose_product(kernels, config), quantized
-
-
-def _nothing_chosen() -> ChosenTokens:
+def nothing_chosen() -> ChosenTokens:
     """What is read of a step whose tokens are all the host's to choose."""
     return ChosenTokens([], [], None)
-
-
-def _cpu_kernels(
-    choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> CpuKernels | None:
-    """The compiled kernels, if they are wanted and can be had.
-
-    Raises ConfigError for "native" where there are none.
-    """
-    why = f"they do not compute {config.architecture} of this shape in {dtype} on {device}."
-    if choice != "torch" and suits(config, dtype, device):
-        try:
-            return CpuKernels(cpu_library(), dtype)
-        except (KernelBuildError, OSError) as error:
-            why = str(error)
-            _log.warning("the engine computes with torch alone, more slowly: %s", why)
-    if choice == "native":
-        raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
-    return None

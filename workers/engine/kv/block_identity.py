@@ -41,6 +41,7 @@ def _identity(config: EngineConfig, cache: KVCache) -> str:
         f"{cache.block_size_tokens} tokens",
         torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         f"{torch.get_num_threads()} threads",
+        f"ranks of {cache.part_layers} layers, experts whole: {config.expert_parallel}",
         torch.__version__,
         metadata.version("millrace"),
         kernels.hexdigest(),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
+from copy import copy
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,6 +32,11 @@ class KVCache:
 
     ``blocks``: [num_layers, num_blocks + 1, bytes], all there is of a block in a layer in one
     piece, its entries first and then its scales.
+
+    A group's has the layers and heads of each of its ranks in a part, one behind the other; of
+    ``part_layers`` layers each. Whoever looks at blocks that are not being computed, or changes
+    them, from outside of the steps, calls ``settle`` first: it waits for what steps that were
+    launched still write.
     """
 
     def __init__(
@@ -40,17 +48,24 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         shared: bool = False,
+        pages: SharedPages | None = None,
+        part_layers: tuple[int, ...] | None = None,
     ) -> None:
-        """``shared``: memory of a CPU in ``pages`` that other processes may map."""
+        """``config``: of one part, or the only one; ``part_layers``: how many layers each has.
+        ``shared``: memory of a CPU in ``pages`` that other processes
+        may map; these ``pages``, if there are some already."""
         self.num_blocks = num_blocks
         self.null_block = num_blocks
         self.block_size_tokens = block_size_tokens
+        self.part_layers = part_layers or (config.num_hidden_layers,)
+        self.settle: Callable[[], None] = _nothing
         layout = _BlockLayout.of(config, block_size_tokens, dtype)
-        shape = (config.num_hidden_layers, num_blocks + 1, layout.size_bytes)
-        self.pages: SharedPages | None = None
+        shape = (sum(self.part_layers), num_blocks + 1, layout.size_bytes)
+        self.pages = pages
         try:
-            if shared and device.type == "cpu":
+            if shared and device.type == "cpu" and pages is None:
                 self.pages = SharedPages(math.prod(shape))
+            if self.pages is not None:
                 self.blocks = _on_pages(self.pages.pages, shape)
             else:
                 self.blocks = _zeros(shape, device)
@@ -59,16 +74,32 @@ class KVCache:
                 f"The KV cache of {num_blocks} blocks takes {math.prod(shape)} bytes, which "
                 f"{device} does not have. Lower engine.kv_cache_bytes or engine.num_blocks."
             ) from error
-        pairs = (block_size_tokens, 2, config.num_key_value_heads)
+        self._view(config, layout, dtype)
+
+    def _view(self, config: ModelConfig, layout: _BlockLayout, dtype: torch.dtype) -> None:
+        """See ``data`` and ``scales`` in the bytes of ``blocks``."""
+        shape = self.blocks.shape[:2]
+        pairs = (self.block_size_tokens, 2, config.num_key_value_heads)
         data = self.blocks[:, :, : layout.data_bytes].view(dtype)
-        self.data = data.view(*shape[:2], *pairs, config.head_dim)
+        self.data = data.view(*shape, *pairs, config.head_dim)
         self.scales: torch.Tensor | None = None
         if layout.has_scales:
             end = layout.scales_at + math.prod(pairs) * torch.float32.itemsize
             scales = self.blocks[:, :, layout.scales_at : end].view(torch.float32)
-            self.scales = scales.view(*shape[:2], *pairs)
+            self.scales = scales.view(*shape, *pairs)
         # Copied by eight bytes where these make up a block.
         self._words = self.blocks.view(torch.int64 if layout.size_bytes % 8 == 0 else torch.uint8)
+
+    def part(self, index: int) -> KVCache:
+        """One part of it, in the same memory."""
+        begin = sum(self.part_layers[:index])
+        own = slice(begin, begin + self.part_layers[index])
+        part = copy(self)
+        part.part_layers = self.part_layers[index : index + 1]
+        part.blocks, part.data = self.blocks[own], self.data[own]
+        part._words = self._words[own]
+        part.scales = None if self.scales is None else self.scales[own]
+        return part
 
     def layer(self, index: int) -> CacheLayer:
         """One layer, as kernels see it."""
@@ -77,6 +108,7 @@ class KVCache:
     @torch.inference_mode()
     def scrub(self, blocks: list[int]) -> None:
         """Zero those of the blocks whose contents are not finite."""
+        self.settle()
         telling = self.data if self.scales is None else self.scales
         for block in blocks:
             if not torch.isfinite(telling[:, block]).all():
@@ -85,6 +117,7 @@ class KVCache:
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Give one block the contents of another, in all layers."""
+        self.settle()
         self._words[:, target].copy_(self._words[:, source])
 
     @torch.inference_mode()
@@ -97,8 +130,15 @@ class KVCache:
         """
         telling = self.data if self.scales is None else self.scales
         index = torch.tensor(blocks, device=telling.device)
-        rows = telling[-1].index_select(0, index).flatten(1)
-        return torch.isfinite(rows.sum(-1, dtype=torch.float32)).tolist()
+        last = [telling[end - 1] for end in accumulate(self.part_layers)]
+        sums = [
+            layer.index_select(0, index).flatten(1).sum(-1, dtype=torch.float32) for layer in last
+        ]
+        return torch.isfinite(torch.stack(sums).sum(0)).tolist()
+
+
+def _nothing() -> None:
+    """Where a step is over when it was launched, or what follows it waits for it by itself."""
 
 
 def pieces_of(blocks: torch.Tensor, block: int) -> list[memoryview]:
@@ -157,10 +197,15 @@ def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype)
 
 
 def choose_num_blocks(
-    config: ModelConfig, engine: EngineConfig, kv_cache_bytes: int, dtype: torch.dtype
+    config: ModelConfig,
+    engine: EngineConfig,
+    kv_cache_bytes: int,
+    dtype: torch.dtype,
+    num_layers: int | None = None,
 ) -> int:
     """``engine.num_blocks`` if given; else what fits ``kv_cache_bytes``, but never more than
-    ``engine.max_num_sequences`` full context windows can use.
+    ``engine.max_num_sequences`` full context windows can use. ``config``: of one of the parts,
+    which have so many layers together.
 
     Raises ConfigError if not even one block fits.
     """
@@ -168,6 +213,7 @@ def choose_num_blocks(
         return engine.num_blocks
     block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
+    size_bytes = size_bytes // config.num_hidden_layers * (num_layers or config.num_hidden_layers)
     fitting = kv_cache_bytes // size_bytes
     if fitting < 1:
         raise ConfigError(

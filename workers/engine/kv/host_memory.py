@@ -56,6 +56,7 @@ class PlainHostMemory:
         self.block_bytes = num_layers * layer_bytes
         self.num_slots = host_bytes // self.block_bytes
         self._cache = cache.blocks
+        self._settle = cache.settle
         self._shape = (num_layers, self.num_slots, layer_bytes)
         self._slots: torch.Tensor | None = None
         size_bytes = self.num_slots * self.block_bytes
@@ -63,11 +64,13 @@ class PlainHostMemory:
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
         """Copy blocks of the cache into slots. Raises RuntimeError if there is no memory."""
+        self._settle()
         _copy_blocks(self._cache, blocks, self._memory(), slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
         """Copy slots into blocks of the cache."""
         assert self._slots is not None, "nothing was stored"
+        self._settle()
         _copy_blocks(self._slots, slots, self._cache, blocks)
 
     def pieces(self, slot: int) -> list[memoryview]:

@@ -12,7 +12,7 @@ from millrace.workers.engine.kv.block_tables import BlockTables, PrefixHit
 from millrace.workers.engine.scheduling.background import is_background, non_preemptible, rank_of
 from millrace.workers.engine.scheduling.beam_slots import has_slot
 from millrace.workers.engine.scheduling.cost_model import CostModel, StepWork
-from millrace.workers.engine.scheduling.running import RunningSequences
+from millrace.workers.engine.scheduling.running import RunningSequences, work_of
 from millrace.workers.engine.scheduling.schedule import Schedule, ScheduledSequence
 from millrace.workers.engine.scheduling.waiting import WaitingQueue
 from millrace.workers.engine.sequence import Sequence, SequenceState
@@ -47,6 +47,9 @@ class Planner:
     step if it fits beside the others. Some of it gets its blocks for good too: see
     ``non_preemptible``.
 
+    With several ``num_stages`` of a pipeline a step has that part of the sequences that decode;
+    those of the step before it are awaited meanwhile.
+
     ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
     ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
     """
@@ -80,6 +83,7 @@ class Planner:
         self._costs = CostModel() if costs is None else costs
         self._monotonic = monotonic
         self._adapters = adapters
+        self.num_stages = 1
         self._waiting = WaitingQueue()
         self._now_s = monotonic()
         self._watermark_blocks = math.ceil(self._pool.num_blocks * ADMISSION_WATERMARK)
@@ -166,22 +170,12 @@ class Planner:
         self._waiting.collect_ready()
         self.tables.offload_idle(self._now_s)
         schedule = Schedule(self.max_batch_tokens)
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for sequence in self.running:
-            if sequence.beams is not None and sequence.is_held:
-                continue
-            num_tokens = len(sequence.token_ids)
-            if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:
-                schedule.ending.append(sequence)
-            elif num_tokens - sequence.num_computed_tokens == 1:
-                decoding.append(sequence)
-            else:
-                prefilling.append(sequence)
+        decoding, prefilling, schedule.ending, num_awaited = work_of(self.running)
         num_urgent = bisect_left(prefilling, True, key=is_background)
         kept_tokens = self.max_batch_tokens // 2 if num_urgent or self._has_urgent_newcomer else 0
         size = self._pool.block_size_tokens
-        for sequence in decoding:
+        most_decoding = -(-(len(decoding) + num_awaited) // self.num_stages)
+        for sequence in decoding[:most_decoding]:
             if schedule.budget <= kept_tokens and (schedule.budget == 0 or is_background(sequence)):
                 break
             if sequence.num_computed_tokens % size == 0 or sequence.tail_shared:
@@ -195,7 +189,7 @@ class Planner:
             self._admit(schedule, background=False)
             self._continue_prefills(prefilling[num_urgent:], schedule)
         self._admit(schedule)
-        if not schedule.counts and not schedule.ending:
+        if not schedule.counts and not schedule.ending and not num_awaited:
             self._displace_held(schedule)
         return list(map(ScheduledSequence._make, schedule.counts.items()))
 
@@ -241,7 +235,7 @@ class Planner:
         for other in reversed(self.running):
             if other is sequence:
                 return None
-            if other not in kept:
+            if other not in kept and not other.is_awaited:
                 return other
         return None
 
@@ -359,7 +353,9 @@ class Planner:
         for other in reversed(self.running):
             if other.rank < sequence.rank:
                 break
-            if other in spared or other.request.priority >= sequence.request.priority:
+            if other.is_awaited or other in spared:
+                continue
+            if other.request.priority >= sequence.request.priority:
                 continue
             victims.append(other)
             num_blocks += self.tables.num_exclusive_blocks(other, kept)
@@ -389,7 +385,7 @@ class Planner:
         self._waiting.check_integrity()
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens + sequence.is_awaited
             assert sequence.num_tokens <= sequence.max_total_tokens
             assert sequence.num_preemptions <= MAX_PREEMPTIONS or is_background(sequence)
         self._adapters.check_integrity(self.running)

@@ -19,6 +19,8 @@ _SPIN_COUNT = "20000"
 # By which a user binds threads to cores himself.
 _BINDING = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
 _cores: set[int] = set()
+# Of each rank of a group, those that its threads are bound to, for OMP_PLACES; none are if empty.
+_places_of_ranks: list[str] = []
 
 
 def configure_threads(
@@ -40,27 +42,44 @@ def configure_threads(
     that wait for each other may else be kept on one core for as long as they run, while the other
     has nothing, or something of low priority, to do: Linux takes that for busy. Beside such work
     half of the starts on 2 cores made steps three times as long. Threads that are no part of the
-    team ``leave_core``.
+    team ``leave_core``. The ranks of a group share the cores, each with its own.
     """
     environ = os.environ if environ is None else environ
+    num_ranks = max(1, config.tensor_parallel * config.pipeline_parallel)
     if not _cores:  # a thread that is bound sees one only
         _cores.update(os.sched_getaffinity(0))
     if config.num_threads > 0:
         environ["OMP_NUM_THREADS"] = str(config.num_threads)
     else:
-        environ.setdefault("OMP_NUM_THREADS", str(default_num_threads(usable_cores(), shared)))
+        of_all_ranks = default_num_threads(usable_cores(), shared)
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, of_all_ranks // num_ranks)))
     if shared:
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     num_threads = int(environ["OMP_NUM_THREADS"].split(",")[0])
-    if num_threads == len(_cores) > 1 and not _BINDING & environ.keys():
+    if num_ranks * num_threads == len(_cores) > 1 and not _BINDING & environ.keys():
+        every = places(sorted(_cores), os.getpid()).split(",")
+        _places_of_ranks[:] = [
+            ",".join(every[begin : begin + num_threads])
+            for begin in range(0, len(every), num_threads)
+        ]
         environ["OMP_PROC_BIND"] = "true"
-        environ["OMP_PLACES"] = places(sorted(_cores), os.getpid())
+        environ["OMP_PLACES"] = _places_of_ranks[0]
     if "torch" in sys.modules:
         # Too late for the wait policy, but not for the size of the pool.
         sys.modules["torch"].set_num_threads(num_threads)
     return num_threads
+
+
+def environment_of_rank(rank: int) -> dict[str, str]:
+    """What the environment of another rank's process has for its threads, beside this one's."""
+    return {"OMP_PLACES": _places_of_ranks[rank]} if rank < len(_places_of_ranks) else {}
+
+
+def cores_of_process() -> set[int]:
+    """The cores that this process may use, whatever its threads are bound to."""
+    return _cores or os.sched_getaffinity(0)
 
 
 def places(cores: Sequence[int], number: int) -> str:

@@ -53,7 +53,7 @@ class DeviceCache:
         self.blocks = torch.zeros(1, num_blocks + 1, block_size_tokens * 8, dtype=torch.uint8)
         self.data = self.blocks.view(torch.float32)
         self.slots = self.data.view(-1, 2).numpy()
-        self._finish = finish
+        self._finish = self.settle = finish
 
     def scrub(self, blocks: list[int]) -> None:
         self._finish()
@@ -100,6 +100,7 @@ class DeviceRunner:
     each read whether it fails whatever it is of. One of ``not_finite_every`` contexts that end in
     the completion has no finite logits; 0 is none."""
 
+    num_stages = 1
     takes_adapters = False
     is_row_exact = False
     likeliest = None
@@ -143,6 +144,12 @@ class DeviceRunner:
         self._failed = False
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Its faults are those of launches and reads."""
+
+    def check(self) -> None:
+        """See ``watch``."""
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> NoReturn:
         raise AssertionError("it takes none")

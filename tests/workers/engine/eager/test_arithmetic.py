@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.eager import runner
+from millrace.workers.engine.eager import loading
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.kernels.build import KernelBuildError
 from tests.workers.checkpoints import save_model
@@ -48,7 +48,7 @@ def test_it_is_widened_where_no_kernels_can_be_built(
     def fails() -> Path:
         raise KernelBuildError("no compiler")
 
-    monkeypatch.setattr(runner, "cpu_library", fails)
+    monkeypatch.setattr(loading, "cpu_library", fails)
     loaded = _load(_save(tmp_path))
     assert (loaded.cache.data.dtype, loaded.is_row_exact) == (torch.float32, False)
 

@@ -235,8 +235,8 @@ def test_a_stream_has_the_same_tokens_alone_and_in_company(
 ) -> None:
     save_model(tmp_path, "Llama", **LLAMA)
     monkeypatch.setattr(
-        "millrace.workers.engine.eager.runner.choose_product",
-        lambda kernels, config: partial(PackedProjection.of_wide, kernels),
+        "millrace.workers.engine.eager.loading.choose_product",
+        lambda kernels, config: True,
     )
     settings = EngineConfig(
         device="cpu",

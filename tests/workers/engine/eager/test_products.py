@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.workers.adapters.rows import RowAdapters
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager import products
 from millrace.workers.engine.eager.fused_decoder import FusedDecoder
 from millrace.workers.engine.eager.products import choose_product, sample_config, time_ratio
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.models.decoder import Decoder
-from millrace.workers.models.projection import Projection
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.eager.test_fused_decoder import LLAMA
 from tests.workers.kernels.compiled import compiled
@@ -62,22 +61,23 @@ def test_products_are_those_whose_steps_took_less_time(
     clock = _Clock()
 
     def taking(seconds: float, of: type[Decoder[Any, Any]]) -> Any:
-        real = of.forward
+        real = of.forward_hidden
 
-        def forward(self: Any, batch: FlatBatch) -> torch.Tensor:
+        def forward_hidden(
+            self: Any, batch: FlatBatch, hidden: torch.Tensor, adapters: RowAdapters | None
+        ) -> torch.Tensor:
             clock.now_s += seconds
-            return real(self, batch)
+            return real(self, batch, hidden, adapters)
 
-        return forward
+        return forward_hidden
 
     for seconds, of in ((1.0, Decoder), (own_s, FusedDecoder)):
-        monkeypatch.setattr(of, "forward", taking(seconds, of))
-    product = choose_product(kernels, _config(tmp_path), clock)
-    assert isinstance(product, partial) if is_own else product is Projection
+        monkeypatch.setattr(of, "forward_hidden", taking(seconds, of))
+    assert choose_product(kernels, _config(tmp_path), clock) is is_own
 
 
 def test_kernels_without_products_are_not_asked(tmp_path: Path) -> None:
-    assert choose_product(compiled(torch.float32), _config(tmp_path)) is Projection
+    assert not choose_product(compiled(torch.float32), _config(tmp_path))
 
 
 def test_a_first_time_and_what_disturbs_some_turns_do_not_count() -> None:

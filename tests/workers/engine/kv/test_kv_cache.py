@@ -193,3 +193,33 @@ def test_memory_of_the_host_suits_the_cache() -> None:
     cache = kv_cache(torch.bfloat16)
     assert isinstance(host_memory_of(cache, 1 << 20), PlainHostMemory)
     assert LockedHostMemory(cache, 0, make_event=Timeline().event).num_slots == 0
+
+
+@DTYPES
+def test_what_is_done_to_a_block_is_done_to_all_parts(dtype: torch.dtype) -> None:
+    cache = KVCache(
+        model(), num_blocks=7, block_size_tokens=4, dtype=dtype, device=CPU, part_layers=(3, 3, 3)
+    )
+    parts = [cache.part(index) for index in range(3)]
+    assert all(len(part.blocks) == model().num_hidden_layers for part in parts)
+    for index, part in enumerate(parts):
+        part.blocks[:, 2] = index + 1
+    cache.copy_block(2, 5)
+    for index, part in enumerate(parts):
+        assert (part.blocks[:, 5] == index + 1).all()
+    assert (cache.blocks[:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_number_that_is_none_is_found_in_any_part(dtype: torch.dtype, part: int) -> None:
+    cache = KVCache(
+        model(), num_blocks=7, block_size_tokens=4, dtype=dtype, device=CPU, part_layers=(3, 3, 3)
+    )
+    own = cache.part(part)
+    last = (own.data if own.scales is None else own.scales)[-1]
+    last[3] = torch.nan
+    assert cache.finite_blocks([2, 3, 4]) == [True, False, True]
+    cache.scrub([2, 3])
+    assert cache.finite_blocks([3]) == [True]
+    assert (cache.blocks[:, 3] == 0).all()

@@ -140,6 +140,17 @@ async def test_samples_hold_what_changed_since_the_last(demo: ServedModel) -> No
         assert (sample.device_per_hour, sample.currency) == (Decimal("0.05"), "USD")
 
 
+async def test_a_sample_of_a_group_has_the_time_of_all_its_devices(demo: ServedModel) -> None:
+    async with bench(demo, sample_interval_s=2.0, num_devices=4) as b:
+        await b.settle(2.0)
+        b.engine.step(decode_tokens=50, busy_s=1.0, charged_s=0.9, num_running=1)
+        await b.settle(2.0)
+        _, sample = await b.samples()
+        assert (sample.num_devices, sample.period_ms, sample.busy_share) == (4, 2000.0, 0.5)
+        assert (sample.busy_us, sample.charged_us) == (4_000_000, 3_600_000)
+        assert sample.step_ms_mean == 1000.0
+
+
 async def test_a_sample_that_could_not_be_stored_is_part_of_the_next(
     demo: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

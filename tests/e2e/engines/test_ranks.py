@@ -1,0 +1,83 @@
+"""A model over two stages of two ranks, as a user starts it: it answers, and the death of the first
+or the last under load loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from operator import attrgetter
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.clients import Answer, ask_sse, ask_websocket
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_STREAMS = 20
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(
+        tmp_path_factory.mktemp("ranks"),
+        arguments=("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+    ).start()
+    yield system
+    processes = system.processes()
+    assert system.stop() == 0
+    assert not [process for process in processes if process.is_running()]
+
+
+def _ranks(system: System) -> list[psutil.Process]:
+    """By their numbers, those of the first stage first."""
+    [lead] = psutil.Process(system.pid("worker-1")).children()
+    return [lead, *sorted(lead.children(), key=attrgetter("pid"))]
+
+
+async def _ask_all(system: System, http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
+    tasks = [
+        asyncio.create_task(
+            ask_websocket(system.websocket, f"What is a rank? {i}", **LONG)
+            if i % 2
+            else ask_sse(http, f"What is a rank? {i}", **LONG)
+        )
+        for i in range(NUM_STREAMS)
+    ]
+
+    async def all_run() -> bool:
+        return bool((await http.get("/healthz")).json()["open_streams"] >= NUM_STREAMS)
+
+    await eventually(all_run)
+    return tasks
+
+
+async def test_streams_go_on_whichever_rank_is_killed(group: System) -> None:
+    async with httpx.AsyncClient(base_url=group.http, timeout=120.0) as http:
+        undisturbed = await asyncio.gather(*await _ask_all(group, http))
+        worker_pid = group.pid("worker-1")
+        answers: list[Answer] = []
+        for rank in (3, 0):
+            before = _ranks(group)
+            tasks = await _ask_all(group, http)
+            before[rank].kill()
+            again = await asyncio.wait_for(asyncio.gather(*tasks), timeout=120.0)
+            assert [one.text for one in again] == [one.text for one in undisturbed]
+            assert not [process for process in before if process.is_running()]
+            answers += again
+        assert group.pid("worker-1") == worker_pid
+        ids = ", ".join(f"'{answer.request_id}'" for answer in answers)
+
+        async def recorded() -> bool:
+            [row] = group.sql(
+                "SELECT count() AS num_rows, uniqExact(request_id) AS num_requests, "
+                f"min(num_devices) AS devices FROM requests FINAL WHERE request_id IN ({ids})"
+            )
+            numbers = [int(row[name]) for name in ("num_rows", "num_requests", "devices")]
+            return numbers == [len(answers), len(answers), 4]
+
+        await eventually(recorded, timeout_s=15.0)

@@ -1,0 +1,97 @@
+"""A group whose ranks exchange numbers by torch.distributed's Gloo, over loopback."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from millrace.workers.kernels.ranks import RanksFailedError
+
+_LOOPBACK = "lo"
+
+
+class GlooRanks:
+    """One rank's view of its group, see ``Ranks``. One who waits in an exchange for longer than
+    ``timeout_s``, or for a rank that has ended, gets RanksFailedError; what rank 0 posts is waited
+    for as long as that takes.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, size: int, timeout_s: float) -> None:
+        """``folder``: an empty one that all ranks see; they meet there."""
+        self.rank = rank
+        self.size = size
+        self._folder = folder
+        self._why = ""
+        # Where the machine's name leads nowhere Gloo would not find an address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._exchange = self._group("exchange", timeout)
+        self._messages = self._group("messages", datetime.timedelta(days=365))
+
+    def _group(self, name: str, timeout: datetime.timedelta) -> Any:
+        """Of its own, beside whatever groups there are in this process; torch's types leave out
+        what such a one does."""
+        store = dist.FileStore(str(self._folder / name), self.size)  # type: ignore[attr-defined]
+        try:
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        except RuntimeError as error:
+            raise RanksFailedError(f"the ranks did not find one another: {error}") from error
+
+    def all_reduce(self, rows: torch.Tensor) -> None:
+        """Replace contiguous rows by their sum over the ranks. Gloo sums in an order of its own,
+        which is the same on every rank; what is narrower than float32 is widened for it."""
+        wide = rows.float()
+        self._wait(self._exchange.allreduce([wide]))
+        if wide is not rows:
+            rows.copy_(wide)
+
+    def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
+        """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
+        padded = columns.new_zeros(len(columns), max(widths))
+        padded[:, : columns.shape[1]] = columns
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        every = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else []
+        self._wait(self._exchange.gather([every] if every else [], [padded], options))
+        if not every:
+            return None
+        return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
+
+    def post(self, *parts: bytes | memoryview) -> None:
+        """Say something to all other ranks."""
+        message = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        self._broadcast(torch.tensor([len(message)]))
+        self._broadcast(message)
+
+    def receive(self) -> memoryview:
+        """What rank 0 says next."""
+        size = self._broadcast(torch.zeros(1, dtype=torch.int64))
+        message = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
+        return memoryview(message.numpy().tobytes())
+
+    def check(self) -> None:
+        """Raise RanksFailedError if the group has failed."""
+        if self._why:
+            raise RanksFailedError(self._why)
+
+    def abort(self, why: str) -> None:
+        """Nobody calls this group any more; the others find its sockets closed."""
+        self._why = self._why or why
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._wait(self._messages.broadcast([tensor], options))
+        return tensor
+
+    def _wait(self, work: dist.Work) -> None:
+        self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RanksFailedError(self._why or str(error)) from error

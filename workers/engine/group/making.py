@@ -1,0 +1,83 @@
+"""What every rank makes for itself, by what rank 0 has chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.schemas.config import EngineConfig
+from millrace.workers.engine.group.control_wire import Join
+from millrace.workers.engine.group.gloo_ranks import GlooRanks
+from millrace.workers.engine.group.ranks import Ranks
+from millrace.workers.engine.kv.cache import KVCache, cache_dtype
+from millrace.workers.kernels.build import cpu_library
+from millrace.workers.kernels.ranks import RankShape, SharedRanks
+from millrace.workers.kernels.stage_link import StageLink
+from millrace.workers.models.shard import Shard, shard_config
+from millrace.workers.transfer.memory import SharedPages
+
+
+def shard_of(rank: int, engine: EngineConfig) -> Shard:
+    """What a rank computes; they are numbered through all stages."""
+    stage, own = divmod(rank, engine.tensor_parallel)
+    return Shard(
+        own, engine.tensor_parallel, engine.expert_parallel, stage, engine.pipeline_parallel
+    )
+
+
+def num_ranks(engine: EngineConfig) -> int:
+    """Of all stages."""
+    return engine.tensor_parallel * engine.pipeline_parallel
+
+
+def make_ranks(join: Join, shard: Shard) -> Ranks | None:
+    """A rank's way to the others of its stage, which all of them make at the same time; None if
+    there are none. Raises RanksFailedError."""
+    if shard.size == 1:
+        return None
+    timeout_s = join.config.rank_timeout_s
+    if not join.memory_fds:
+        folder = Path(join.gloo_folder)
+        return GlooRanks(folder, rank=shard.rank, size=shard.size, timeout_s=timeout_s)
+    shape = RankShape(shard.size, join.message_bytes, join.buffer_bytes)
+    fd = join.memory_fds[shard.stage]
+    return SharedRanks(cpu_library(), fd, shape, rank=shard.rank, timeout_s=timeout_s)
+
+
+def make_link(join: Join, number: int, *, index: int) -> StageLink:
+    """An end of the link behind the stage of this number, for its writer or reader ``index``."""
+    return StageLink(
+        cpu_library(),
+        join.link_fds[number],
+        join.link_shapes[number],
+        index=index,
+        timeout_s=join.config.rank_timeout_s,
+    )
+
+
+def part_layers(config: ModelConfig, engine: EngineConfig) -> tuple[int, ...]:
+    """How many layers each rank has of a whole model's ``config``."""
+    shards = [shard_of(rank, engine) for rank in range(num_ranks(engine))]
+    return tuple(shard_config(config, shard).num_hidden_layers for shard in shards)
+
+
+def group_cache(
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    num_blocks: int,
+    pages: SharedPages,
+) -> KVCache:
+    """The KV cache of all ranks, each of which has its layers and heads of a whole model's
+    ``config`` in a part; ``dtype`` of the weights."""
+    return KVCache(
+        shard_config(config, shard_of(0, engine)),
+        num_blocks=num_blocks,
+        block_size_tokens=engine.block_size_tokens,
+        dtype=cache_dtype(engine.kv_cache_dtype, dtype),
+        device=torch.device("cpu"),
+        pages=pages,
+        part_layers=part_layers(config, engine),
+    )

@@ -1,0 +1,67 @@
+"""``python -m millrace.workers.engine.group.member FD PARENT_PID CORES``: the process of a rank
+that is not rank 0, which starts it (``Members``).
+
+It ends when its socket is closed, as it is when rank 0 ends, however that does; and if it is not 0,
+with the thread of ``PARENT_PID`` that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+from millrace.runtime.logs import configure_logging
+from millrace.runtime.process import die_with_parent
+from millrace.schemas.errors import MillraceError
+from millrace.workers.engine.group.control_socket import ControlSocket
+from millrace.workers.engine.group.control_wire import Join, Joined, Refused
+
+_LOG_LEVEL = "MILLRACE_LOG_LEVEL"
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> int:
+    """The process of a rank."""
+    fd, parent_pid, cores = int(arguments[0]), int(arguments[1]), arguments[2]
+    if parent_pid:
+        die_with_parent(parent_pid)
+    # Rank 0 decides when this process ends: it closes the socket.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+    control = ControlSocket(fd)
+    join = control.receive()
+    assert isinstance(join, Join), "the first message says what to load"
+    configure_logging(f"rank {join.rank}", os.environ[_LOG_LEVEL])
+    # Not before: torch reads the thread settings when it is imported, from the environment that
+    # rank 0 made for this process.
+    from millrace.workers.engine.group.member_loop import Member, RanksFailedError
+
+    try:
+        member = Member(join)
+    except MillraceError as error:
+        control.send(Refused(error.message))
+        return 1
+    except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
+        _log.exception("a rank could not be loaded")
+        control.send(Refused(f"{type(error).__name__}: {error}"))
+        return 1
+    control.send(Joined())
+    threading.Thread(target=member.hear, args=(control,), daemon=True).start()
+    try:
+        member.compute()
+    except RanksFailedError as error:
+        _log.info("the group has ended: %s", error)
+        return 0
+    except Exception as error:  # noqa: BLE001 (whatever it is, it ends the group)
+        _log.exception("a rank failed")
+        member.abort(f"rank {join.rank}: {type(error).__name__}: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

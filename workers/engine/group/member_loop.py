@@ -1,0 +1,144 @@
+"""What a rank that is not rank 0 does: it loads its share of the model and computes as rank 0
+says."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from millrace.registry.adapters import adapter_folder
+from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.schemas.errors import MillraceError
+from millrace.workers.adapters.rows import AdapterWeights
+from millrace.workers.adapters.weights import read_adapter_weights
+from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager.loading import Arithmetic, load_decoder
+from millrace.workers.engine.group.control_socket import ControlSocket
+from millrace.workers.engine.group.control_wire import AdapterLoaded, Join, LoadAdapter
+from millrace.workers.engine.group.lead_decoder import vocabulary_widths
+from millrace.workers.engine.group.making import group_cache, make_link, make_ranks, shard_of
+from millrace.workers.engine.group.step_wire import (
+    StageStep,
+    WantedLogits,
+    bytes_of,
+    decode,
+    encode_stage,
+)
+from millrace.workers.engine.threads.choice import leave_core
+from millrace.workers.kernels.build import cpu_library
+from millrace.workers.kernels.cpu import CpuKernels
+from millrace.workers.kernels.ranks import RanksFailedError
+from millrace.workers.kernels.stage_link import StageLink
+from millrace.workers.transfer.memory import SharedPages
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["Member", "RanksFailedError"]
+
+
+class Member:
+    """One rank. Raises MillraceError if it cannot be loaded."""
+
+    def __init__(self, join: Join) -> None:
+        path, engine = Path(join.path), join.config
+        self._shard = shard_of(join.rank, engine)
+        self._config = read_model_config(path)
+        dtype: torch.dtype = getattr(torch, join.dtype)
+        kernels = CpuKernels(cpu_library(), dtype) if join.has_kernels else None
+        self._ranks = make_ranks(join, self._shard)
+        pages = SharedPages.mapped(join.cache_fd, join.cache_bytes)
+        cache = group_cache(self._config, engine, dtype, join.num_blocks, pages).part(join.rank)
+        arithmetic = Arithmetic(dtype, kernels, join.has_own_products)
+        self._decoder, _ = load_decoder(
+            path, self._config, engine, arithmetic, cache, self._shard, self._ranks
+        )
+        self._widths = vocabulary_widths(self._config, self._shard.size)
+        self._adapters: dict[int, AdapterWeights] = {}
+        self._links: list[StageLink] = []
+        if not self._shard.is_first:
+            own, stage = self._shard.rank, self._shard.stage
+            self._links = [
+                make_link(join, stage - 1, index=own),
+                make_link(join, stage, index=own),
+            ]
+        gc.collect()
+        gc.freeze()
+
+    @torch.inference_mode()
+    def compute(self) -> NoReturn:
+        """What rank 0 posts, or the stage before sends, until the group fails. Raises
+        RanksFailedError then."""
+        if self._links:
+            for number in itertools.count():
+                self._compute_stage(number, *self._links)
+        ranks = self._ranks
+        assert ranks is not None, "a rank of the first stage is one of several"
+        while True:
+            message = decode(ranks.receive(), self._adapters.__getitem__)
+            if isinstance(message, WantedLogits):
+                ranks.gather(self._decoder.logits(message.rows), self._widths)
+            elif isinstance(message, FlatBatch):
+                self._decoder.forward(message, message.adapters)
+                ranks.check()
+
+    def _compute_stage(self, number: int, before: StageLink, behind: StageLink) -> None:
+        """The step of this number, from the link before this stage to the one behind it."""
+        before.wait_written(number, bound=False)
+        step = decode(before.part(number), self._adapters.__getitem__)
+        before.done(number)
+        assert isinstance(step, StageStep)
+        decoder = self._decoder
+        hidden = decoder.forward_hidden(step.batch, step.hidden, step.batch.adapters)
+        if self._ranks is not None:
+            self._ranks.check()
+        if not self._shard.is_last:
+            if self._shard.rank == 0:
+                behind.write(number, *encode_stage(step._replace(hidden=hidden)))
+            return
+        made: list[torch.Tensor] = []
+        if len(step.wanted):
+            made.append(decoder.logits(hidden.index_select(0, step.wanted)))
+        if step.wants_states and self._shard.rank == 0:
+            made.append(decoder.normed(hidden))
+        behind.write(number, *map(bytes_of, made))
+
+    def hear(self, control: ControlSocket) -> NoReturn:
+        """What rank 0 says beside the steps, on a thread of its own."""
+        leave_core()
+        while True:
+            message = control.receive()
+            if isinstance(message, LoadAdapter):
+                control.send(AdapterLoaded(message.number, self._load_adapter(message)))
+            elif not isinstance(message, Join):
+                self._adapters.pop(message.number, None)
+
+    def abort(self, why: str) -> None:
+        """End the group."""
+        if self._ranks is not None:
+            self._ranks.abort(why)
+        for link in self._links:
+            link.abort(why)
+
+    def _load_adapter(self, load: LoadAdapter) -> str:
+        """Why it could not be read, empty if it was."""
+        adapter = load.adapter
+        try:
+            folder = adapter_folder(adapter.source, adapter.name, adapter.version)
+            outline = read_adapter_outline(folder, self._config, load.max_rank)
+            with torch.inference_mode():
+                layers = read_adapter_weights(
+                    outline, self._config, self._decoder.dtype, self._shard
+                )
+                self._adapters[load.number] = self._decoder.adapter(layers)
+        except MillraceError as error:
+            return error.message
+        except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
+            _log.exception("a rank could not load an adapter")
+            return f"{type(error).__name__}: {error}"
+        return ""
