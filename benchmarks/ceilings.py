@@ -50,6 +50,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     import torch
 
     from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.workers.engine.eager.loading import Arithmetic
     from millrace.workers.engine.eager.products import choose_product
     from millrace.workers.kernels.build import cpu_library
     from millrace.workers.kernels.cpu import CpuKernels
@@ -57,12 +58,14 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
 
     device = torch.device("cpu")
     config = read_model_config(path)
+    dtype = torch.bfloat16
+    kernels = CpuKernels(cpu_library(), dtype)
     weights = load_weights(
         path,
         config,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=device,
-        product=choose_product(CpuKernels(cpu_library(), torch.bfloat16), config),
+        product=Arithmetic(dtype, kernels, choose_product(kernels, config)).makers[0],
     )
     columns = config.num_attention_heads * config.head_dim
     rates = machine_rates()

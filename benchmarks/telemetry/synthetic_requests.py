@@ -190,6 +190,7 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
             [(2, f"{name}-9", num_tokens)] if num_tokens else []
             for name, num_tokens in zip(names.tolist(), pulled.tolist(), strict=True)
         ],
+        "num_devices": [1] * size,
         "queue_ms": _where(ran, queue_ms, None),
         "ttft_ms": _where(ran, ttft_ms, None),
         "tpot_us": _where(ran & (completion > 1), tpot_ms * 1e3, None),
@@ -324,6 +325,7 @@ def _samples(
         "device_memory_total_bytes": [141 << 30] * size,
         "device_per_hour": [model.prices.device_per_hour] * size,
         "currency": ["USD"] * size,
+        "num_devices": [1] * size,
         "record_version": [RECORD_VERSION] * size,
         "outbox_sequence": list(range(1, size + 1)),
     }

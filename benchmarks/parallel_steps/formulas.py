@@ -1,0 +1,230 @@
+"""What a step takes, in formulas: those of docs/parallelism.md."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+# Weights, hidden states, keys and values, in bfloat16.
+NUMBER_BYTES = 2
+TPOT_MS = 40.0
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device reaches: bytes it reads and products it computes in a second; and what others
+    of its host and a device of another host get from it, and what an exchange takes besides."""
+
+    name: str = "H200 SXM"
+    bytes_per_s: float = 4.3e12
+    flop_per_s: float = 788e12
+    memory_bytes: float = 141e9
+    memory_share: float = 0.9
+    nvlink_bytes_per_s: float = 450e9
+    network_bytes_per_s: float = 50e9
+    # NCCL's model: baseLatencies and hwLatencies of src/graph/tuning.cc, v2.30.7. A ring in one
+    # host by the protocol LL, and what passes between hosts by Simple.
+    ring_base_s: float = 6.6e-6
+    ring_hop_s: float = 0.6e-6
+    network_s: float = 8.4e-6 + 14.0e-6
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A dense Llama."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int = 128_256
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the linear maps: queries and outputs, keys and values, the MLP."""
+        heads = 2 * self.hidden_size * self.num_heads * self.head_size
+        kv_heads = 2 * self.hidden_size * self.num_kv_heads * self.head_size
+        return heads + kv_heads + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """With the table of embeddings, of which a step reads a row a token."""
+        return self.num_layers * self.layer_parameters + 2 * self.head_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * NUMBER_BYTES
+
+
+class Group(NamedTuple):
+    """``num_ranks`` devices compute each layer of a stage together, ``num_stages`` one behind the
+    other, of as many layers each."""
+
+    model: Model
+    num_ranks: int
+    num_stages: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.num_stages
+
+    @property
+    def name(self) -> str:
+        stages = f", PP {self.num_stages}" if self.num_stages > 1 else ""
+        return f"{self.model.name}, TP {self.num_ranks}{stages}"
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of each sequence of a batch: ``tpot_ms`` in all, of which reading or multiplying
+    the weights, reading the KV cache, and exchanging."""
+
+    group: str
+    batch: int
+    context: int
+    weights_ms: float
+    kv_ms: float
+    exchange_ms: float
+    tpot_ms: float
+
+
+class Largest(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest batch within the limit, and what keeps it from growing."""
+
+    group: str
+    context: int
+    step: Step
+    bound: str
+    tokens_per_s_per_device: float
+
+
+H200 = Device()
+LLAMA_70B = Model(
+    name="70B",
+    num_layers=80,
+    hidden_size=8_192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_size=128,
+    intermediate_size=28_672,
+)
+LLAMA_405B = Model(
+    name="405B",
+    num_layers=126,
+    hidden_size=16_384,
+    num_heads=128,
+    num_kv_heads=8,
+    head_size=128,
+    intermediate_size=53_248,
+)
+GROUPS = (Group(LLAMA_70B, 4, 1), Group(LLAMA_405B, 8, 2))
+
+
+# --- the formulas, in seconds ---
+
+
+class Parts(NamedTuple):
+    """Of a stage's time: what its weights take, its KV cache, what it exchanges."""
+
+    weights_s: float
+    kv_s: float
+    exchange_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + self.kv_s + self.exchange_s
+
+
+def step_of(group: Group, batch: int, context: int, device: Device = H200) -> Step:
+    """Of a batch whose sequences attend to ``context`` tokens each. It is cut into as many parts as
+    there are stages, each of which has one of them to compute: a token takes a part through all of
+    them and back, or as long as the slowest takes for all parts."""
+    num_parts = min(group.num_stages, batch)
+    rows = -(-batch // num_parts)
+    stages = [_stage(group, stage, rows, context, device) for stage in range(group.num_stages)]
+    hops_s = _hops_s(group, rows, device)
+    through_s = sum(stage.total_s for stage in stages) + hops_s
+    slowest_s = max(stage.total_s for stage in stages)
+    return Step(
+        group=group.name,
+        batch=batch,
+        context=context,
+        weights_ms=sum(stage.weights_s for stage in stages) * 1e3,
+        kv_ms=sum(stage.kv_s for stage in stages) * 1e3,
+        exchange_ms=(sum(stage.exchange_s for stage in stages) + hops_s) * 1e3,
+        tpot_ms=max(through_s, num_parts * slowest_s) * 1e3,
+    )
+
+
+def _stage(group: Group, stage: int, rows: int, context: int, device: Device) -> Parts:
+    """Of ``rows`` tokens; the last one has the head, too."""
+    model, ranks = group.model, group.num_ranks
+    num_layers = model.num_layers / group.num_stages
+    parameters = num_layers * model.layer_parameters
+    exchange_s = 2 * num_layers * _all_reduce_s(group, rows, device)
+    if stage == group.num_stages - 1:
+        parameters += model.head_parameters
+        exchange_s += _all_gather_s(group, rows * model.vocab_size, device)
+    read_s = parameters * NUMBER_BYTES / ranks / device.bytes_per_s
+    products_s = 2 * parameters * rows / ranks / device.flop_per_s
+    kv_bytes = rows * context * model.kv_bytes_per_token / group.num_devices
+    attention_flop = 4 * num_layers * model.num_heads * model.head_size * rows * context / ranks
+    return Parts(
+        weights_s=max(read_s, products_s),
+        kv_s=max(kv_bytes / device.bytes_per_s, attention_flop / device.flop_per_s),
+        exchange_s=exchange_s,
+    )
+
+
+def _all_reduce_s(group: Group, rows: int, device: Device) -> float:
+    """Of hidden states, by a ring: each rank sends its part of the sums twice to all others."""
+    others = group.num_ranks - 1
+    latency_s = device.ring_base_s + 2 * others * device.ring_hop_s
+    num_bytes = rows * group.model.hidden_size * NUMBER_BYTES
+    return latency_s + 2 * others / group.num_ranks * num_bytes / device.nvlink_bytes_per_s
+
+
+def _all_gather_s(group: Group, num_numbers: int, device: Device) -> float:
+    others = group.num_ranks - 1
+    latency_s = device.ring_base_s + others * device.ring_hop_s
+    num_bytes = num_numbers * NUMBER_BYTES
+    return latency_s + others / group.num_ranks * num_bytes / device.nvlink_bytes_per_s
+
+
+def _hops_s(group: Group, rows: int, device: Device) -> float:
+    """Hidden states to each next stage, each rank its slice to its counterpart, gathered there; and
+    the tokens back to the first."""
+    if group.num_stages == 1:
+        return 0.0
+    num_numbers = rows * group.model.hidden_size
+    slice_s = num_numbers * NUMBER_BYTES / group.num_ranks / device.network_bytes_per_s
+    hop_s = device.network_s + slice_s + _all_gather_s(group, num_numbers, device)
+    return (group.num_stages - 1) * hop_s + device.network_s
+
+
+def kv_tokens(group: Group, device: Device = H200) -> int:
+    """What fits into the memory that weights leave."""
+    weight_bytes = group.model.num_parameters * NUMBER_BYTES / group.num_devices
+    free_bytes = device.memory_bytes * device.memory_share - weight_bytes
+    return int(free_bytes / (group.model.kv_bytes_per_token / group.num_devices))
+
+
+def largest(group: Group, context: int, tpot_ms: float = TPOT_MS) -> Largest:
+    """By the limit of TPOT and by memory."""
+    most = kv_tokens(group) // context
+    batch = next(
+        batch for batch in range(most, 0, -1) if step_of(group, batch, context).tpot_ms <= tpot_ms
+    )
+    step = step_of(group, batch, context)
+    return Largest(
+        group=group.name,
+        context=context,
+        step=step,
+        bound="memory" if batch == most else "TPOT",
+        tokens_per_s_per_device=batch / step.tpot_ms * 1e3 / group.num_devices,
+    )
