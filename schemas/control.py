@@ -227,6 +227,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
     and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
     what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
+    It computes on ``num_devices``, all of them at a time: what is measured is of the group.
     ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
     not say), since a stream moves only among the same ones. ``role`` is what work it is
     preferred for. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none over);
@@ -260,6 +261,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     adapters: tuple[LoadedAdapter, ...] = ()
     max_adapters: int = 0
     adapter_load_ms: float = 0.0
+    num_devices: int = 1
     role: WorkerRole = WorkerRole.BOTH
     transfer: TransferEndpoint | None = None
     pull_tokens_per_s: float = 0.0

@@ -16,8 +16,9 @@ from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy; 3:
-# until proposed tokens; 4: until pulled tokens. A field that is missing has its default.
-RECORD_VERSION = 5
+# until proposed tokens; 4: until pulled tokens; 5: until groups of devices. A field that is missing
+# has its default.
+RECORD_VERSION = 6
 
 STALL_MS = 1_000.0
 
@@ -87,7 +88,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     computed in case they should be the next, ``accepted_tokens`` were; both are of the attempt that
     ended it. ``pulled_tokens`` of what its attempts began with, prompt and tokens of earlier
     attempts, came from other workers' KV caches, all attempts together; the last that came were of
-    ``kv_source``, empty if none did.
+    ``kv_source``, empty if none did. ``num_devices`` is how many devices the worker that ended it
+    computes on; ``device_us`` is of all of them together.
     """
 
     request_id: str
@@ -134,6 +136,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     accepted_tokens: int = 0
     pulled_tokens: int = 0
     kv_source: str = ""
+    num_devices: int = 1
     version: int = RECORD_VERSION
 
 
@@ -172,11 +175,12 @@ class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="d
 class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="worker"):
     """A worker's state over one sampling period that ended at ``sampled_ns``.
 
-    Of ``period_ms`` the device was busy for ``busy_us``, of which requests were charged
-    ``charged_us``; the rest of the period it was idle. Of ``energy_j``, which its counter counted
-    over the period, requests were given ``charged_j``; both None where there is no counter. An hour
-    of the device costs ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation
-    that its driver shows, ``device_memory_bytes`` what is in use of ``device_memory_total_bytes``;
+    Each of its ``num_devices`` had ``period_ms``, of which they were busy for ``busy_us``, all of
+    them together; of that requests were charged ``charged_us``. The rest of the time they were
+    idle. Of ``energy_j``, which its counter counted over the period, requests were given
+    ``charged_j``; both None where there is no counter. An hour of one device costs
+    ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation that the driver shows
+    of the first, ``device_memory_bytes`` what is in use of its ``device_memory_total_bytes``;
     0 where there is no driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for
     in the prefix cache, ``prefix_hit_tokens`` were there. It is preferred for work of ``role``;
     ``pulled_tokens`` in whole blocks of the KV cache came from other workers, ``served_tokens``
@@ -214,6 +218,7 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
     role: WorkerRole = WorkerRole.BOTH
     pulled_tokens: int = 0
     served_tokens: int = 0
+    num_devices: int = 1
     version: int = RECORD_VERSION
 
 

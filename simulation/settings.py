@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     anew ``restart_s`` later; to start takes a worker ``config.worker.engine.simulation.start_s``.
     With ``config.scheduler.autoscale.max_workers`` the scheduler says how many workers there are.
     Requests that are not answered ``drain_s`` after the last arrival are unfinished.
+    ``gpus_per_worker`` are paid for (None: those that its engine computes on).
     """
 
     config: Config
@@ -54,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 3_600.0
     slo: Slo | None = None
     gpu_hour_price: float = 2.5
-    gpus_per_worker: float = 1.0
+    gpus_per_worker: float | None = None
 
     def workers_of(self, model: str) -> int:
         """How many there are of a model at first. Raises ConfigError if nothing says so."""
@@ -65,6 +66,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if bounds.max_workers:
             return min(max(count, bounds.min_workers), bounds.max_workers)
         return count
+
+    @property
+    def num_gpus_paid(self) -> float:
+        """Of one worker."""
+        if self.gpus_per_worker is None:
+            return float(self.config.worker.engine.tensor_parallel)
+        return self.gpus_per_worker
 
     def role_of(self, index: int) -> WorkerRole:
         """Of a model's worker, counted from 0."""

@@ -32,8 +32,8 @@ class EngineLike(ABC):
        setting that it cannot honour is a ConfigError, before anything runs.
     2. **Load.** It awaits the weights. An engine that dies meanwhile, or takes longer than it may,
        raises EngineFailedError with the reason, and leaves no process behind.
-    3. **Ready.** From here on ``stats``, ``device_uuid``, ``weights`` and ``transfer_endpoint`` are
-       true, and requests are taken.
+    3. **Ready.** From here on ``stats``, ``device_uuid``, ``num_devices``, ``weights`` and
+       ``transfer_endpoint`` are true, and requests are taken.
     4. **Add and cancel.** Neither blocks nor raises. A request that the engine cannot serve is
        answered by an output with ``error``; one that is added under an id that runs replaces it.
        After ``cancel`` the request's slot and cache are free before the next step, and its device
@@ -57,7 +57,9 @@ class EngineLike(ABC):
         self.on_prefixes: OnPrefixes = ignore
         self.on_device_times: OnDeviceTimes = ignore
         self.device_uuid = ""
-        """The CUDA device's, by which its driver knows it; empty without one."""
+        """The first CUDA device's, by which its driver knows it; empty without one."""
+        self.num_devices = 1
+        """How many devices it computes on, all of them at a time: device times are those of one."""
         self.weights: str | None = None
         """The fingerprint of what it runs; empty: nobody can tell, None: it does not say."""
         self.transfer_endpoint: TransferEndpoint | None = None

@@ -52,7 +52,7 @@ def report_of(
         failures=settings.failures,
         mtbf_s=settings.mtbf_s,
         restart_s=settings.restart_s,
-        gpus_per_worker=settings.gpus_per_worker,
+        gpus_per_worker=settings.num_gpus_paid,
         slo=settings.slo,
         scheduler=settings.config.scheduler,
         worker=settings.config.worker,
@@ -223,7 +223,7 @@ def _memory_tokens(workers: Sequence[WorkerIncarnation], span_s: float) -> float
 
 def _cost(workers: Sequence[WorkerIncarnation], overall: Group, settings: Settings) -> Cost:
     paid_s = sum(max(0.0, (worker.gone_s or 0.0) - max(worker.paid_s, 0.0)) for worker in workers)
-    gpu_hours = paid_s * settings.gpus_per_worker / _S_PER_HOUR
+    gpu_hours = paid_s * settings.num_gpus_paid / _S_PER_HOUR
     total = gpu_hours * settings.gpu_hour_price
     output = overall.output_tokens
     tokens = output + overall.prompt_tokens

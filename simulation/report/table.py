@@ -64,6 +64,12 @@ def _setup_lines(setup: Setup) -> list[str]:
         f"{simulation.step_ms_per_kv_token:g} ms a KV token"
     )
     lines = [f"{'trace':<10}{trace}", f"{'workers':<10}{workers}", f"{'speed':<10}{speed}"]
+    if engine.tensor_parallel > 1:
+        lines.append(
+            f"{'group':<10}{engine.tensor_parallel} devices share that; a step takes "
+            f"{simulation.collective_ms:.3g} ms + {simulation.collective_ms_per_token:.3g} ms a "
+            f"token + {simulation.collective_ms_per_sequence:.3g} ms a sequence besides"
+        )
     if setup.link is not None:
         lines.append(
             f"{'link':<10}{setup.link.bytes_per_token:,.0f} bytes a token of KV cache, "

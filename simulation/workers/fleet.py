@@ -81,7 +81,9 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._config: WorkerConfig = settings.config.worker
-        self._latency = LatencyModel(self._config.engine.simulation)
+        self._latency = LatencyModel(
+            self._config.engine.simulation, self._config.engine.tensor_parallel
+        )
         self.network = KvNetwork(
             settings.link,
             self._config.engine.block_size_tokens,

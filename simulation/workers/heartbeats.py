@@ -140,6 +140,7 @@ class Heartbeats:
             decode_step_ms=batch.decode_step_s * 1e3,
             prefix_salted=self._config.prefix_scope == "tenant",
             weights=f"simulated {self.model}",
+            num_devices=self._config.engine.tensor_parallel,
             role=self._moves.role,
             transfer=self._moves.endpoint,
             pull_tokens_per_s=self._moves.pull_tokens_per_s,

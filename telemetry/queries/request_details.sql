@@ -35,6 +35,7 @@ SELECT
     r.currency AS currency,
     r.price_version AS price_version,
     r.device_us AS device_us,
+    r.num_devices AS num_devices,
     r.energy_j AS energy_j,
     r.epoch AS epoch,
     length(r.lives) AS num_lives,

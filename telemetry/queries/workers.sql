@@ -21,6 +21,7 @@ WITH
             worker,
             w.period_ms AS period_ms,
             w.busy_us AS busy_us,
+            (w.busy_us + w.idle_us) / 1000 AS device_ms,
             w.decode_tokens AS decode_tokens,
             w.prefill_tokens AS prefill_tokens,
             w.num_preemptions AS preemptions,
@@ -43,6 +44,7 @@ WITH
             worker,
             s.period_ms / num_pieces AS period_ms,
             s.busy_us,
+            period_ms * s.num_devices,
             s.decode_tokens,
             s.prefill_tokens,
             s.num_preemptions,
@@ -54,7 +56,7 @@ WITH
             s.prefix_query_tokens,
             s.prefix_hit_tokens,
             toFloat64(device_per_hour) * s.busy_us / 3.6e9,
-            toFloat64(device_per_hour) * (period_ms * 1000 - s.busy_us) / 3.6e9
+            toFloat64(device_per_hour) * (period_ms * s.num_devices * 1000 - s.busy_us) / 3.6e9
         FROM
         (
             -- A rest is of every step that it lasted.
@@ -77,7 +79,7 @@ WITH
             model,
             worker,
             greatest(sum(x.period_ms), 1) AS period_ms,
-            sum(x.busy_us) / 1000 / period_ms AS busy,
+            sum(x.busy_us) / 1000 / greatest(sum(x.device_ms), 1) AS busy,
             sum(x.decode_tokens) AS decode_tokens,
             sum(x.prefill_tokens) AS prefill_tokens,
             sum(x.preemptions) AS preemptions,

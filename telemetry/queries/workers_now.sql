@@ -15,6 +15,7 @@ SELECT
     argMax(s.role, sampled_at) AS role,
     sum(s.pulled_tokens) AS pulled_tokens,
     sum(s.served_tokens) AS served_tokens,
+    argMax(s.num_devices, sampled_at) AS num_devices,
     argMax(s.device_name, sampled_at) AS device_name,
     argMax(s.device_share, sampled_at) AS device_share,
     argMax(s.device_memory_bytes, sampled_at) AS device_memory_bytes,

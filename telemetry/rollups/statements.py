@@ -176,7 +176,7 @@ SELECT
     sum(s.period_ms),
     sum(s.busy_us),
     sum(s.charged_us),
-    toUInt64(greatest(sum(s.period_ms) * 1000 - sum(s.busy_us), 0)),
+    toUInt64(greatest(sum(s.period_ms * s.num_devices) * 1000 - sum(s.busy_us), 0)),
     sumOrNull(s.energy_j),
     sumOrNull(s.charged_j),
     sum(s.num_steps),
@@ -208,7 +208,7 @@ FROM
         num_steps, step_ms_mean, prefill_tokens, decode_tokens, num_preemptions,
         prefix_query_tokens, prefix_hit_tokens, num_running, num_waiting, queue_depth, num_blocks,
         greatest(num_blocks, num_free_blocks) - num_free_blocks AS used_blocks,
-        device_share, device_memory_bytes, device_memory_total_bytes,
+        device_share, device_memory_bytes, device_memory_total_bytes, num_devices,
         $fingerprint AS hash
     FROM $rows FINAL
     WHERE $rows_of_range
@@ -216,7 +216,7 @@ FROM
     UNION ALL
     SELECT
         minute, model, worker, currency, device_per_hour, '', '',
-        0, 0, 0, 0, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        0, 0, 0, 0, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
     FROM $name FINAL
     WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}

@@ -12,6 +12,7 @@ import yaml
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import Config
 from millrace.schemas.control import QueueStatus
+from millrace.schemas.engines import check_parallel
 from millrace.schemas.jobs import Tier
 from tests.support.repository import ROOT
 from tests.support.running_gateway import running_gateway
@@ -25,14 +26,27 @@ def _manifest(name: str) -> dict[str, Any]:
     return tree
 
 
-@pytest.fixture(scope="module")
-def worker() -> dict[str, Any]:
-    return _manifest("worker.yaml")
+def _group_manifests() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What runs a group of devices, and what scales it."""
+    worker, scaled = yaml.safe_load_all((FOLDER / "worker-group.yaml").read_text())
+    return worker, scaled
+
+
+@pytest.fixture(scope="module", params=["one device", "group"])
+def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    if request.param == "group":
+        return _group_manifests()
+    return _manifest("worker.yaml"), _manifest("keda.yaml")
 
 
 @pytest.fixture(scope="module")
-def scaled() -> dict[str, Any]:
-    return _manifest("keda.yaml")
+def worker(manifests: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    return manifests[0]
+
+
+@pytest.fixture(scope="module")
+def scaled(manifests: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    return manifests[1]
 
 
 def _container(worker: dict[str, Any]) -> dict[str, Any]:
@@ -46,11 +60,11 @@ def _settings(worker: dict[str, Any]) -> Config:
     return load_config(None, env)
 
 
-async def _metrics() -> str:
+async def _metrics(model: str) -> str:
     """Of a gateway that has heard of the model's queue."""
     async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
         status = QueueStatus(
-            model="demo",
+            model=model,
             num_queued=1,
             bound=10,
             desired_workers=2,
@@ -62,9 +76,9 @@ async def _metrics() -> str:
 
 
 async def test_the_query_and_the_document_name_what_gateways_tell(scaled: dict[str, Any]) -> None:
-    told = await _metrics()
     [trigger] = scaled["spec"]["triggers"]
     [series] = re.findall(r"millrace_\w+\{[^}]*\}", trigger["metadata"]["query"])
+    told = await _metrics(series.split('"')[1])
     assert f"\n{series} 2.0\n" in told
     document = (ROOT / "docs" / "autoscaling.md").read_text()
     described = re.findall(r"^\| `(millrace_\w+)\{([\w,]+)\}`", document, re.MULTILINE)
@@ -101,6 +115,28 @@ def test_the_schedulers_are_told_the_same_bounds(scaled: dict[str, Any]) -> None
     autoscale = load_config(None, dict(said)).scheduler.autoscale
     assert autoscale.min_workers == scaled["spec"]["minReplicaCount"]
     assert autoscale.max_workers == scaled["spec"]["maxReplicaCount"]
+
+
+def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(worker: dict[str, Any]) -> None:
+    num_devices = int(_container(worker)["resources"]["limits"]["nvidia.com/gpu"])
+    engine = _settings(worker).worker.engine
+    assert num_devices == engine.tensor_parallel
+    check_parallel(engine.tensor_parallel, 1, engine.expert_parallel, engine.kind)
+
+
+def test_groups_are_scaled_as_single_devices_are() -> None:
+    """But for which model it is."""
+    _, group = _group_manifests()
+    single = yaml.safe_dump(_manifest("keda.yaml")["spec"])
+    assert single.replace("demo", "large") == yaml.safe_dump(group["spec"])
+
+
+def test_the_ranks_of_a_group_have_shared_memory() -> None:
+    worker, _ = _group_manifests()
+    [mount] = _container(worker)["volumeMounts"]
+    [volume] = worker["spec"]["template"]["spec"]["volumes"]
+    assert (mount["mountPath"], mount["name"]) == ("/dev/shm", volume["name"])
+    assert volume["emptyDir"]["medium"] == "Memory"
 
 
 def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:

@@ -60,13 +60,15 @@ async def test_workers_without_roles_that_exchange_nothing_have_no_columns_for_i
     await expect(page.locator("#workers tbody tr")).to_have_count(2)
     plain = await _columns_of_workers(page)
     assert "Running" in plain
-    assert not {"Role", "Pulled", "Served"} & plain
+    assert not {"Devices", "Role", "Pulled", "Served"} & plain
     pulling = msgspec.structs.replace(
-        worker_sample(1, sampled_ns=time.time_ns(), worker="w-1"), pulled_tokens=4_096
+        worker_sample(1, sampled_ns=time.time_ns(), worker="w-1"),
+        pulled_tokens=4_096,
+        num_devices=2,
     )
     await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns([pulling], [3]), "pulling")
     await expect(page.locator("#workers tbody tr").first).to_contain_text("4,096", timeout=15_000)
-    assert await _columns_of_workers(page) == plain | {"Pulled", "Served"}
+    assert await _columns_of_workers(page) == plain | {"Devices", "Pulled", "Served"}
     assert complaints == []
 
 

@@ -242,6 +242,9 @@ async def test_one_request_is_told_from_its_receipt_to_its_end(ops: OpsPage, dar
     await expect(sheet.locator("dt:text-is('Pulled') + dd")).to_have_text(
         "1,984 from worker-3-5f0c2e9b"
     )
+    await expect(sheet.locator("dt:text-is('Device time') + dd")).to_have_text(
+        re.compile("840.*, of 4 devices")
+    )
     await expect(sheet.locator(".sums")).to_have_text(
         re.compile("waiting.*250 ms.*prefill.*150 ms.*decode.*1,600 ms.*earlier runs.*2,000 ms")
     )

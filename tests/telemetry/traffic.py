@@ -140,6 +140,8 @@ def moved_request(done_ns: int) -> RequestRecord:
         lives=(life,),
         pulled_tokens=1_984,
         kv_source="worker-3-5f0c2e9b",
+        device_us=840_000,
+        num_devices=4,
         trace_id="0af7651916cd43dd8448eb211c80319c",
     )
 

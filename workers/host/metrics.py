@@ -273,6 +273,9 @@ class WorkerMetrics(Collector):
         draining = GaugeMetricFamily(
             "millrace_worker_draining", "1 while the worker takes nothing new", labels=_LABELS
         )
+        devices = GaugeMetricFamily(
+            "millrace_worker_devices", "Devices that compute together", labels=_LABELS
+        )
         restarts = CounterMetricFamily(
             "millrace_engine_restarts", "Engines that were started in place of one", labels=_LABELS
         )
@@ -287,12 +290,13 @@ class WorkerMetrics(Collector):
             waiting.add_metric(labels, max(0, num_waiting))
             ending.add_metric(labels, requests.num_ending)
             draining.add_metric(labels, requests.draining)
+            devices.add_metric(labels, engine.num_devices)
             restarts.add_metric(labels, engine.num_restarts)
             for status in Status:
                 count = requests.times.ended[status]
                 if count or status is Status.DONE:
                     ended.add_metric([*labels, status.value], count)
-        yield from (waiting, ending, draining, restarts, ended)
+        yield from (waiting, ending, draining, devices, restarts, ended)
 
     def _devices(self) -> Iterator[Metric]:
         """What drivers show; nothing on a CPU."""

@@ -68,7 +68,7 @@ class Worker:
         self.ready = asyncio.Event()
         config = _with_engine_capacity(config, engine)
         self.energy = EnergyMeter(
-            _counter_of(config, engine.device_uuid), lambda: engine.stats.busy_s, clock.monotonic
+            _counter_of(config, engine), lambda: engine.stats.busy_s, clock.monotonic
         )
         context = WorkerContext(
             self.worker_id, config, served_model, bus, engine, clock, self.energy
@@ -236,13 +236,13 @@ class Worker:
             logger.warning("the bus was unreachable for the last heartbeat")
 
 
-def _counter_of(config: WorkerConfig, device_uuid: str) -> EnergyCounter | None:
+def _counter_of(config: WorkerConfig, engine: EngineKeeper) -> EnergyCounter | None:
     """That of the device which the engine computes on. Of others' engines nobody knows which they
-    use, and a simulated one uses none."""
+    use, and a simulated one uses none. Of several GPUs it would count the first alone."""
     if config.engine.kind is not EngineKind.REAL or not config.energy:
         return None
-    if device_uuid:
-        return NvmlCounter(device_uuid)
+    if engine.device_uuid:
+        return NvmlCounter(engine.device_uuid) if engine.num_devices == 1 else None
     powercap = Path(config.powercap_path)
     return RaplCounter(powercap) if powercap.is_dir() else None
 

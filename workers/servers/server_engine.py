@@ -84,6 +84,7 @@ class ServerEngine(EngineLike):
         super().__init__()
         self.facts = facts
         config, model = dialect.config, dialect.model
+        self.num_devices = config.tensor_parallel
         self._dialect = dialect
         self._client = client
         self._process = process

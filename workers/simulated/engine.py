@@ -63,10 +63,11 @@ class SimulatedEngine(EngineLike):
     def __init__(self, served_model: ServedModel, config: EngineConfig, clock: Clock) -> None:
         """Raises ConfigError for a setting out of range."""
         check_config(config)
-        latency = LatencyModel(config.simulation)
+        latency = LatencyModel(config.simulation, config.tensor_parallel)
         size = config.block_size_tokens
         super().__init__()
         self.weights = EngineKind.SIMULATED.value
+        self.num_devices = config.tensor_parallel
         self._vocab_size = served_model.vocab_size
         self._context_window_tokens = served_model.context_window_tokens
         self._clock = clock
@@ -105,7 +106,7 @@ class SimulatedEngine(EngineLike):
         cls, served_model: ServedModel, config: EngineConfig, clock: Clock
     ) -> SimulatedEngine:
         """One that is there after ``config.simulation.start_s``. Raises ConfigError."""
-        latency = LatencyModel(config.simulation)
+        latency = LatencyModel(config.simulation, config.tensor_parallel)
         await clock.sleep(latency.start_s)
         return cls(served_model, config, clock)
 

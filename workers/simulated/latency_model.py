@@ -7,32 +7,55 @@ import math
 from millrace.schemas.config import SimulationConfig
 from millrace.schemas.errors import ConfigError
 
+_TIMES = (
+    "step_ms",
+    "step_ms_per_sequence",
+    "step_ms_per_kv_token",
+    "collective_ms",
+    "collective_ms_per_token",
+    "collective_ms_per_sequence",
+    "start_s",
+)
+
 
 class LatencyModel:
-    """Seconds of work, as a ``SimulationConfig`` says. Raises ConfigError, naming the setting, for
-    one out of range."""
+    """Seconds of work, as a ``SimulationConfig`` says, of one device or of a group of
+    ``num_devices``: these share what one would compute and read, and exchange what they have.
+    Raises ConfigError, naming the setting, for one out of range."""
 
-    def __init__(self, config: SimulationConfig) -> None:
+    def __init__(self, config: SimulationConfig, num_devices: int = 1) -> None:
         if not 0 < config.prefill_tokens_per_s < math.inf:
             raise ConfigError(
                 "engine.simulation.prefill_tokens_per_s must be above 0, got "
                 f"{config.prefill_tokens_per_s}."
             )
-        for name in ("step_ms", "step_ms_per_sequence", "step_ms_per_kv_token", "start_s"):
+        for name in _TIMES:
             value = getattr(config, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"engine.simulation.{name} must be 0 or more, got {value}.")
+        if num_devices < 1:
+            raise ConfigError(f"engine.tensor_parallel must be at least 1, got {num_devices}.")
+        exchanged = 1e-3 if num_devices > 1 else 0.0
+        per_token_s = config.collective_ms_per_token * exchanged
+        per_sequence_s = config.collective_ms_per_sequence * exchanged
+        shared = 1e-3 / num_devices
         self.start_s = config.start_s
-        self.prefill_tokens_per_s = config.prefill_tokens_per_s
-        self._prefill_token_s = 1 / config.prefill_tokens_per_s
-        self._base_s = config.step_ms / 1e3
-        self._sequence_s = config.step_ms_per_sequence / 1e3
-        self._kv_token_s = config.step_ms_per_kv_token / 1e3
+        self._prefill_token_s = 1 / (config.prefill_tokens_per_s * num_devices) + per_token_s
+        self.prefill_tokens_per_s = (
+            config.prefill_tokens_per_s if num_devices == 1 else 1 / self._prefill_token_s
+        )
+        self._collective_s = config.collective_ms * exchanged
+        self._base_s = config.step_ms * shared + self._collective_s
+        self._sequence_s = config.step_ms_per_sequence * shared + per_token_s + per_sequence_s
+        self._kv_token_s = config.step_ms_per_kv_token * shared
 
     def step_s(self, prefill_tokens: int, num_decodes: int, kv_tokens: int) -> float:
         """A step that computes ``prefill_tokens`` of prompts and decodes ``num_decodes`` sequences
         that attend to ``kv_tokens`` in all."""
-        return prefill_tokens * self._prefill_token_s + self.decode_step_s(num_decodes, kv_tokens)
+        prefill_s = prefill_tokens * self._prefill_token_s
+        if num_decodes or not prefill_tokens:
+            return prefill_s + self.decode_step_s(num_decodes, kv_tokens)
+        return prefill_s + self._collective_s
 
     def decode_step_s(self, num_decodes: int, kv_tokens: int) -> float:
         """A step that only decodes; 0 without anything to decode."""

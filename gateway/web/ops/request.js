@@ -187,7 +187,7 @@ function groups(request) {
     group("Cost", [
       ["Tenant pays", exact(request.cost, currency)],
       ["Device cost", exact(request.device_cost, currency)],
-      ["Device time", span(request.device_us)],
+      ["Device time", request.num_devices > 1 ? `${span(request.device_us)}, of ${request.num_devices} devices` : span(request.device_us)],
       ["Energy", joules(request.energy_j)],
       ["Left over", money(margin, currency)],
       ["Prices", request.price_version || "–"],

@@ -12,6 +12,7 @@ const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
   { name: "Model", of: (row) => row.model },
   { name: "Device", of: (row) => row.device_name || "CPU" },
+  number("Devices", (row) => whole(row.num_devices), { note: "That compute together", isOf: isGroup }),
   { name: "Role", of: (row) => row.role, isOf: hasRole },
   number("Running", (row) => whole(row.running)),
   number("Waiting", (row) => whole(row.waiting)),
@@ -85,6 +86,10 @@ function showWorkers(rows) {
 
 function hasRole({ role }) {
   return role !== "both";
+}
+
+function isGroup({ num_devices }) {
+  return num_devices > 1;
 }
 
 function exchanges({ pulled_tokens, served_tokens }) {

@@ -131,6 +131,33 @@ async def test_a_step_longer_than_a_sample_makes_no_idle_time(store: Store) -> N
     assert sum(row["idle_cost"] for row in rows) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("step_s", [20, 60])
+async def test_a_group_idles_with_all_its_devices(store: Store, step_s: int) -> None:
+    """Four devices at 3,600 an hour each, busy for a second of two."""
+    minute_ns = (time.time_ns() // (60 * 10**9) - 2) * 60 * 10**9
+    samples = [
+        replace(
+            worker_sample(n, sampled_ns=minute_ns + n * 10**9, worker="w-1"),
+            period_ms=1_000.0,
+            busy_us=busy_us,
+            charged_us=busy_us,
+            num_devices=4,
+            device_per_hour=Decimal(3_600),
+        )
+        for n, busy_us in enumerate((4_000_000, 0), start=1)
+    ]
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(2)), "group")
+    await Rollups(store, SystemClock(), 1.0).reconcile()
+    rows = await ask(store, "workers", from_s=-300, step_s=step_s)
+    assert [row["busy_percent"] for row in rows] == [pytest.approx(50)]
+    assert [row["busy_cost"] for row in rows] == [pytest.approx(4)]
+    assert [row["idle_cost"] for row in rows] == [pytest.approx(4)]
+    (idle,) = await ask(store, "idle_cost")
+    assert (int(idle["busy_us"]), int(idle["idle_us"])) == (4_000_000, 4_000_000)
+    assert idle["busy_share"] == 0.5
+    assert Decimal(idle["idle_cost"]) == 4
+
+
 async def test_a_rest_is_of_every_step_that_it_lasted(store: Store) -> None:
     until_ns = (time.time_ns() // (30 * 10**9) - 1) * 30 * 10**9
     samples = [

@@ -68,11 +68,11 @@ async def test_records_of_version_1_land_with_the_defaults_of_what_they_lack(
     requests = await store.rows(
         "SELECT request_id, tenant, completion_tokens, cost, toUnixTimestamp64Micro(done_at), "
         "device_us, device_cost, lives, dispatched_at, trace_id, pulled_tokens, kv_source, pulls, "
-        "record_version FROM requests FINAL"
+        "num_devices, record_version FROM requests FINAL"
     )
     cost = Decimal("0.0000222")
     assert requests == [
-        ("v1-request", "acme", 34, cost, DONE_US_1, 0, Decimal(0), [], None, "", 0, "", [], 1)
+        ("v1-request", "acme", 34, cost, DONE_US_1, 0, Decimal(0), [], None, "", 0, "", [], 1, 1)
     ]
     deliveries = await store.rows(
         "SELECT request_id, gateway, tokens_delivered, model, num_resumes, num_stalls, stalled_ms, "
@@ -81,9 +81,9 @@ async def test_records_of_version_1_land_with_the_defaults_of_what_they_lack(
     assert deliveries == [("v1-request", "g-1", 34, "", 0, 0, 0.0, 0.0, 1)]
     samples = await store.rows(
         "SELECT worker, num_steps, busy_share, busy_us, charged_us, device_name, device_per_hour, "
-        "role, pulled_tokens, served_tokens, record_version FROM worker_samples FINAL"
+        "role, pulled_tokens, served_tokens, num_devices, record_version FROM worker_samples FINAL"
     )
-    assert samples == [("v1-worker", 40, 0.5, 0, 0, "", Decimal(0), "both", 0, 0, 1)]
+    assert samples == [("v1-worker", 40, 0.5, 0, 0, "", Decimal(0), "both", 0, 0, 1, 1)]
 
 
 async def test_records_of_a_later_version_land_with_what_is_known_of_them(

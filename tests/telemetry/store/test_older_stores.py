@@ -164,6 +164,27 @@ async def test_a_sink_that_knows_nothing_of_pulls_goes_on(old_store: Store) -> N
     ) == [("both", 0, 0)]
 
 
+async def test_a_sink_that_knows_nothing_of_groups_writes_rows_of_one_device(
+    old_store: Store,
+) -> None:
+    """As version 0019 has it, with rows from before and after the migration."""
+    for migration in load_migrations()[OLD:19]:
+        for statement in migration.statements:
+            await old_store.command(statement)
+    write = (
+        "INSERT INTO requests (request_id, tenant, status, received_at, done_at, "
+        "outbox_sequence) SELECT {id:String}, 'acme', 'done', now64(6), now64(6), 1"
+    )
+    await old_store.command(write, {"id": "old"})
+    await old_store.command(SAMPLE)
+    await migrate(old_store)
+    await old_store.command(write, {"id": "late"})
+    assert await old_store.rows(
+        "SELECT request_id, num_devices FROM requests_once ORDER BY request_id"
+    ) == [("late", 1), ("old", 1)]
+    assert await old_store.rows("SELECT DISTINCT num_devices FROM worker_samples_once") == [(1,)]
+
+
 async def test_rows_of_the_migration_before_read_in_ms_with_keys_and_joules_unknown(
     store_path: Path,
 ) -> None:

@@ -69,6 +69,7 @@ def request_record(
         accepted_tokens=usage.accepted_tokens,
         pulled_tokens=earlier_pulled_tokens + generation.num_pulled_tokens,
         kv_source=own_source or earlier_source,
+        num_devices=generation.device_use.num_devices,
     )
 
 

@@ -7,11 +7,13 @@ from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
 
 class DeviceUse:
     """As reported by the engines: each counts from 0, and what one that died had not reported is
-    lost."""
+    lost. Engines report the time of one device; all of a group are busy meanwhile, so that what was
+    taken is ``num_devices`` times as long."""
 
-    __slots__ = ("_former_us", "_meter", "_share", "_us")
+    __slots__ = ("_former_us", "_meter", "_share", "_us", "num_devices")
 
-    def __init__(self, meter: EnergyMeter) -> None:
+    def __init__(self, meter: EnergyMeter, num_devices: int = 1) -> None:
+        self.num_devices = num_devices
         self._us = self._former_us = 0.0
         self._meter = meter
         self._share = EnergyShare()
@@ -30,7 +32,8 @@ class DeviceUse:
 
     @property
     def total_us(self) -> int:
-        return round(self._former_us + self._us)
+        """Of all devices together."""
+        return round((self._former_us + self._us) * self.num_devices)
 
     def settle_energy(self) -> float | None:
         """The joules of that time, of a run that is over; None if they were not measured."""

@@ -24,7 +24,6 @@ from millrace.schemas.frames import (
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.workers.engine.types import EngineOutput
-from millrace.workers.host.energy.meter import EnergyMeter
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.device_use import DeviceUse
@@ -113,7 +112,7 @@ class Generation:
         now_s: float,
         beams: BeamAnswers | None = None,
         *,
-        energy: EnergyMeter,
+        device_use: DeviceUse,
     ) -> None:
         job = dispatch.job
         assert job.prompt_token_ids is not None
@@ -137,7 +136,7 @@ class Generation:
         self.num_preemptions = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0
         self.resampled = False
-        self.device_use = DeviceUse(energy)
+        self.device_use = device_use
         self._is_charged = False
         self.phase = Phase.QUEUED
         self.timing = Timing(dispatch.sent_ns, accepted_ns)

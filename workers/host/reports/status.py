@@ -131,6 +131,7 @@ class StatusReporter:
             adapters=stats.adapters,
             max_adapters=stats.max_adapters,
             adapter_load_ms=stats.adapter_load_ms,
+            num_devices=self._engine.num_devices,
             role=self._config.role,
             transfer=self._engine.transfer_endpoint,
             pull_tokens_per_s=self._load.moves.pull_tokens_per_s,
@@ -249,6 +250,7 @@ class StatusReporter:
         num_steps = stats.num_steps - before.num_steps
         block_size = self._config.engine.block_size_tokens
         busy_s = stats.busy_s - before.busy_s
+        num_devices = self._engine.num_devices
         return WorkerSample(
             worker_id=self._context.worker_id,
             name=self._config.name,
@@ -266,8 +268,8 @@ class StatusReporter:
             decode_tokens=stats.decode_tokens - before.decode_tokens,
             num_preemptions=stats.num_preemptions - before.num_preemptions,
             queue_depth=queue_depth,
-            busy_us=round(stats.busy_s * _US_PER_S) - round(before.busy_s * _US_PER_S),
-            charged_us=round(stats.charged_s * _US_PER_S) - round(before.charged_s * _US_PER_S),
+            busy_us=num_devices * _passed_us(before.busy_s, stats.busy_s),
+            charged_us=num_devices * _passed_us(before.charged_s, stats.charged_s),
             prefix_query_tokens=stats.prefix_query_tokens - before.prefix_query_tokens,
             prefix_hit_tokens=stats.prefix_hit_tokens - before.prefix_hit_tokens,
             device_name=device.name,
@@ -281,6 +283,7 @@ class StatusReporter:
             role=self._config.role,
             pulled_tokens=(stats.num_pulled_blocks - before.num_pulled_blocks) * block_size,
             served_tokens=(stats.num_served_blocks - before.num_served_blocks) * block_size,
+            num_devices=num_devices,
         )
 
     def _free_share(self) -> float:
@@ -289,3 +292,8 @@ class StatusReporter:
         capacity = config.engine.max_num_sequences + config.max_num_waiting
         sequences = 1 - self._load.num_running / capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
+
+
+def _passed_us(before_s: float, after_s: float) -> int:
+    """Rounded so that all that passes adds up."""
+    return round(after_s * _US_PER_S) - round(before_s * _US_PER_S)

@@ -14,6 +14,7 @@ _UNKNOWN = (
     "idle_offload_s",
     "ageing_s",
     "itl_bound_ms",
+    "collectives",
 )
 
 
@@ -21,6 +22,14 @@ def check_settings(config: EngineConfig, kind: EngineKind, *known: str) -> None:
     """Raises ConfigError, naming the setting, for one that the server does not have and that is not
     among ``known``."""
     check_usual(config, kind, *(name for name in _UNKNOWN if name not in known))
+
+
+def group_options(config: EngineConfig, tensor: str, experts: str = "") -> dict[str, str]:
+    """Of a command line, if several devices are to compute the model; ``tensor`` and ``experts``
+    are what they are called there."""
+    size = config.tensor_parallel
+    options = {tensor: str(size)} if size > 1 else {}
+    return options | ({experts: str(size)} if experts and config.expert_parallel else {})
 
 
 def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:

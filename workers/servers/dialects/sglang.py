@@ -33,7 +33,7 @@ from millrace.workers.servers.dialect import (
 from millrace.workers.servers.dialects.json_grammars import with_few_blanks
 from millrace.workers.servers.dialects.logit_bias import add_bias
 from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
-from millrace.workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.dialects.settings import check_settings, group_options
 from millrace.workers.servers.dialects.sglang_answers import SglangReader
 from millrace.workers.servers.prometheus_text import read_samples
 
@@ -84,6 +84,7 @@ class SglangDialect(Dialect):
             # The library of the own engine, so that all grammars mean the same.
             "--grammar-backend": "llguidance",
             "--log-level-http": "warning",
+            **group_options(config, "--tp-size", "--ep-size"),
         }
         if config.device == "cpu":
             options["--device"] = "cpu"

@@ -30,7 +30,7 @@ from millrace.workers.servers.dialect import (
 )
 from millrace.workers.servers.dialects.prompt_text import num_whole, prompt_text
 from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe
-from millrace.workers.servers.dialects.settings import check_settings, check_usual
+from millrace.workers.servers.dialects.settings import check_settings, check_usual, group_options
 from millrace.workers.servers.dialects.tgi_answers import TgiReader
 from millrace.workers.servers.prometheus_text import read_samples
 
@@ -77,6 +77,7 @@ class TgiDialect(Dialect):
             "--max-total-tokens": str(window),
             "--max-concurrent-requests": str(num_requests + -(-num_requests // (_SPARE - 1))),
             "--usage-stats": "off",
+            **group_options(config, "--num-shard"),
         }
         if config.dtype != "auto":
             options["--dtype"] = config.dtype

@@ -32,7 +32,7 @@ from millrace.workers.servers.dialects.completions_probe import check_completion
 from millrace.workers.servers.dialects.logit_bias import add_bias
 from millrace.workers.servers.dialects.openai_answers import TokenIdsReader
 from millrace.workers.servers.dialects.same_model import chosen_model
-from millrace.workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.dialects.settings import check_settings, group_options
 
 _COMPLETIONS = "/v1/completions"
 _NUM_SEQUENCES = 64
@@ -73,6 +73,7 @@ class TrtllmDialect(Dialect):
             "--max_seq_len": str(self.model.context_window_tokens),
             "--max_batch_size": str(config.max_num_sequences or _NUM_SEQUENCES),
             "--extra_llm_api_options": str(settings),
+            **group_options(config, "--tp_size", "--ep_size"),
         }
         if config.max_batch_tokens:
             options["--max_num_tokens"] = str(config.max_batch_tokens)

@@ -10,7 +10,7 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.sampling import MAX_LOGPROBS
 from millrace.workers.servers.dialect import Command
-from millrace.workers.servers.dialects.settings import check_settings
+from millrace.workers.servers.dialects.settings import check_settings, group_options
 
 SCHEDULING_POLICY = "--scheduling-policy"
 
@@ -37,6 +37,7 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
         "--max-logprobs": str(MAX_LOGPROBS + 1),
         "--kv-cache-dtype": config.kv_cache_dtype,
         "--load-format": config.load_format,
+        **group_options(config, "--tensor-parallel-size"),
     }
     kv_cache_bytes = config.kv_cache_bytes
     if not kv_cache_bytes and not _has_gpu(config):
@@ -53,6 +54,7 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
     ]
+    flags += ["--enable-expert-parallel"] if config.expert_parallel else []
     flags += [] if config.prefix_cache else ["--no-enable-prefix-caching"]
     flags += [] if config.cuda_graphs else ["--enforce-eager"]
     flags += [] if config.overlap else ["--no-async-scheduling"]
