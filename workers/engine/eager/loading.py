@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from millrace.registry.adapters import adapter_folder
+from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.models.adapters import AdapterRef
+from millrace.workers.adapters.rows import AdapterWeights
+from millrace.workers.adapters.weights import LayerSlices, read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.attention import TorchAttention
 from millrace.workers.engine.eager.cpu_operations import CpuMetadata, suits
@@ -35,6 +40,15 @@ from millrace.workers.quantization.linear import MakeQuantized
 _log = logging.getLogger(__name__)
 
 AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
+
+
+class AdapterMaker(Protocol):
+    """A decoder, as far as adapters are concerned."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
 
 
 class Arithmetic(NamedTuple):
@@ -127,6 +141,21 @@ def load_decoder(
     decoder = _decoder(own, weights, attention, kernels, collectives)
     is_exact_behind = isinstance(weights.head, PackedProjection) or not shard.is_last
     return LoadedDecoder(decoder, isinstance(decoder, FusedDecoder) and is_exact_behind)
+
+
+def load_adapter_weights(
+    decoder: AdapterMaker,
+    config: ModelConfig,
+    adapter: AdapterRef,
+    max_rank: int,
+    shard: Shard = Shard(),  # noqa: B008 (a constant)
+) -> AdapterWeights:
+    """An adapter of at most such a rank for a whole model's ``config``, or a rank's ``shard`` of
+    it. Raises AdapterError, ModelSourceError."""
+    folder = adapter_folder(adapter.source, adapter.name, adapter.version)
+    outline = read_adapter_outline(folder, config, max_rank)
+    with torch.inference_mode():
+        return decoder.adapter(read_adapter_weights(outline, config, decoder.dtype, shard))
 
 
 def _decoder(

@@ -9,17 +9,15 @@ from typing import Protocol
 
 import torch
 
-from millrace.registry.adapters import adapter_folder
-from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
-from millrace.workers.adapters.weights import LayerSlices, read_adapter_weights
+from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.engine.batch import FlatBatch, build_batch
 from millrace.workers.engine.eager.fused_decoder import FusedDecoder
-from millrace.workers.engine.eager.loading import Arithmetic, load_decoder
+from millrace.workers.engine.eager.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.workers.engine.features import give_features
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from millrace.workers.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
@@ -137,11 +135,7 @@ class ModelRunner:
         max_rank: int,
     ) -> AdapterWeights:
         """Read an adapter of at most such a rank. Raises AdapterError, ModelSourceError."""
-        folder = adapter_folder(adapter.source, adapter.name, adapter.version)
-        outline = read_adapter_outline(folder, self.config, max_rank)
-        with torch.inference_mode():
-            layers = read_adapter_weights(outline, self.config, self._decoder.dtype)
-            return self._decoder.adapter(layers)
+        return load_adapter_weights(self._decoder, self.config, adapter, max_rank)
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
         """Compute a plan's tokens; logits come only for sequences that are now complete.

@@ -11,14 +11,11 @@ from typing import NoReturn
 
 import torch
 
-from millrace.registry.adapters import adapter_folder
-from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.errors import MillraceError
 from millrace.workers.adapters.rows import AdapterWeights
-from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import FlatBatch
-from millrace.workers.engine.eager.loading import Arithmetic, load_decoder
+from millrace.workers.engine.eager.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.workers.engine.group.control_socket import ControlSocket
 from millrace.workers.engine.group.control_wire import AdapterLoaded, Join, LoadAdapter
 from millrace.workers.engine.group.lead_decoder import vocabulary_widths
@@ -127,15 +124,10 @@ class Member:
 
     def _load_adapter(self, load: LoadAdapter) -> str:
         """Why it could not be read, empty if it was."""
-        adapter = load.adapter
         try:
-            folder = adapter_folder(adapter.source, adapter.name, adapter.version)
-            outline = read_adapter_outline(folder, self._config, load.max_rank)
-            with torch.inference_mode():
-                layers = read_adapter_weights(
-                    outline, self._config, self._decoder.dtype, self._shard
-                )
-                self._adapters[load.number] = self._decoder.adapter(layers)
+            self._adapters[load.number] = load_adapter_weights(
+                self._decoder, self._config, load.adapter, load.max_rank, self._shard
+            )
         except MillraceError as error:
             return error.message
         except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)

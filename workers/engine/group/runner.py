@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from millrace.registry.adapters import adapter_folder
-from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
-from millrace.workers.adapters.weights import read_adapter_weights
 from millrace.workers.engine.batch import build_batch
+from millrace.workers.engine.eager.loading import load_adapter_weights
 from millrace.workers.engine.eager.runner import ModelRunner, nothing_chosen
 from millrace.workers.engine.group.lead_decoder import GroupAdapter, LeadDecoder
 from millrace.workers.engine.group.members import Members
@@ -104,15 +102,9 @@ class GroupRunner(ModelRunner):
         max_rank: int,
     ) -> AdapterWeights:
         """Have every rank read its slices of an adapter. Raises AdapterError, ModelSourceError."""
-        folder = adapter_folder(adapter.source, adapter.name, adapter.version)
-        outline = read_adapter_outline(folder, self.config, max_rank)
         number = self.members.load_adapter(adapter, max_rank)
         try:
-            with torch.inference_mode():
-                layers = read_adapter_weights(
-                    outline, self.config, self._lead.dtype, self._ways.shard
-                )
-                own = self._lead.adapter(layers)
+            own = load_adapter_weights(self._lead, self.config, adapter, max_rank, self._ways.shard)
             self.members.wait_loaded(number)
         except BaseException:
             self.members.drop_adapter(number)
