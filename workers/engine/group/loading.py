@@ -31,7 +31,7 @@ from millrace.workers.engine.group.runner import GroupParts, GroupRunner, Pipeli
 from millrace.workers.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
-from millrace.workers.kernels.ranks import RankShape, rank_memory
+from millrace.workers.kernels.ranks import MAX_RANKS, RankShape, rank_memory
 from millrace.workers.kernels.stage_link import LinkShape, link_memory
 from millrace.workers.models.shard import Shard, check_shard, shard_config
 from millrace.workers.transfer.memory import SharedPages
@@ -170,6 +170,11 @@ def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device
         )
     if engine.rank_timeout_s <= 0:
         raise ConfigError(f"engine.rank_timeout_s must be above 0, got {engine.rank_timeout_s}.")
+    most = MAX_RANKS if engine.pipeline_parallel == 1 else MAX_RANKS - 1
+    if engine.tensor_parallel > most:
+        raise ConfigError(
+            f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
+        )
     check_engine(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
     if engine.pipeline_parallel > 1 and config.classifier is not None:

@@ -195,7 +195,7 @@ def test_a_stream_of_a_group_is_the_same_alone_and_in_company(
     assert engine._runner.is_row_exact
     asked = [request(f"r{i}", prompt(i, 20 + 17 * i, 9), max_tokens=24) for i in range(4)]
     together = tokens_by_request(ask_all(engine, asked))
-    assert engine.stats().proposed_tokens > 0 or engine._runner.num_stages > 1
+    assert (engine.stats().proposed_tokens > 0) == (engine._runner.num_stages == 1)
     engine = load(tmp_path, 2, dtype="bfloat16", kernels="native", prefix_cache=False, **settings)
     for one in asked:
         alone = tokens_by_request(ask_all(engine, [one]))
@@ -271,6 +271,8 @@ def _runs(pid: int) -> bool:
     ("settings", "message"),
     [
         ({"tensor_parallel": 3}, "4 query heads do not divide by 3.* over 1, 2, 4"),
+        ({"tensor_parallel": 17}, "a stage has at most 16 ranks"),
+        ({"tensor_parallel": 16, "pipeline_parallel": 2}, "a stage has at most 15 ranks"),
         ({"tensor_parallel": 0}, "at least 1 rank"),
         ({"expert_parallel": True}, "has none: leave it out"),
         ({"kernels": "reference"}, "compute on a CPU so far"),
