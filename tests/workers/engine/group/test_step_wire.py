@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from millrace.workers.adapters.rows import PlainAdapter, RowAdapters
 from millrace.workers.engine.batch import FlatBatch, QueryRange
 from millrace.workers.engine.group.step_wire import (
+    StageStep,
     WantedLogits,
     decode,
     encode_logits,
+    encode_stage,
     encode_step,
 )
 
@@ -80,6 +82,23 @@ def test_a_step(made: tuple[FlatBatch, list[int]]) -> None:
             id(one) for one in batch.adapters.weights
         ]
         assert torch.equal(heard.adapters.of_rows, batch.adapters.of_rows)
+
+
+@given(batches(), st.integers(0, 5), st.booleans())
+def test_a_step_for_the_next_stage(
+    made: tuple[FlatBatch, list[int]], num_wanted: int, wants_states: bool
+) -> None:
+    batch, numbers = made
+    hidden = torch.randn(len(batch.token_ids), 6).bfloat16()
+    wanted = torch.arange(num_wanted)
+    sent = StageStep(batch, numbers, hidden, wanted, wants_states)
+    heard = decode(_message(encode_stage(sent)), ADAPTERS.__getitem__)
+    assert isinstance(heard, StageStep)
+    assert torch.equal(heard.batch.token_ids, batch.token_ids)
+    assert heard.adapter_ids == numbers
+    assert torch.equal(heard.hidden, hidden)
+    assert torch.equal(heard.wanted, wanted)
+    assert heard.wants_states is wants_states
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,112 @@
+"""Messages from stage to stage: ends are threads here, as they wait without Python's lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.workers.kernels.build import cpu_library
+from millrace.workers.kernels.ranks import MAX_RANKS, RanksFailedError
+from millrace.workers.kernels.stage_link import LinkShape, StageLink, link_memory
+
+TIMEOUT_S = 30.0
+PART_BYTES = 256
+
+
+def ends(shape: LinkShape, timeout_s: float = TIMEOUT_S) -> tuple[list[StageLink], list[StageLink]]:
+    """Those of the writers and of the readers."""
+    fd = link_memory(shape)
+
+    def make(index: int) -> StageLink:
+        return StageLink(cpu_library(), fd, shape, index=index, timeout_s=timeout_s)
+
+    try:
+        writers = [make(index) for index in range(shape.num_writers)]
+        return writers, [make(index) for index in range(shape.num_readers)]
+    finally:
+        os.close(fd)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_writers=st.integers(1, 3),
+    num_readers=st.integers(1, 3),
+    num_slots=st.integers(1, 3),
+    messages=st.lists(st.binary(min_size=1, max_size=PART_BYTES), min_size=1, max_size=12),
+)
+def test_all_readers_have_all_messages_in_order(
+    num_writers: int, num_readers: int, num_slots: int, messages: list[bytes]
+) -> None:
+    writers, readers = ends(LinkShape(num_writers, num_readers, num_slots, PART_BYTES))
+
+    def write(writer: StageLink) -> None:
+        for number, message in enumerate(messages):
+            writer.write(number, message[:1], message[1:])
+
+    def read(reader: StageLink) -> list[list[bytes]]:
+        read: list[list[bytes]] = []
+        for number, message in enumerate(messages):
+            reader.wait_written(number, bound=True)
+            parts = [reader.part(number, writer) for writer in range(num_writers)]
+            read.append([bytes(part[: len(message)]) for part in parts])
+            reader.done(number)
+        return read
+
+    with ThreadPoolExecutor(num_writers + num_readers) as pool:
+        written = [pool.submit(write, writer) for writer in writers]
+        heard = [pool.submit(read, reader) for reader in readers]
+        assert all(one.result() is None for one in written)
+        for one in heard:
+            assert one.result() == [[message] * num_writers for message in messages]
+
+
+def test_a_slot_is_not_written_to_before_it_was_read() -> None:
+    [writer], [reader] = ends(LinkShape(1, 1, 2, PART_BYTES), timeout_s=0.2)
+    writer.write(0, b"first")
+    writer.write(1, b"second")
+    with pytest.raises(RanksFailedError, match="did not come in time"):
+        writer.write(2, b"third")
+    assert bytes(reader.part(0)[:5]) == b"first"
+
+
+def test_what_is_not_read_is_dropped_with_a_later_one() -> None:
+    [writer], [reader] = ends(LinkShape(1, 1, 2, PART_BYTES))
+    writer.write(0, b"first")
+    writer.write(1, b"second")
+    reader.done(1)
+    writer.write(2, b"third")
+    assert bytes(reader.part(2)[:5]) == b"third"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda _, reader: reader.wait_written(0, bound=False),
+        lambda writer, _: [writer.write(number, b"!") for number in range(2)],
+    ],
+    ids=["reads", "writes"],
+)
+def test_who_waits_is_told_that_the_link_has_ended(
+    wait: Callable[[StageLink, StageLink], object],
+) -> None:
+    [writer], [reader] = ends(LinkShape(1, 1, 1, PART_BYTES))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, writer, reader)
+        for end in (writer, reader):
+            end.abort("rank 1 is gone")
+        failure = waiting.exception(TIMEOUT_S)
+    assert isinstance(failure, RanksFailedError)
+    assert "rank 1 is gone" in str(failure)
+
+
+def test_what_has_no_room_is_refused() -> None:
+    [writer], _ = ends(LinkShape(1, 1, 1, PART_BYTES))
+    with pytest.raises(ValueError, match="257 bytes is too long"):
+        writer.write(0, bytes(PART_BYTES), b"!")
+    with pytest.raises(ValueError, match=f"{MAX_RANKS} processes at most, not {MAX_RANKS + 1}"):
+        link_memory(LinkShape(1, MAX_RANKS, 1, PART_BYTES))
