@@ -96,12 +96,11 @@ class ServerEngine(EngineLike):
         self._capacity_tokens = min(longest, facts.kv_capacity_tokens or longest)
         self._live: dict[str, LiveRequest] = {}
         self._shares = TokenShares()
-        self._prefixes = PrefixEstimate(
-            config.block_size_tokens, facts.kv_capacity_tokens or _CACHE_TOKENS
-        )
+        cache_tokens = facts.kv_capacity_tokens or _CACHE_TOKENS
+        self._prefixes = PrefixEstimate(config.block_size_tokens, cache_tokens)
         self._stats = ServerStats(
             max_num_sequences=config.max_num_sequences or facts.max_num_sequences or _NUM_SEQUENCES,
-            num_blocks=(facts.kv_capacity_tokens or _CACHE_TOKENS) // config.block_size_tokens,
+            num_blocks=cache_tokens // config.block_size_tokens,
             max_tokens_per_request=min(self._context_window_tokens, self._capacity_tokens),
         )
         self._outputs: list[EngineOutput] = []
