@@ -19,15 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.support.command import command_parser, write_json
-from millrace.cli.local.supervisor import begin_child
+from benchmarks.support.processes import busy_processes
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.threads.choice import configure_threads
 
@@ -35,7 +33,6 @@ _STEPS = 120
 _FREE = {"OMP_PROC_BIND": "false"}
 
 
-_BUSY = "while True: pass"
 _LOWEST = 19
 
 
@@ -92,29 +89,10 @@ def _start(checkpoint: Path, num_threads: int, **changes: str) -> float:
     return float(done.stdout)
 
 
-@contextmanager
-def _busy(number: int) -> Iterator[None]:
-    """So many processes that give way to all others, each in a session of its own."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _BUSY],
-            preexec_fn=partial(begin_child, _LOWEST),
-            start_new_session=True,
-        )
-        for _ in range(number)
-    ]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def measure(checkpoint: Path, num_starts: int, num_beside: int) -> Starts:
     """Starts in turns, so that whatever else runs disturbs both kinds."""
     starts = Starts(num_beside=num_beside, bound=[], free=[], one_thread=[])
-    with _busy(num_beside):
+    with busy_processes(num_beside, niceness=_LOWEST):
         for _ in range(num_starts):
             starts.bound.append(_start(checkpoint, 0))
             starts.free.append(_start(checkpoint, 0, **_FREE))

@@ -1,7 +1,7 @@
 """What a second rank is worth: tokens a second of a 100M Llama on one rank and on several, each
 with one thread.
 
-    python -m benchmarks.parallel [--ranks 2] [--rounds 3] [--save | --json FILE]
+    python -m benchmarks.parallel [--ranks 2] [--rounds 3] [--beside 0] [--save | --json FILE]
 
 One rank, a group of ranks and a pipeline of as many stages are measured in turns, each start in a
 process of its own, with one, 8 and 32 streams and with prompts of 512 tokens; printed is the median
@@ -32,6 +32,7 @@ import msgspec
 from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.machine_rates import cpu_name
+from benchmarks.support.processes import busy_processes
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.threads.choice import configure_threads
 
@@ -122,7 +123,9 @@ def main() -> None:
         sys.stdout.buffer.write(msgspec.json.encode(made(arguments.start, arguments)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        figures = _measure(write_llama(Path(folder) / "llama-100m"), arguments)
+        checkpoint = write_llama(Path(folder) / "llama-100m")
+        with busy_processes(arguments.beside, niceness=0):
+            figures = _measure(checkpoint, arguments)
     print(_report(figures))
     write_json(_RESULTS if arguments.save else arguments.json, figures)
 
@@ -131,6 +134,9 @@ def _arguments() -> argparse.Namespace:
     parser = command_parser("parallel", __doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--beside", type=int, default=0, help="processes that want a core meanwhile (default: 0)"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--save", action="store_true", help="into benchmarks/results")
     parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)

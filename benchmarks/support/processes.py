@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import msgspec
 import psutil
+
+from millrace.cli.local.supervisor import begin_child
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -24,6 +29,25 @@ def spawned(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]
     finally:
         process.kill()
         process.join()
+
+
+@contextlib.contextmanager
+def busy_processes(number: int, *, niceness: int) -> Iterator[None]:
+    """So many processes that want a core for themselves meanwhile, each in a session of its own."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", "while True: pass"],
+            preexec_fn=partial(begin_child, niceness),
+            start_new_session=True,
+        )
+        for _ in range(number)
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 class ProcessUsage:
