@@ -26,7 +26,11 @@ from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
-from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.engine.settings import (
+    check_parted_blocks,
+    choose_device,
+    with_device_defaults,
+)
 from millrace.workers.kernels.operations import WeightSize
 
 
@@ -86,6 +90,7 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
 
     Raises CheckpointError or ConfigError.
     """
+    check_parted_blocks(engine)
     if engine.tensor_parallel != 1 or engine.pipeline_parallel != 1:
         return load_group(path, engine)
     device = choose_device(engine.device)
@@ -165,12 +170,10 @@ def device_work_of(runner: Runner) -> DeviceWork:
     """What the runner's steps are shared by."""
     cache = runner.cache
     num_weights, num_bytes = runner.weight_size
-    num_layers, _, layer_bytes = cache.blocks.shape  # those of all ranks
     return DeviceWork(
         runner.config,
         weight_bytes=num_bytes / num_weights,
-        kv_token_bytes=layer_bytes
-        * num_layers
+        kv_token_bytes=cache.block_bytes
         / (runner.config.num_hidden_layers * cache.block_size_tokens),
         flop_per_byte=FLOP_PER_BYTE["cuda" if cache.data.device.type == "cuda" else "cpu"],
     )

@@ -68,3 +68,20 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {name!r}, but this machine has no CUDA device.")
     return device
+
+
+def has_parted_blocks(config: EngineConfig) -> bool:
+    """Whether the ranks of a group have a part of each block in memory of their own: those of GPUs
+    have, while those of a CPU have one cache in memory that all of them map."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return False
+    return config.kernels in ("triton", "reference") or choose_device(config.device).type == "cuda"
+
+
+def check_parted_blocks(config: EngineConfig) -> None:
+    """Raise ConfigError where whole blocks are to be kept or lent and there are only parts."""
+    if config.disk_cache_path and has_parted_blocks(config):
+        raise ConfigError(
+            "engine.disk_cache_path keeps whole blocks, of which each rank of this group has a "
+            "part in memory of its own; leave it out."
+        )

@@ -14,6 +14,12 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.workers.engine.kv.cache_commands import (
+    CheckBlocks,
+    CopyBlock,
+    OtherParts,
+    ScrubBlocks,
+)
 from millrace.workers.kernels.gpu.device_batch import CacheLayer
 from millrace.workers.transfer.memory import SharedPages
 
@@ -36,7 +42,8 @@ class KVCache:
     A group's has the layers and heads of each of its ranks in a part, one behind the other; of
     ``part_layers`` layers each. Whoever looks at blocks that are not being computed, or changes
     them, from outside of the steps, calls ``settle`` first: it waits for what steps that were
-    launched still write.
+    launched still write. Where ranks have their parts in memory of their own, ``others`` are those
+    that are not here: what is done with a block is done in them, too.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class KVCache:
         self.block_size_tokens = block_size_tokens
         self.part_layers = part_layers or (config.num_hidden_layers,)
         self.settle: Callable[[], None] = _nothing
+        self.others: OtherParts | None = None
         layout = _BlockLayout.of(config, block_size_tokens, dtype)
         shape = (sum(self.part_layers), num_blocks + 1, layout.size_bytes)
         self.pages = pages
@@ -90,6 +98,12 @@ class KVCache:
         # Copied by eight bytes where these make up a block.
         self._words = self.blocks.view(torch.int64 if layout.size_bytes % 8 == 0 else torch.uint8)
 
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block over all layers, those of other ranks included."""
+        num_layers, _, layer_bytes = self.blocks.shape
+        return num_layers * layer_bytes + (0 if self.others is None else self.others.block_bytes)
+
     def part(self, index: int) -> KVCache:
         """One part of it, in the same memory."""
         begin = sum(self.part_layers[:index])
@@ -108,6 +122,8 @@ class KVCache:
     @torch.inference_mode()
     def scrub(self, blocks: list[int]) -> None:
         """Zero those of the blocks whose contents are not finite."""
+        if self.others is not None:
+            self.others.tell(ScrubBlocks(blocks))
         self.settle()
         telling = self.data if self.scales is None else self.scales
         for block in blocks:
@@ -117,6 +133,8 @@ class KVCache:
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Give one block the contents of another, in all layers."""
+        if self.others is not None:
+            self.others.tell(CopyBlock(source, target))
         self.settle()
         self._words[:, target].copy_(self._words[:, source])
 
@@ -134,7 +152,11 @@ class KVCache:
         sums = [
             layer.index_select(0, index).flatten(1).sum(-1, dtype=torch.float32) for layer in last
         ]
-        return torch.isfinite(torch.stack(sums).sum(0)).tolist()
+        finite: list[bool] = torch.isfinite(torch.stack(sums).sum(0)).tolist()
+        if self.others is not None:
+            elsewhere = self.others.ask(CheckBlocks(blocks))
+            finite = [own and other for own, other in zip(finite, elsewhere, strict=True)]
+        return finite
 
 
 def _nothing() -> None:

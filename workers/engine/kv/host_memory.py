@@ -9,6 +9,12 @@ from typing import Protocol
 import torch
 
 from millrace.workers.engine.kv.cache import KVCache, pieces_of
+from millrace.workers.engine.kv.cache_commands import (
+    LoadBlocks,
+    OtherParts,
+    ReserveSlots,
+    StoreBlocks,
+)
 from millrace.workers.engine.kv.disk_cache import SlotMemory
 from millrace.workers.engine.kv.host_cache import HostMemory
 from millrace.workers.engine.threads.choice import leave_core
@@ -32,6 +38,12 @@ class SharedHostMemory(HostMemory, SlotMemory, Protocol):
 def host_memory_of(cache: KVCache, host_bytes: int, *, shared: bool = False) -> SharedHostMemory:
     """Memory for blocks of a cache, wherever that lies; ``shared``: for other processes, too.
     Raises ConfigError if a device's cannot be had."""
+    if cache.others is not None:
+        return PartedHostMemory(cache, cache.others, host_bytes)
+    return _own_memory(cache, host_bytes, shared=shared)
+
+
+def _own_memory(cache: KVCache, host_bytes: int, *, shared: bool) -> SharedHostMemory:
     if not cache.blocks.is_cuda:
         return PlainHostMemory(cache, host_bytes, shared=shared)
     # Needs Triton, which there is for Linux only.
@@ -87,6 +99,51 @@ class PlainHostMemory:
         elif self._slots is None:
             self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
         return self._slots
+
+
+class PartedHostMemory:
+    """For a cache of which ranks have a part each, in memory of their own: each has slots for its
+    part, too, and rank 0 says what goes where. So nobody sees the whole of a block, and none can be
+    kept on a disk or lent to others.
+    """
+
+    pages: SharedPages | None = None
+
+    def __init__(self, cache: KVCache, others: OtherParts, host_bytes: int) -> None:
+        self.block_bytes = cache.block_bytes
+        self.num_slots = host_bytes // self.block_bytes
+        own_bytes = self.block_bytes - others.block_bytes
+        self._own = _own_memory(cache, self.num_slots * own_bytes, shared=False)
+        self._others = others
+        if self.num_slots:
+            others.tell(ReserveSlots(self.num_slots))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of the blocks' parts that are here, at as much as all parts come together."""
+        own = self._own.bytes_per_s
+        return None if own is None else own * self.block_bytes / self._own.block_bytes
+
+    @property
+    def is_settled(self) -> bool:
+        return self._own.is_settled
+
+    def store(self, blocks: list[int], slots: list[int]) -> None:
+        """Have blocks copied into slots by each rank. Raises RuntimeError if there is no memory
+        here."""
+        self._others.tell(StoreBlocks(blocks, slots))
+        self._own.store(blocks, slots)
+
+    def load(self, slots: list[int], blocks: list[int]) -> None:
+        """Have slots copied into blocks by each rank."""
+        self._others.tell(LoadBlocks(slots, blocks))
+        self._own.load(slots, blocks)
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        raise AssertionError(f"slot {slot} is in the memory of several ranks")
+
+    def slots(self) -> Blocks:
+        raise AssertionError("slots are in the memory of several ranks")
 
 
 def _copy_blocks(

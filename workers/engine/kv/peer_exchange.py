@@ -19,6 +19,7 @@ from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.kv.lending import LOAN_S, Lending
 from millrace.workers.engine.kv.peer_tier import PeerTier
+from millrace.workers.engine.settings import has_parted_blocks
 from millrace.workers.transfer.addresses import (
     default_folder,
     listen_on_address,
@@ -54,6 +55,11 @@ def _why_not(path: Path, config: EngineConfig) -> str:
         return (
             "blocks that are exchanged need engine.prefix_cache, to be found, and "
             "engine.host_cache_bytes, into which they come"
+        )
+    if has_parted_blocks(config):
+        return (
+            "whole blocks are exchanged, of which each rank of this group has a part in memory of "
+            "its own"
         )
     if config.load_format == "dummy" or not weights_fingerprint(path):
         return (
