@@ -1,5 +1,5 @@
-"""What is done with blocks of a KV cache of which ranks have a part each, in memory of their own: rank
-0 does it to its part and tells the others."""
+"""What is done with blocks of a KV cache of which ranks have a part each, in memory of their own:
+rank 0 does it to its part and tells the others."""
 
 from __future__ import annotations
 
