@@ -54,6 +54,8 @@ class DeviceCache:
         self.data = self.blocks.view(torch.float32)
         self.slots = self.data.view(-1, 2).numpy()
         self._finish = self.settle = finish
+        self.others = None
+        self.block_bytes = self.blocks.shape[0] * self.blocks.shape[2]
 
     def scrub(self, blocks: list[int]) -> None:
         self._finish()
