@@ -382,6 +382,7 @@ class Engine:
             self._adapters,
             self._live,
             self._tiers.peer_figures(),
+            self._runner.figures(),
             num_steps=self._num_steps,
             prefills=self._prefills,
             max_tokens_per_request=self.max_tokens_per_request,

@@ -30,7 +30,7 @@ from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import DeviceLostError
+from millrace.workers.engine.types import DeviceLostError, RunnerFigures
 from millrace.workers.kernels.gpu.step_inputs import StepShape
 from millrace.workers.kernels.operations import WeightSize
 
@@ -88,6 +88,10 @@ class DeviceRunner(DeviceSteps):
         _, _, logits, chosen, _ = self._buffers
         with torch.inference_mode():
             self._sampler.logprobs(logits, chosen, [0], [1], self._device.upload)
+
+    def figures(self) -> RunnerFigures:
+        """Nothing is counted on the device."""
+        return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """A device that has failed is found out by the next step."""
