@@ -139,7 +139,7 @@ class DeviceRunner(DeviceSteps):
             is_recorded=recorded is not None,
         )
         with torch.inference_mode():
-            self._tell(step)
+            self._tell_all(step)
             states = self._run(step)
             pooled: list[PooledChunk] = []
             scored: list[ScoredChunk] = []
@@ -203,6 +203,10 @@ class DeviceRunner(DeviceSteps):
         for sequence in sequences:
             if sequence.proposed:
                 self._state.forget_behind(sequence, sequence.num_computed_tokens // size + 1)
+
+    def _tell_all(self, step: ToldStep) -> None:
+        """Tell whoever computes a step."""
+        self._tell(step)
 
     def _tell(self, step: ToldStep) -> None:
         self._sampler.upload(self._device.upload)

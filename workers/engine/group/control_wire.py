@@ -39,12 +39,28 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     link_shapes: list[LinkShape]
 
 
+class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_devices"):
+    """Load a rank's share of the checkpoint at ``path`` onto a device of its own. Ranks meet in
+    ``folder``; ``link_fd`` is the file of the link, of ``link_shape``, by which rank 0 says what to
+    compute, -1 where it says so by Gloo."""
+
+    path: str
+    config: EngineConfig
+    rank: int
+    folder: str
+    link_fd: int
+    link_shape: LinkShape
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
-    """Read a rank's slices of an adapter, which the ranks then know by ``number``."""
+    """Read a rank's slices of an adapter, which the ranks then know by ``number``; those of devices
+    into a ``slot``, once they have computed the first ``num_posted`` messages."""
 
     number: int
     adapter: AdapterRef
     max_rank: int
+    slot: int = 0
+    num_posted: int = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
@@ -70,7 +86,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
     error: str = ""
 
 
-ToMember = Join | LoadAdapter | DropAdapter
+ToMember = Join | JoinDevices | LoadAdapter | DropAdapter
 FromMember = Joined | Refused | AdapterLoaded
 
 _encoder = msgspec.msgpack.Encoder()

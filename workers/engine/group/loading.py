@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
@@ -64,7 +62,7 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     ConfigError."""
     config = read_model_config(path)
     device = choose_device(engine.device)
-    _check_group(config, engine, device)
+    _check_group(config, engine)
     engine = with_device_defaults(engine, device)
     shard = shard_of(0, engine)
     own = shard_config(config, shard)
@@ -146,7 +144,7 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
-    if _has_shared_memory(engine):
+    if has_shared_memory(engine):
         rank_fds = [rank_memory(shape) for _ in range(num_stages if size > 1 else 0)]
     if num_stages == 1:
         return _Memory(shape, rank_fds, [], [])
@@ -157,13 +155,8 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     return _Memory(shape, rank_fds, link_shapes, [link_memory(link) for link in link_shapes])
 
 
-def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what a group does not compute."""
-    if device.type != "cpu" or engine.kernels in ("triton", "reference"):
-        raise ConfigError(
-            "engine.tensor_parallel: the ranks of a group compute on a CPU so far; leave it out, "
-            "or drive an engine that has groups of GPUs, see docs/engines.md."
-        )
+def check_ranks(engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that no group can have."""
     if engine.collectives not in _COLLECTIVES:
         raise ConfigError(
             f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
@@ -175,6 +168,11 @@ def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device
         raise ConfigError(
             f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
         )
+
+
+def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for what a group does not compute."""
+    check_ranks(engine)
     check_engine(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
     if engine.pipeline_parallel > 1 and config.classifier is not None:
@@ -184,8 +182,9 @@ def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device
         )
 
 
-def _has_shared_memory(engine: EngineConfig) -> bool:
-    """Raises ConfigError where it is asked for and cannot be."""
+def has_shared_memory(engine: EngineConfig) -> bool:
+    """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
+    for and cannot be."""
     if engine.collectives == "gloo":
         if engine.pipeline_parallel > 1:
             raise ConfigError(

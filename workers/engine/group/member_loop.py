@@ -17,7 +17,12 @@ from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.workers.engine.group.control_socket import ControlSocket
-from millrace.workers.engine.group.control_wire import AdapterLoaded, Join, LoadAdapter
+from millrace.workers.engine.group.control_wire import (
+    AdapterLoaded,
+    DropAdapter,
+    Join,
+    LoadAdapter,
+)
 from millrace.workers.engine.group.lead_decoder import vocabulary_widths
 from millrace.workers.engine.group.making import group_cache, make_link, make_ranks, shard_of
 from millrace.workers.engine.group.step_wire import (
@@ -42,7 +47,8 @@ __all__ = ["Member", "RanksFailedError"]
 class Member:
     """One rank. Raises MillraceError if it cannot be loaded."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Join, control: ControlSocket) -> None:
+        self._control = control
         path, engine = Path(join.path), join.config
         self._shard = shard_of(join.rank, engine)
         self._config = read_model_config(path)
@@ -105,14 +111,15 @@ class Member:
             made.append(decoder.normed(hidden))
         behind.write(number, *map(bytes_of, made))
 
-    def hear(self, control: ControlSocket) -> NoReturn:
+    def hear(self) -> NoReturn:
         """What rank 0 says beside the steps, on a thread of its own."""
         leave_core()
+        control = self._control
         while True:
             message = control.receive()
             if isinstance(message, LoadAdapter):
                 control.send(AdapterLoaded(message.number, self._load_adapter(message)))
-            elif not isinstance(message, Join):
+            elif isinstance(message, DropAdapter):
                 self._adapters.pop(message.number, None)
 
     def abort(self, why: str) -> None:

@@ -23,6 +23,7 @@ from millrace.workers.engine.group.control_wire import (
     DropAdapter,
     FromMember,
     Join,
+    JoinDevices,
     Joined,
     LoadAdapter,
     Refused,
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 class _Member:
     """One process, and the socket to it."""
 
-    def __init__(self, rank: int, fds: tuple[int, ...]) -> None:
+    def __init__(self, rank: int, fds: tuple[int, ...], module: str) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket = ours
@@ -51,7 +52,7 @@ class _Member:
         lives_as_long = threading.current_thread() is threading.main_thread()
         with theirs:
             command = python_command(
-                _MODULE,
+                module,
                 str(theirs.fileno()),
                 str(os.getpid() if lives_as_long else 0),
                 ",".join(map(str, sorted(cores_of_process()))),
@@ -91,8 +92,9 @@ class Members:
     """Ranks 1 and up of a group. They end with ``close``, with this object, or with this process,
     however it ends. For one thread, but for ``load_adapter``."""
 
-    def __init__(self, size: int, fds: tuple[int, ...]) -> None:
-        """Start the processes, which are given the files ``fds``."""
+    def __init__(self, size: int, fds: tuple[int, ...], module: str | None = None) -> None:
+        """Start the processes, which are given the files ``fds``; of another ``module`` than that
+        of ranks on a CPU."""
         self._members: list[_Member] = []
         self._finalizer = weakref.finalize(self, _end, self._members)
         self._numbers = itertools.count(1)
@@ -101,14 +103,14 @@ class Members:
         self._lost: str | None = None
         self._timeout_s = 0.0
         for rank in range(1, size):
-            self._members.append(_Member(rank, fds))
+            self._members.append(_Member(rank, fds, module or _MODULE))
 
     @property
     def pids(self) -> list[int]:
         """Of ranks 1 and up."""
         return [member.process.pid for member in self._members]
 
-    def join(self, message: Callable[[int], Join]) -> None:
+    def join(self, message: Callable[[int], Join | JoinDevices]) -> None:
         """Tell every rank what to load."""
         for member in self._members:
             member.send(message(member.rank))
@@ -133,6 +135,15 @@ class Members:
                     f"engine.tensor_parallel: {member.how_it_ended()} before it was loaded."
                 )
 
+    def why_refused(self) -> str | None:
+        """What the first of those that could not be loaded said, of ranks that are ending."""
+        for member in self._members:
+            with contextlib.suppress(TimeoutError):
+                answer = member.receive(_END_TIMEOUT_S)
+                if isinstance(answer, Refused):
+                    return f"rank {member.rank} of the group: {answer.message}"
+        return None
+
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call ``on_lost`` with a reason, once, when a rank has ended; on a thread of its own."""
         for member in self._members:
@@ -144,15 +155,17 @@ class Members:
             daemon=True,
         ).start()
 
-    def load_adapter(self, adapter: AdapterRef, max_rank: int) -> int:
-        """Have all ranks begin to read an adapter; the number by which they know it. For any
-        thread."""
+    def load_adapter(
+        self, adapter: AdapterRef, max_rank: int, *, slot: int = 0, num_posted: int = 0
+    ) -> int:
+        """Have all ranks begin to read an adapter, see ``LoadAdapter``; the number by which they
+        know it. For any thread."""
         with self._lock:
             number = next(self._numbers)
             load = self._loads[number] = _AdapterLoad(len(self._members))
             if self._lost is not None:
                 load.fail(self._lost)
-        self._send_all(LoadAdapter(number, adapter, max_rank))
+        self._send_all(LoadAdapter(number, adapter, max_rank, slot, num_posted))
         return number
 
     def wait_loaded(self, number: int) -> None:
