@@ -43,7 +43,7 @@ class LinkChannel:
     def post(self, *parts: bytes | memoryview) -> None:
         whole = b"".join(parts)
         room = _PIECE_BYTES - _LENGTH.size
-        for begin in range(0, len(whole), room):
+        for begin in range(0, max(1, len(whole)), room):
             # Each piece says how much is left, with itself.
             left = _LENGTH.pack(len(whole) - begin)
             self._link.write(next(self._numbers), left, whole[begin : begin + room])

@@ -20,7 +20,7 @@ from millrace.workers.engine.device_group.lead import Lead
 from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
 from millrace.workers.engine.device_group.patience import Patience
 from millrace.workers.engine.device_group.runner import DeviceGroupRunner
-from millrace.workers.engine.group.control_wire import JoinDevices
+from millrace.workers.engine.group.control_wire import JoinDevices, Started
 from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.settings import choose_device, with_device_defaults
@@ -64,6 +64,8 @@ def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
 def _load_lead(join: JoinDevices, members: Members) -> DeviceGroupRunner:
     """Rank 0, once all are loaded."""
     engine = join.config
+    # A rank that does not come to the meeting is waited for in vain; one that is there comes.
+    members.wait_joined(engine.start_timeout_s, Started)
     try:
         ranks = meet(join)
         lead = Lead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)

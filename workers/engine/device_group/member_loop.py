@@ -16,7 +16,12 @@ from millrace.workers.engine.device_group.making import load_steps, make_channel
 from millrace.workers.engine.device_group.messages import WantedLogits, decode
 from millrace.workers.engine.device_group.ranks import DeviceRanks
 from millrace.workers.engine.group.control_socket import ControlSocket
-from millrace.workers.engine.group.control_wire import AdapterLoaded, JoinDevices, LoadAdapter
+from millrace.workers.engine.group.control_wire import (
+    AdapterLoaded,
+    JoinDevices,
+    LoadAdapter,
+    Started,
+)
 from millrace.workers.engine.kv.cache_commands import CacheCommand, ReserveSlots
 from millrace.workers.engine.kv.cache_part import CachePart
 from millrace.workers.engine.threads.choice import leave_core
@@ -65,6 +70,7 @@ class DeviceMember:
 
     def __init__(self, join: JoinDevices, control: ControlSocket) -> None:
         self._control = control
+        control.send(Started())
         self._ranks = meet(join)
         self._channel = make_channel(join, self._ranks)
         self._steps = load_steps(

@@ -69,6 +69,10 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapte
     number: int
 
 
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    """The rank is there, and about to meet the others."""
+
+
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
     """The rank is loaded and waits for steps."""
 
@@ -87,7 +91,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
 
 
 ToMember = Join | JoinDevices | LoadAdapter | DropAdapter
-FromMember = Joined | Refused | AdapterLoaded
+FromMember = Started | Joined | Refused | AdapterLoaded
 
 _encoder = msgspec.msgpack.Encoder()
 to_member_decoder: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)

@@ -81,7 +81,7 @@ def run(arguments: list[str], load: Callable[[ToMember, ControlSocket], LoadedRa
         return 1
     except RanksFailedError as error:
         _log.info("another rank could not be loaded: %s", error)
-        return 1
+        return 0
     except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
         _log.exception("a rank could not be loaded")
         control.send(Refused(f"{type(error).__name__}: {error}"))

@@ -27,6 +27,7 @@ from millrace.workers.engine.group.control_wire import (
     Joined,
     LoadAdapter,
     Refused,
+    Started,
     ToMember,
     from_member_decoder,
     pack,
@@ -115,9 +116,9 @@ class Members:
         for member in self._members:
             member.send(message(member.rank))
 
-    def wait_joined(self, timeout_s: float) -> None:
-        """Until all are loaded. Raises ConfigError naming one that is not, or not in time; adapters
-        have as much."""
+    def wait_joined(self, timeout_s: float, until: type[Joined] | type[Started] = Joined) -> None:
+        """Until all are loaded, or say what is named. Raises ConfigError naming one that is not, or
+        not in time; adapters have as much."""
         self._timeout_s = timeout_s
         deadline_s = time.monotonic() + timeout_s
         for member in self._members:
@@ -130,18 +131,23 @@ class Members:
                 ) from error
             if isinstance(answer, Refused):
                 raise ConfigError(f"rank {member.rank} of the group: {answer.message}")
-            if not isinstance(answer, Joined):
+            if not isinstance(answer, until):
                 raise ConfigError(
                     f"engine.tensor_parallel: {member.how_it_ended()} before it was loaded."
                 )
 
     def why_refused(self) -> str | None:
-        """What the first of those that could not be loaded said, of ranks that are ending."""
+        """Which rank could not be loaded, and why, when others have ended for it: the first that
+        has said so, or else the first that failed."""
         for member in self._members:
             with contextlib.suppress(TimeoutError):
                 answer = member.receive(_END_TIMEOUT_S)
                 if isinstance(answer, Refused):
                     return f"rank {member.rank} of the group: {answer.message}"
+        for member in self._members:
+            how = member.how_it_ended()
+            if member.process.returncode:
+                return f"engine.tensor_parallel: {how} before it was loaded."
         return None
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
