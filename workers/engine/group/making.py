@@ -15,7 +15,7 @@ from millrace.workers.engine.kv.cache import KVCache, cache_dtype
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.ranks import RankShape, SharedRanks
 from millrace.workers.kernels.stage_link import StageLink
-from millrace.workers.models.shard import Shard, shard_config
+from millrace.workers.models.shard import Shard, block_part, shard_config
 from millrace.workers.transfer.memory import SharedPages
 
 
@@ -72,7 +72,7 @@ def group_cache(
 ) -> KVCache:
     """The KV cache of all ranks, each of which has its layers and heads of a whole model's
     ``config`` in a part; ``dtype`` of the weights."""
-    return KVCache(
+    cache = KVCache(
         shard_config(config, shard_of(0, engine)),
         num_blocks=num_blocks,
         block_size_tokens=engine.block_size_tokens,
@@ -81,3 +81,7 @@ def group_cache(
         pages=pages,
         part_layers=part_layers(config, engine),
     )
+    cache.parts = tuple(
+        block_part(config, shard_of(rank, engine)) for rank in range(num_ranks(engine))
+    )
+    return cache
