@@ -131,7 +131,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     collectives: str = "auto"
     """What ranks exchange numbers by: ``shared_memory`` (a CPU, one machine) or ``gloo``; ``auto``:
-    shared memory where the compiled kernels are."""
+    shared memory where the compiled kernels are. Ranks with a GPU each exchange numbers by NCCL,
+    and hear by either what to compute."""
 
     rank_timeout_s: float = 60.0
     """How long a rank waits for the others in the middle of a step before it gives them up, which

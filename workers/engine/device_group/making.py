@@ -34,9 +34,12 @@ def meet(join: JoinDevices) -> DeviceRanks:
     """A rank's way to the others, which all of them make at the same time. Raises
     RanksFailedError."""
     engine = join.config
+    device = device_of_rank(join.rank, engine)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return DeviceRanks(
         Path(join.folder),
-        device_of_rank(join.rank, engine),
+        device,
         rank=join.rank,
         size=engine.tensor_parallel,
         fixed=engine.deterministic,

@@ -87,12 +87,15 @@ class DeviceRanks:
             total += part
         rows.copy_(total)
 
-    def gather(self, columns: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """[num_rows, num_columns] of all ranks' ``columns`` side by side, which are those of their
-        ``vocabulary_range``."""
+    def gather(self, columns: torch.Tensor, num_columns: int) -> torch.Tensor | None:
+        """[num_rows, num_columns] of all ranks' contiguous ``columns`` side by side, which are
+        those of their ``vocabulary_range``; on rank 0."""
         widest = len(vocabulary_range(num_columns, Shard(0, self.size)))
-        padded = F.pad(columns, (0, widest - columns.shape[1]))
-        parts = self._all_parts(padded)
+        if columns.shape[1] < widest:
+            columns = F.pad(columns, (0, widest - columns.shape[1]))
+        parts = self._all_parts(columns)
+        if self.rank:
+            return None
         # Only the last one may have less.
         return parts.transpose(0, 1).reshape(len(columns), -1)[:, :num_columns]
 

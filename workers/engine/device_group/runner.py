@@ -92,7 +92,9 @@ class DeviceGroupRunner(DeviceRunner):
         self._lead.ranks.share(chosen)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._lead.ranks.gather(super()._logits(rows), self.config.vocab_size)
+        logits = self._lead.ranks.gather(super()._logits(rows), self.config.vocab_size)
+        assert logits is not None, "rank 0 gathers"
+        return logits
 
     def _scored_logits(self, rows: torch.Tensor) -> torch.Tensor:
         self._lead.post(WantedLogits(len(rows)))
