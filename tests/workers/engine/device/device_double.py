@@ -25,6 +25,7 @@ from millrace.workers.engine.sampling.logits_processors import needs_logits_proc
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.workers.engine.types import RunnerFigures
 from millrace.workers.kernels.operations import WeightSize
 
 VOCAB_SIZE = 192
@@ -146,6 +147,9 @@ class DeviceRunner:
         self._failed = False
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
+
+    def figures(self) -> RunnerFigures:
+        return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Its faults are those of launches and reads."""
