@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pair(llama: Path) -> Iterator[Engine]:
     """A group of 2, which one test may break."""
-    engine = load(llama, 2, rank_timeout_s=1.0, cuda_graphs=False)
+    engine = load(llama, 2, rank_timeout_s=2.0, cuda_graphs=False)
     members = runner_of(engine)._lead.members
     yield engine
     for pid in members.pids:
