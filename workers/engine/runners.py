@@ -21,6 +21,7 @@ from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
 from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.group.loading import load_group
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.group.runner import GroupRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
@@ -93,6 +94,7 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     check_parted_blocks(engine)
     if engine.tensor_parallel != 1 or engine.pipeline_parallel != 1:
         return load_group(path, engine)
+    check_remote_stages(engine)
     device = choose_device(engine.device)
     on_cuda = device.type == "cuda"
     if engine.kernels in ("triton", "reference") or (on_cuda and engine.kernels == "auto"):

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     from millrace.workers.engine.group.member_loop import Member, RanksFailedError
 
     try:
-        member = Member(join)
+        member = Member(join, control)
     except MillraceError as error:
         control.send(Refused(error.message))
         return 1
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         control.send(Refused(f"{type(error).__name__}: {error}"))
         return 1
     control.send(Joined())
-    threading.Thread(target=member.hear, args=(control,), daemon=True).start()
+    threading.Thread(target=member.hear, daemon=True).start()
     try:
         member.compute()
     except RanksFailedError as error:
