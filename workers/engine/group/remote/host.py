@@ -83,7 +83,7 @@ class StageHost:
         delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self._stopping.is_set():
             try:
-                why = self._serve_group(slot)
+                why = said = self._serve_group(slot)
                 _log.info("the group has ended: %s", why)
                 delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             except MillraceError as error:

@@ -120,6 +120,7 @@ class _Meeting:
 
     def _listen(self) -> socket.socket:
         host, port = _address(self._engine)
+        waits = False
         while True:
             try:
                 family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -130,6 +131,9 @@ class _Meeting:
                         f"engine.stages_address: nobody can join at {self._engine.stages_address}: "
                         f"{error.strerror or error}."
                     ) from error
+            if not waits:
+                _log.info("%s is taken, and waited for", self._engine.stages_address)
+            waits = True
             time.sleep(_PAUSE_S)
 
 
