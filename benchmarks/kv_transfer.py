@@ -5,7 +5,8 @@
   blocks   those of so many tokens, of a 100M and an 8B Llama's shape in bfloat16, pulled from
            another process: its memory mapped, and by TCP with checksums; beside a plain copy of as
            many bytes in the same run, by one thread. The other process has an engine's cache,
-           tables and server, but no model: it lends what it is asked for as an engine at rest does
+           tables and server, but no model: it lends what it is asked for as an engine at rest does.
+           From a group of two ranks, mapped too, they are re-sliced for one
   engine   the first token of a prompt of so many tokens whose blocks another worker's engine has,
            beside computing it: a Llama of 100M parameters with random weights, two processes
 
@@ -19,7 +20,8 @@ import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +54,7 @@ class BlockFigures(msgspec.Struct, kw_only=True):
     mapped_first: float
     tcp: float
     tcp_first: float
+    resliced: float
     plain_copy: float
 
 
@@ -77,8 +80,9 @@ def _key(block: int) -> bytes:
     return block.to_bytes(16, "big")
 
 
-def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
-    """The other process: all of its cache is full and idle. Ends with the pipe."""
+def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) -> None:
+    """The other process: all of its cache, of so many ranks, is full and idle. Ends with the
+    pipe."""
     import numpy as np
 
     from millrace.workers.engine.kv.block_tables import BlockTables
@@ -87,7 +91,7 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
     from millrace.workers.engine.kv.tiers import Tiers
     from millrace.workers.engine.threads.bell import Bell
 
-    cache = cache_of(shape, num_blocks, shared=True)
+    cache = cache_of(shape, num_blocks, shared=True, num_ranks=num_ranks)
     memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)
     tables = BlockTables(num_blocks, BLOCK_TOKENS, cache, host=HostCache(memory))
     blocks = cache.blocks.numpy()
@@ -111,30 +115,42 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int) -> None:
 def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFigures:
     """Blocks of a shape, from a process that has just them."""
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve, args=(theirs, shape, num_blocks), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        endpoint: TransferEndpoint = ours.recv()
+    size_bytes, copy = _plain_copy(shape, num_blocks)
+    with _served(shape, num_blocks) as endpoint, _served(shape, num_blocks, 2) as of_two_ranks:
         elsewhere = msgspec.structs.replace(endpoint, host="elsewhere")
-        size_bytes, copy = _plain_copy(shape, num_blocks)
-        works = [_pull(shape, endpoint, num_blocks), _pull(shape, elsewhere, num_blocks), copy]
+        works = [
+            *(_pull(shape, one, num_blocks) for one in (endpoint, elsewhere, of_two_ranks)),
+            copy,
+        ]
         # In turns: whatever else runs on the machine disturbs all of them.
         times = [[_seconds(work) for work in works] for _ in range(repeats + 1)]
-    finally:
-        ours.send("end")
-        process.join(_TIMEOUT_S)
     first = times[0]
-    mapped, tcp, plain = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    mapped, tcp, resliced, plain = (
+        statistics.median(column) for column in zip(*times[1:], strict=True)
+    )
     return BlockFigures(
         size_bytes=size_bytes,
         mapped=size_bytes / mapped / 1e9,
         mapped_first=size_bytes / first[0] / 1e9,
         tcp=size_bytes / tcp / 1e9,
         tcp_first=size_bytes / first[1] / 1e9,
+        resliced=size_bytes / resliced / 1e9,
         plain_copy=size_bytes / plain / 1e9,
     )
+
+
+@contextmanager
+def _served(shape: LlamaShape, num_blocks: int, num_ranks: int = 1) -> Iterator[TransferEndpoint]:
+    """Where such a process serves its blocks."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=serve, args=(theirs, shape, num_blocks, num_ranks), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send("end")
+        process.join(_TIMEOUT_S)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -149,12 +165,13 @@ def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Cal
     from millrace.workers.transfer.addresses import this_host
     from millrace.workers.transfer.client import Target
     from millrace.workers.transfer.memory import BlockShape
-    from millrace.workers.transfer.peers import Peers
+    from millrace.workers.transfer.peers import BlockSplit, Peers
 
     cache = cache_of(shape, 1, shared=True)
     memory = host_memory_of(cache, num_blocks * cache.blocks[:, 0].numel(), shared=True)
     slots = memory.slots()
-    peers = Peers(endpoint.layout, BlockShape(*slots.shape), this_host())
+    split = BlockSplit(endpoint.layout, cache.layout, cache.parts)
+    peers = Peers(split, BlockShape(*slots.shape), this_host())
     target = Target(slots, list(range(num_blocks)))
     keys = [_key(block) for block in range(num_blocks)]
 
@@ -243,7 +260,8 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
     print(
         f"  {tokens} tokens of {name}, {figures.size_bytes / 1e6:.0f} MB: mapped "
         f"{figures.mapped:.1f} GB/s (the first time {figures.mapped_first:.1f}), by TCP "
-        f"{figures.tcp:.1f} (the first time {figures.tcp_first:.1f}), a plain copy "
+        f"{figures.tcp:.1f} (the first time {figures.tcp_first:.1f}), re-sliced from two ranks "
+        f"{figures.resliced:.1f}, a plain copy "
         f"{figures.plain_copy:.1f}: {figures.mapped / figures.plain_copy:.0%}"
     )
 

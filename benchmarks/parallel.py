@@ -250,11 +250,8 @@ def _decode(engine: Engine, streams: int) -> Decoding:
 
 
 def _traffic(engine: Engine) -> tuple[float, float, float]:
-    from millrace.workers.engine.group.runner import GroupRunner
-
-    runner = engine._runner
-    traffic = runner.traffic() if isinstance(runner, GroupRunner) else None
-    return traffic or (0, 0, 0.0)
+    stats = engine.stats()
+    return stats.num_exchanges, stats.num_exchanged_bytes, stats.exchange_wait_s
 
 
 def _prefill(engine: Engine) -> float:

@@ -55,7 +55,8 @@ Request = StatusRequest | AddModelRequest | RemoveModelRequest
 
 class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     """One process; ``memory_bytes`` are its own and those of all that it started. ``health`` is
-    ``ok``, or says in words what is wrong; ``address`` and ``metrics`` are host:port."""
+    ``ok``, or says in words what is wrong; ``address`` and ``metrics`` are host:port. A worker
+    computes on ``num_devices`` at a time."""
 
     name: str
     pid: int
@@ -67,6 +68,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str | None = None
     model: str | None = None
     num_requests: int | None = None
+    num_devices: int = 1
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):

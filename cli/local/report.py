@@ -74,6 +74,7 @@ async def part_reports(
             metrics=metrics.get(name),
             model=None if status is None else status.model,
             num_requests=None if status is None else status.num_running + status.num_waiting,
+            num_devices=1 if status is None else status.num_devices,
         )
 
     return tuple(await asyncio.gather(*map(report, parts)))

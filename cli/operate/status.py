@@ -84,17 +84,23 @@ def _as_text(data: Path, report: SystemReport) -> str:
     if report.addresses:
         lines.append("")
         lines += [f"  {name:<11} {address}" for name, address in report.addresses.items()]
+    are_groups = any(part.num_devices > 1 for part in report.parts)
     parts = _table(
-        ("part", "pid", "up", "restarts", "memory", "address", "metrics", "health"),
+        (
+            *("part", "pid", "up", "restarts", "memory"),
+            *(("devices",) if are_groups else ()),
+            *("address", "metrics", "health"),
+        ),
         [
             (
                 *(part.name, str(part.pid), lasting(part.up_s), str(part.restarts)),
                 f"{part.memory_bytes / _MIB:,.0f} MiB",
+                *((str(part.num_devices) if part.model else "",) if are_groups else ()),
                 *(part.address or "", part.metrics or "", part.health),
             )
             for part in report.parts
         ],
-        (False, True, True, True, True, False, False, False),
+        (False, *[True] * (5 if are_groups else 4), False, False, False),
     )
     requests = _count_requests(report)
     models = _table(

@@ -200,6 +200,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     that schedulers name; none: where it can be. It takes Millrace's own engine, ``prefix_cache``,
     ``host_cache_bytes`` and weights that are not random. See docs/kv-cache.md."""
 
+    transfer_any_ranks: bool = False
+    """Exchange blocks, too, with workers of the same model whose group has other ranks, or whose
+    processor, threads or kernels differ, as between prefill and decode workers that are unlike:
+    they are re-sliced. What such a worker computed may differ in the last bit from what would be
+    computed here. Both sides need it."""
+
     transfer_address: str = ""
     """``host:port`` at which workers on other machines may pull them, by which these reach it, too;
     port 0 is any that is free. Keep it to a network of the cluster's own: nothing is encrypted.

@@ -14,6 +14,7 @@ LABELS = frozenset(
     {
         *("model", "worker", "version", "tier", "status", "code", "result", "why"),
         *("source", "outcome", "route", "limit", "topic", "table", "le", "device", "store"),
+        "expert",
     }
 )
 

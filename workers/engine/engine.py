@@ -19,7 +19,7 @@ from millrace.workers.engine.device_times import DeviceTimes
 from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.grammar.grammars import Grammars
 from millrace.workers.engine.kv.block_file import BlockFile
-from millrace.workers.engine.kv.block_identity import block_identity
+from millrace.workers.engine.kv.block_identity import transfer_identity
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.host_cache import HostCache
@@ -183,7 +183,7 @@ class Engine:
         if config.disk_cache_path:
             engine.keep_on_disk(block_file(path, config, runner.cache, is_row_exact=exact))
         if config.transfer:
-            identity = block_identity(path, config, runner.cache, is_row_exact=exact)
+            identity = transfer_identity(path, config, runner.cache, is_row_exact=exact)
             engine.exchange_with_peers(identity, config.transfer_address)
         return engine
 
@@ -192,8 +192,8 @@ class Engine:
         self._tiers.keep_on_disk(file)
 
     def exchange_with_peers(self, identity: str, address: str = "") -> None:
-        """Lend blocks to other workers' engines of the same ``block_identity``, and pull theirs for
-        requests that name a source; at ``address`` to other machines. Raises ConfigError."""
+        """Lend blocks to other workers' engines of the same ``transfer_identity``, and pull theirs
+        for requests that name a source; at ``address`` to other machines. Raises ConfigError."""
         self._tiers.exchange_with_peers(identity, address)
 
     @property
@@ -382,6 +382,7 @@ class Engine:
             self._adapters,
             self._live,
             self._tiers.peer_figures(),
+            self._runner.figures(),
             num_steps=self._num_steps,
             prefills=self._prefills,
             max_tokens_per_request=self.max_tokens_per_request,

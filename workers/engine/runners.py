@@ -32,6 +32,7 @@ from millrace.workers.engine.settings import (
     choose_device,
     with_device_defaults,
 )
+from millrace.workers.engine.types import RunnerFigures
 from millrace.workers.kernels.operations import WeightSize
 
 
@@ -73,6 +74,9 @@ class Runner(DraftRunner, Protocol):
 
     @property
     def weight_size(self) -> WeightSize: ...
+
+    def figures(self) -> RunnerFigures:
+        """What was counted of its steps."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, on any thread, when the device has failed between steps, so that ``check``

@@ -9,7 +9,7 @@ from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.kv.tiers import PeerFigures
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import EngineStats
+from millrace.workers.engine.types import EngineStats, RunnerFigures
 
 
 def engine_stats(
@@ -18,6 +18,7 @@ def engine_stats(
     adapters: AdapterPool,
     live: Iterable[Sequence],
     peers: PeerFigures,
+    runner: RunnerFigures,
     *,
     num_steps: int,
     prefills: bool,
@@ -25,7 +26,7 @@ def engine_stats(
 ) -> EngineStats:
     """How everything stands now, after ``num_steps``; ``prefills``: the last of them computed
     prompts. ``live`` are all sequences that are not over, ``peers`` what is exchanged with other
-    workers."""
+    workers, and ``runner`` what was counted where steps are computed."""
     tables, pool, speed = planner.tables, planner.tables.pool, executor.speed
     host = tables.host
     assert host is not None
@@ -77,6 +78,10 @@ def engine_stats(
         adapter_load_ms=adapters.load_s * 1e3,
         num_adapter_loads=adapters.num_loads,
         num_adapter_evictions=adapters.num_evictions,
+        num_exchanges=runner.num_exchanges,
+        num_exchanged_bytes=runner.num_exchanged_bytes,
+        exchange_wait_s=runner.exchange_wait_s,
+        expert_choices=runner.expert_choices,
     )
 
 

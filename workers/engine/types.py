@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from millrace.schemas.errors import MillraceError
@@ -119,6 +121,17 @@ class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     whole: bool = False
 
 
+class RunnerFigures(NamedTuple):
+    """Counters of a runner since its start: how often rank 0 of a group met the other ranks, with
+    how many bytes, and for how long it waited for them; and how often each expert of a mixture was
+    chosen for a row, over all layers that rank 0 has."""
+
+    num_exchanges: int = 0
+    num_exchanged_bytes: int = 0
+    exchange_wait_s: float = 0.0
+    expert_choices: tuple[int, ...] = ()
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges, and counters since the start.
 
@@ -149,6 +162,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
     ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
     ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
+    ``num_exchanges`` and what follows are ``RunnerFigures``.
     """
 
     max_num_sequences: int = 0
@@ -196,6 +210,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapter_load_ms: float = 0.0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
+    num_exchanges: int = 0
+    num_exchanged_bytes: int = 0
+    exchange_wait_s: float = 0.0
+    expert_choices: tuple[int, ...] = ()
 
 
 class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):

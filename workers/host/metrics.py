@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from millrace.runtime.histogram import Histogram
 from millrace.schemas.records import Status
 from millrace.workers.engine.types import EngineStats
+from millrace.workers.host.engine_figures import COUNTERS, GAUGES
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper
 
@@ -26,191 +27,6 @@ class _Watched(NamedTuple):
     labels: tuple[str, str]
     engine: EngineKeeper
     worker: Worker
-
-
-class _Figure(NamedTuple):
-    """A metric, and how to read it from an engine's stats."""
-
-    name: str
-    what: str
-    read: Callable[[EngineStats], float]
-
-
-_GAUGES = (
-    _Figure(
-        "millrace_num_requests_running",
-        "Sequences in the engine's batch",
-        lambda stats: stats.num_running,
-    ),
-    _Figure(
-        "millrace_max_num_requests_running",
-        "Sequences that the engine's batch takes",
-        lambda stats: stats.max_num_sequences,
-    ),
-    _Figure(
-        "millrace_kv_cache_usage_perc",
-        "How much of the KV blocks is used, 1 being all",
-        lambda stats: _used(stats) / stats.num_blocks if stats.num_blocks else 0.0,
-    ),
-    _Figure(
-        "millrace_kv_disk_blocks",
-        "KV blocks that are on disk",
-        lambda stats: stats.num_used_disk_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_blocks",
-        "KV blocks that there are",
-        lambda stats: stats.num_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_used_blocks",
-        "KV blocks that live requests hold",
-        lambda stats: _used(stats),
-    ),
-    _Figure(
-        "millrace_kv_cache_idle_blocks",
-        "Free KV blocks in which a prefix is cached",
-        lambda stats: stats.num_idle_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_host_blocks",
-        "KV blocks that fit the host's memory",
-        lambda stats: stats.num_host_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_used_host_blocks",
-        "KV blocks that are kept in the host's memory",
-        lambda stats: stats.num_used_host_blocks,
-    ),
-    _Figure(
-        "millrace_adapters_loaded",
-        "LoRA adapters that are in memory",
-        lambda stats: len(stats.adapters),
-    ),
-    _Figure(
-        "millrace_max_adapters",
-        "LoRA adapters that there is room for",
-        lambda stats: stats.max_adapters,
-    ),
-    _Figure(
-        "millrace_outstanding_tokens",
-        "Tokens that are still to be computed if nothing stops early",
-        lambda stats: stats.outstanding_tokens,
-    ),
-)
-_COUNTERS = (
-    _Figure(
-        "millrace_adapter_loads",
-        "LoRA adapters that were loaded",
-        lambda stats: stats.num_adapter_loads,
-    ),
-    _Figure(
-        "millrace_adapter_evictions",
-        "LoRA adapters that made room for others",
-        lambda stats: stats.num_adapter_evictions,
-    ),
-    _Figure("millrace_engine_steps", "Steps of the engine", lambda stats: stats.num_steps),
-    _Figure(
-        "millrace_engine_busy_seconds",
-        "Time during which a step was under way",
-        lambda stats: stats.busy_s,
-    ),
-    _Figure(
-        "millrace_engine_charged_seconds",
-        "What of that time requests were charged for",
-        lambda stats: stats.charged_s,
-    ),
-    _Figure(
-        "millrace_engine_prefill_tokens",
-        "Tokens that were computed of prompts, and again after preemptions",
-        lambda stats: stats.prefill_tokens,
-    ),
-    _Figure(
-        "millrace_engine_decode_tokens",
-        "Tokens that were computed one after the other",
-        lambda stats: stats.decode_tokens,
-    ),
-    _Figure(
-        "millrace_engine_proposed_tokens",
-        "Tokens that were computed in case they should be the next",
-        lambda stats: stats.proposed_tokens,
-    ),
-    _Figure(
-        "millrace_engine_accepted_tokens",
-        "Tokens that were computed so and came",
-        lambda stats: stats.accepted_tokens,
-    ),
-    _Figure(
-        "millrace_num_preemptions",
-        "Times that a request was put back for want of KV blocks",
-        lambda stats: stats.num_preemptions,
-    ),
-    _Figure(
-        "millrace_num_swaps",
-        "Preemptions that kept what was computed in the host's memory",
-        lambda stats: stats.num_swaps,
-    ),
-    _Figure(
-        "millrace_prefix_cache_queries",
-        "Tokens that were looked for in the prefix cache",
-        lambda stats: stats.prefix_query_tokens,
-    ),
-    _Figure(
-        "millrace_prefix_cache_hits",
-        "Tokens that were found in the prefix cache",
-        lambda stats: stats.prefix_hit_tokens,
-    ),
-    _Figure(
-        "millrace_kv_cache_evicted_blocks",
-        "Cached KV blocks whose memory was needed",
-        lambda stats: stats.num_evicted_blocks,
-    ),
-    _Figure(
-        "millrace_kv_disk_written_blocks",
-        "KV blocks of idle conversations that were written to disk",
-        lambda stats: stats.num_written_blocks,
-    ),
-    _Figure(
-        "millrace_kv_disk_read_blocks",
-        "KV blocks that were read from disk",
-        lambda stats: stats.num_read_blocks,
-    ),
-    _Figure(
-        "millrace_kv_disk_unreadable_blocks",
-        "KV blocks on disk that were not what was written, and were computed",
-        lambda stats: stats.num_unreadable_blocks,
-    ),
-    _Figure(
-        "millrace_kv_peer_pulled_blocks",
-        "KV blocks that came from other workers' engines",
-        lambda stats: stats.num_pulled_blocks,
-    ),
-    _Figure(
-        "millrace_kv_peer_pulled_bytes",
-        "Bytes of KV blocks that came from other workers' engines",
-        lambda stats: stats.num_pulled_bytes,
-    ),
-    _Figure(
-        "millrace_kv_peer_failed_pulls",
-        "Times that KV blocks did not come from another worker's engine, and were computed",
-        lambda stats: stats.num_failed_pulls,
-    ),
-    _Figure(
-        "millrace_kv_peer_served_blocks",
-        "KV blocks that went to other workers' engines",
-        lambda stats: stats.num_served_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_offloaded_blocks",
-        "KV blocks that were copied to the host's memory",
-        lambda stats: stats.num_offloaded_blocks,
-    ),
-    _Figure(
-        "millrace_kv_cache_reloaded_blocks",
-        "KV blocks that were copied back from the host's memory",
-        lambda stats: stats.num_reloaded_blocks,
-    ),
-)
 
 
 class WorkerMetrics(Collector):
@@ -233,17 +49,18 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [(one.labels, one.engine.stats) for one in self._workers]
-        for figure in _GAUGES:
+        for figure in GAUGES:
             gauge = GaugeMetricFamily(figure.name, figure.what, labels=_LABELS)
             for labels, of_engine in stats:
                 gauge.add_metric(labels, figure.read(of_engine))
             yield gauge
-        for figure in _COUNTERS:
+        for figure in COUNTERS:
             counter = CounterMetricFamily(figure.name, figure.what, labels=_LABELS)
             for labels, of_engine in stats:
                 counter.add_metric(labels, figure.read(of_engine))
             yield counter
         yield self._tier_hits()
+        yield self._expert_choices()
         yield from self._requests()
         yield from self._devices()
         yield from self._times()
@@ -258,6 +75,17 @@ class WorkerMetrics(Collector):
             for source, num_tokens in _hits_by_tier(one.engine.stats).items():
                 hits.add_metric([*one.labels, source], num_tokens)
         return hits
+
+    def _expert_choices(self) -> Metric:
+        choices = CounterMetricFamily(
+            "millrace_expert_choices",
+            "Times that an expert was chosen for a token in a layer, by its number",
+            labels=[*_LABELS, "expert"],
+        )
+        for one in self._workers:
+            for expert, count in enumerate(one.engine.stats.expert_choices):
+                choices.add_metric([*one.labels, str(expert)], count)
+        return choices
 
     def _requests(self) -> Iterator[Metric]:
         waiting = GaugeMetricFamily(
@@ -392,7 +220,3 @@ def _hits_by_tier(stats: EngineStats) -> dict[str, int]:
         "peer": stats.peer_hit_tokens,
     }
     return {"device": stats.prefix_hit_tokens - sum(brought.values()), **brought}
-
-
-def _used(stats: EngineStats) -> int:
-    return stats.num_blocks - stats.num_free_blocks

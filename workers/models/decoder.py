@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, NamedTuple
 
+import numpy as np
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -26,7 +27,13 @@ from millrace.workers.kernels.operations import (
     WeightSize,
     total_size,
 )
-from millrace.workers.models.mlp import MLP, GatedMLP, plus_mlp
+from millrace.workers.models.mlp import (
+    MLP,
+    GatedMLP,
+    MixtureOfExperts,
+    ReducedExperts,
+    plus_mlp,
+)
 from millrace.workers.models.reduced_linear import ReducedLinear
 from millrace.workers.models.rope import Rope
 
@@ -110,6 +117,20 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     def weight_size(self) -> WeightSize:
         """Of layers and head."""
         return self._weights.size
+
+    def expert_choices(self) -> tuple[int, ...]:
+        """How often each expert was chosen for a row since the start, over the layers that are
+        here; empty where nobody counts, as without experts or where they are stacked."""
+        mixtures = [
+            layer.mlp.mixture if isinstance(layer.mlp, ReducedExperts) else layer.mlp
+            for layer in self._weights.layers
+        ]
+        loads = [
+            mixture.load.choices
+            for mixture in mixtures
+            if isinstance(mixture, MixtureOfExperts) and mixture.load is not None
+        ]
+        return tuple(np.sum(loads, axis=0).tolist()) if loads else ()
 
     def forward(self, batch: BatchT_contra, adapters: RowAdapters | None = None) -> torch.Tensor:
         """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype. Rows of

@@ -11,7 +11,13 @@ from millrace.registry.checkpoints.shard import attention_slices, even_range, ml
 from millrace.schemas.errors import ConfigError
 from millrace.workers.kernels.operations import HeadNorms, Linear
 from millrace.workers.models.decoder import LayerWeights
-from millrace.workers.models.mlp import MLP, GatedMLP, MixtureOfExperts, ReducedExperts
+from millrace.workers.models.mlp import (
+    MLP,
+    ExpertLoad,
+    GatedMLP,
+    MixtureOfExperts,
+    ReducedExperts,
+)
 from millrace.workers.models.reduced_linear import ReducedLinear
 from millrace.workers.models.stacked_experts import StackedExperts
 from millrace.workers.models.weight_reader import EVERYTHING, Slices, WeightReader
@@ -135,6 +141,7 @@ def _load_experts(
         num_chosen=experts.num_chosen,
         normalized=experts.normalized,
         first_expert=own.start,
+        load=ExpertLoad(experts.num_experts),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
@@ -32,16 +33,24 @@ class GatedMLP(NamedTuple):
         return self.gate_up.size.plus(self.down.size)
 
 
+class ExpertLoad:
+    """``choices``: how often each expert of a mixture was chosen for a row since the start."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.choices = np.zeros(num_experts, np.int64)
+
+
 class MixtureOfExperts(NamedTuple):
     """``num_chosen`` of the experts compute each row. ``router``: [num_experts, hidden_size].
     ``experts`` are those from ``first_expert`` on, all of them or one rank's; what others compute
-    of a row is left out."""
+    of a row is left out, but counted in ``load``."""
 
     router: torch.Tensor
     experts: tuple[GatedMLP, ...]
     num_chosen: int
     normalized: bool
     first_expert: int = 0
+    load: ExpertLoad | None = None
 
     @property
     def size(self) -> WeightSize:
@@ -95,6 +104,8 @@ def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> tor
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=len(mixture.router)).tolist()
+    if mixture.load is not None:
+        mixture.load.choices += counts
     is_whole = len(mixture.experts) == len(mixture.router)
     if not is_whole:
         begin, end = mixture.first_expert, mixture.first_expert + len(mixture.experts)

@@ -18,12 +18,14 @@ from millrace.registry.checkpoints.shard import (
     vocabulary_slice,
 )
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.transfer import BlockPart
 from millrace.workers.kernels.cpu import WIDTH_MULTIPLE
 
 __all__ = [
     "WHOLE_MODEL",
     "Shard",
     "attention_slices",
+    "block_part",
     "check_shard",
     "even_range",
     "head_range",
@@ -62,6 +64,12 @@ def check_shard(
         f"engine.tensor_parallel is {shard_size}, but {reason}; this model can be split over "
         f"{', '.join(fitting)}."
     )
+
+
+def block_part(config: ModelConfig, shard: Shard) -> BlockPart:
+    """What the rank has of the blocks of the KV cache of a whole model's ``config``."""
+    layers, heads = stage_layers(config, shard), key_head_range(config, shard)
+    return BlockPart(layers.start, len(layers), heads.start, len(heads))
 
 
 def _check_stages(config: ModelConfig, num_stages: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from itertools import zip_longest
 from typing import NoReturn
 
 import msgspec
@@ -25,7 +26,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 _FIRST_BACKOFF_S = 0.1
 
-# The fields of EngineStats that count from an engine's start; the others are gauges.
+# The fields of EngineStats that count from an engine's start; the others are gauges, but for
+# ``expert_choices``, which count for each expert.
 COUNTERS = (
     "num_steps",
     "prefill_tokens",
@@ -53,6 +55,9 @@ COUNTERS = (
     "num_swaps",
     "num_adapter_loads",
     "num_adapter_evictions",
+    "num_exchanges",
+    "num_exchanged_bytes",
+    "exchange_wait_s",
 )
 
 logger = logging.getLogger(__name__)
@@ -99,7 +104,8 @@ class EngineKeeper:
             return ended
         stats = engine.stats
         sums = {name: getattr(ended, name) + getattr(stats, name) for name in COUNTERS}
-        return msgspec.structs.replace(stats, **sums)
+        choices = zip_longest(ended.expert_choices, stats.expert_choices, fillvalue=0)
+        return msgspec.structs.replace(stats, **sums, expert_choices=tuple(map(sum, choices)))
 
     @property
     def device_uuid(self) -> str:

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from millrace.workers.transfer import wire
 from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.memory import Blocks, BlockShape, map_blocks
-from millrace.workers.transfer.runs import copy_runs, cut, runs_of
+from millrace.workers.transfer.reslicing import Reslicer
+from millrace.workers.transfer.runs import Run, copy_runs, cut, runs_of
 from millrace.workers.transfer.streams import Stream, failed
 
 # Copied between two looks at the clock.
@@ -53,9 +56,18 @@ class LocalConnection:
     """To a peer on the same machine, whose memory is mapped here."""
 
     def __init__(
-        self, sock: socket.socket, hello: bytes, shape: BlockShape, timeout_s: float
+        self,
+        sock: socket.socket,
+        hello: bytes,
+        shape: BlockShape,
+        timeout_s: float,
+        reslicer: Reslicer | None = None,
     ) -> None:
-        """Raises PeerError unless the peer answers, with memory for blocks of such a shape."""
+        """``reslicer``: for a peer whose blocks are split otherwise. Raises PeerError unless the
+        peer answers, with memory for blocks of such a ``shape``, or of the one that it says."""
+        self._reslicer = reslicer
+        if reslicer is not None:
+            shape = reslicer.shape(shape.num_blocks)
         self._stream = Stream(sock, timeout_s)
         self._stream.send(hello)
         self._regions = self._receive_regions(shape)
@@ -113,9 +125,16 @@ class LocalConnection:
             for run in runs_of(sources, [slot for _, slot in pairs]):
                 for part in cut(run, self._at_a_time):
                     _ = self._stream.left_s
-                    copy_runs(blocks, target.blocks, [part])
+                    self._copy_run(blocks, target.blocks, part)
         if any(region >= len(self._regions) for region, _ in where):
             raise PeerError("it lends a block that it has not")
+
+    def _copy_run(self, source: Blocks, target: Blocks, run: Run) -> None:
+        if self._reslicer is None:
+            copy_runs(source, target, [run])
+            return
+        from_, to, count = run
+        self._reslicer.copy(source, range(from_, from_ + count), target, range(to, to + count))
 
     def close(self) -> None:
         """Have the peer lend nothing more."""
@@ -126,8 +145,16 @@ class LocalConnection:
 class RemoteConnection:
     """To a peer on another machine, which sends its blocks."""
 
-    def __init__(self, sock: socket.socket, hello: bytes, timeout_s: float) -> None:
-        """Raises PeerError unless the peer answers."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        hello: bytes,
+        timeout_s: float,
+        reslicer: Reslicer | None = None,
+    ) -> None:
+        """``reslicer``: for a peer whose blocks are split otherwise. Raises PeerError unless the
+        peer answers."""
+        self._reslicer = reslicer
         self._stream = Stream(sock, timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream.send(hello)
@@ -143,8 +170,15 @@ class RemoteConnection:
         """See ``Connection``."""
 
         def read(count: int, _body: bytes) -> None:
+            reslicer = self._reslicer
+            if reslicer is None:
+                for slot in target.slots[:count]:
+                    self._receive_block([memoryview(layer) for layer in target.blocks[:, slot]])
+                return
+            received = np.empty(reslicer.shape(1), np.uint8)
             for slot in target.slots[:count]:
-                self._receive_block([memoryview(layer) for layer in target.blocks[:, slot]])
+                self._receive_block([memoryview(layer) for layer in received[:, 0]])
+                reslicer.copy(received, [0], target.blocks, [slot])
 
         self._stream.allow(timeout_s)
         return _pull(self._stream, keys, wire.Kind.SENT, read)

@@ -19,6 +19,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 Blocks = npt.NDArray[np.uint8]
+_SCALE_BYTES = 4
 
 
 class BlockShape(NamedTuple):
@@ -36,6 +37,49 @@ class BlockShape(NamedTuple):
     @property
     def block_bytes(self) -> int:
         return self.num_layers * self.layer_bytes
+
+
+class BlockLayout(NamedTuple):
+    """Where things are in the bytes of a block in one layer: a key and a value of each of
+    ``num_heads`` heads of each of ``num_tokens``, ``head_bytes`` each, and behind them, for entries
+    of 8 bits, a float32 each that these are multiplied by."""
+
+    num_tokens: int
+    num_heads: int
+    head_bytes: int
+    has_scales: bool
+
+    @property
+    def num_vectors(self) -> int:
+        """Keys and values."""
+        return self.num_tokens * 2 * self.num_heads
+
+    @property
+    def data_bytes(self) -> int:
+        return self.num_vectors * self.head_bytes
+
+    @property
+    def scales_at(self) -> int:
+        """Where the scales begin, or would."""
+        return _aligned(self.data_bytes) if self.has_scales else self.data_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        if not self.has_scales:
+            return self.data_bytes
+        return _aligned(self.scales_at + self.num_vectors * _SCALE_BYTES)
+
+    def vectors(self, blocks: Blocks) -> list[npt.NDArray[np.uint8]]:
+        """What there is for each head in blocks of [num_layers, num_blocks, size_bytes], seen in
+        their memory: [num_layers, num_blocks, num_tokens, 2, num_heads, bytes] of entries and of
+        scales."""
+        shape = (*blocks.shape[:2], self.num_tokens, 2, self.num_heads)
+        data = blocks[:, :, : self.data_bytes].reshape(*shape, self.head_bytes, copy=False)
+        if not self.has_scales:
+            return [data]
+        end = self.scales_at + self.num_vectors * _SCALE_BYTES
+        scales = blocks[:, :, self.scales_at : end].reshape(*shape, _SCALE_BYTES, copy=False)
+        return [data, scales]
 
 
 class SharedPages:
@@ -98,3 +142,8 @@ def map_blocks(fd: int, shape: BlockShape) -> Blocks:
         raise PeerError("its memory is smaller than it says")
     pages = mmap.mmap(fd, shape.size_bytes, prot=mmap.PROT_READ)
     return np.frombuffer(pages, dtype=np.uint8).reshape(shape)
+
+
+def _aligned(size_bytes: int) -> int:
+    """So many bytes or a few more, so that what follows can be read 16 at a time."""
+    return -(-size_bytes // 16) * 16

@@ -9,7 +9,7 @@ import time
 from typing import NamedTuple
 
 from millrace.schemas.errors import ConfigError
-from millrace.schemas.transfer import TransferEndpoint
+from millrace.schemas.transfer import BlockPart, TransferEndpoint
 from millrace.workers.transfer import wire
 from millrace.workers.transfer.addresses import host_and_port
 from millrace.workers.transfer.client import (
@@ -20,7 +20,8 @@ from millrace.workers.transfer.client import (
     Target,
 )
 from millrace.workers.transfer.errors import PeerError
-from millrace.workers.transfer.memory import BlockShape
+from millrace.workers.transfer.memory import BlockLayout, BlockShape
+from millrace.workers.transfer.reslicing import Reslicer
 from millrace.workers.transfer.streams import failed
 
 # A connection that is kept maps the peer's memory once.
@@ -37,12 +38,21 @@ class _Idle(NamedTuple):
     since_s: float
 
 
+class BlockSplit(NamedTuple):
+    """How blocks are kept here: each rank's part of them in ``layout``, which ``parts`` say.
+    ``kind`` is equal where blocks may be taken."""
+
+    kind: str
+    layout: BlockLayout
+    parts: tuple[BlockPart, ...]
+
+
 class Peers:
     """Connections to other workers' engines, for threads. Owns those that are idle."""
 
-    def __init__(self, layout: str, shape: BlockShape, host: str) -> None:
-        """``layout`` and ``shape`` are those of blocks here, and ``host`` is this machine."""
-        self._layout = layout
+    def __init__(self, split: BlockSplit, shape: BlockShape, host: str) -> None:
+        """``split`` and ``shape`` are those of blocks here, and ``host`` is this machine."""
+        self._split = split
         self._shape = shape
         self._host = host
         self._idle: dict[TransferEndpoint, list[_Idle]] = {}
@@ -55,7 +65,7 @@ class Peers:
 
     def can_reach(self, endpoint: TransferEndpoint) -> bool:
         """Whether blocks can be pulled from there at all."""
-        return endpoint.layout == self._layout and (
+        return endpoint.layout == self._split.kind and (
             self.is_local(endpoint) or bool(endpoint.address)
         )
 
@@ -142,14 +152,22 @@ class Peers:
         deadline_s = time.monotonic() + timeout_s
         sock = self._dial(endpoint, timeout_s)
         try:
-            hello = wire.hello(endpoint.token, self._layout)
+            hello = wire.hello(endpoint.token, self._split.kind)
+            reslicer = self._reslicer(endpoint)
             timeout_s = deadline_s - time.monotonic()
             if sock.family == socket.AF_UNIX:
-                return LocalConnection(sock, hello, self._shape, timeout_s)
-            return RemoteConnection(sock, hello, timeout_s)
+                return LocalConnection(sock, hello, self._shape, timeout_s, reslicer)
+            return RemoteConnection(sock, hello, timeout_s, reslicer)
         except BaseException:
             sock.close()
             raise
+
+    def _reslicer(self, endpoint: TransferEndpoint) -> Reslicer | None:
+        """None where blocks are split as they are here. Raises PeerError."""
+        _, layout, parts = self._split
+        if endpoint.parts in ((), parts):
+            return None
+        return Reslicer(layout, parts, endpoint.parts)
 
     def _dial(self, endpoint: TransferEndpoint, timeout_s: float) -> socket.socket:
         """A socket that is connected. Raises PeerError."""

@@ -4,6 +4,9 @@ or the last under load loses nothing."""
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -81,3 +84,19 @@ async def test_streams_go_on_whichever_rank_is_killed(group: System) -> None:
             return numbers == [len(answers), len(answers), 4]
 
         await eventually(recorded, timeout_s=15.0)
+
+
+def test_status_says_how_many_devices_a_worker_has(group: System) -> None:
+    command = [sys.executable, "-m", "millrace", "status", "--data", str(group.data)]
+    text, in_json = (
+        subprocess.run([*command, *options], capture_output=True, text=True, check=True).stdout
+        for options in ([], ["--json"])
+    )
+    devices = {part["name"]: part["num_devices"] for part in json.loads(in_json)["parts"]}
+    assert devices.pop("worker-1") == 4
+    assert set(devices.values()) == {1}
+    heading, row = (
+        next(line for line in text.splitlines() if line.startswith(name))
+        for name in ("part ", "worker-1 ")
+    )
+    assert row[: heading.index("devices") + len("devices")].split()[-1] == "4"

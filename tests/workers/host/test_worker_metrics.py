@@ -37,6 +37,10 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             peer_hit_tokens=48,
             num_preemptions=2,
             busy_s=0.003,
+            num_exchanges=26,
+            num_exchanged_bytes=93_000,
+            exchange_wait_s=0.25,
+            expert_choices=(7, 0),
         )
         scraped = _scrape(b)
         told = {
@@ -46,6 +50,9 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             "millrace_kv_cache_used_blocks": 25,
             "millrace_kv_cache_idle_blocks": 5,
             "millrace_kv_cache_usage_perc": 0.25,
+            "millrace_group_exchanges_total": 26,
+            "millrace_group_exchanged_bytes_total": 93_000,
+            "millrace_group_exchange_wait_seconds_total": 0.25,
             "millrace_engine_steps_total": 1,
             "millrace_engine_busy_seconds_total": 0.003,
             "millrace_engine_prefill_tokens_total": 300,
@@ -62,6 +69,8 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
         tiers = {"device": 4, "host": 16, "disk": 32, "peer": 48}
         hits = "millrace_prefix_cache_tier_hits_total"
         assert {tier: scraped.value(hits, source=tier, **_AT) for tier in tiers} == tiers
+        choices = "millrace_expert_choices_total"
+        assert [scraped.value(choices, expert=expert, **_AT) for expert in "01"] == [7, 0]
         bucket = "millrace_engine_step_duration_seconds_bucket"
         assert scraped.value(bucket, le="0.002", **_AT) == 0
         assert scraped.value(bucket, le="0.004", **_AT) == 1

@@ -216,7 +216,8 @@ async def test_an_engine_that_ends_now_and_then_is_always_replaced() -> None:
 
 
 async def test_counters_run_on_over_all_engines() -> None:
-    assert set(COUNTERS) | _GAUGES == set(EngineStats.__struct_fields__)
+    known = {*COUNTERS, *_GAUGES, "expert_choices"}
+    assert known == set(EngineStats.__struct_fields__)
     clock = ManualClock()
     engines = [ScriptedEngine()]
 
@@ -227,13 +228,14 @@ async def test_counters_run_on_over_all_engines() -> None:
     keeper = EngineKeeper(engines[0], restart, clock)
     run = asyncio.create_task(keeper.run())
     for number in (1, 2):
-        counted = dict.fromkeys(COUNTERS, 10 * number)
+        counted = {**dict.fromkeys(COUNTERS, 10 * number), "expert_choices": (number, 0, 4)}
         engines[-1].stats = msgspec.structs.replace(engines[-1].stats, num_running=3, **counted)
         engines[-1].fail("exit code -9")
         await clock.advance(1.0)
     engines[-1].stats = msgspec.structs.replace(engines[-1].stats, decode_tokens=5, num_running=1)
     assert keeper.stats.decode_tokens == 35
     assert keeper.stats.num_steps == 30
+    assert keeper.stats.expert_choices == (3, 0, 8)
     assert keeper.stats.num_running == 1
     run.cancel()
 

@@ -9,15 +9,24 @@ from pathlib import Path
 
 import numpy as np
 
-from millrace.schemas.transfer import TransferEndpoint
+from millrace.schemas.transfer import BlockPart, TransferEndpoint
 from millrace.workers.transfer.addresses import listen_on_address, listen_on_path, this_host
 from millrace.workers.transfer.loans import Loan
-from millrace.workers.transfer.memory import Blocks, BlockShape, Region, SharedPages
+from millrace.workers.transfer.memory import (
+    BlockLayout,
+    Blocks,
+    BlockShape,
+    Region,
+    SharedPages,
+)
+from millrace.workers.transfer.peers import BlockSplit
 from millrace.workers.transfer.server import BlockServer, Identity
 from millrace.workers.transfer.wire import place
 
 SHAPE = BlockShape(num_layers=3, num_blocks=40, layer_bytes=4096)
 TOKEN, LAYOUT = "t0ken", "layout"
+# One rank has all of three layers: two heads of 128 bytes of each of eight tokens' keys and values.
+SPLIT = BlockSplit(LAYOUT, BlockLayout(8, 2, 128, has_scales=False), (BlockPart(0, 3, 0, 2),))
 
 
 def key(number: int) -> bytes:

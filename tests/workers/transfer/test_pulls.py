@@ -18,17 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace.schemas.errors import ConfigError
-from millrace.schemas.transfer import TransferEndpoint
+from millrace.schemas.transfer import BlockPart, TransferEndpoint
 from millrace.workers.transfer import addresses, wire
 from millrace.workers.transfer.addresses import host_and_port, listen_on_path, this_host
 from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.client import LocalConnection, Pulled, Target
 from millrace.workers.transfer.errors import PeerError
-from millrace.workers.transfer.memory import BlockShape, SharedPages, map_blocks
-from millrace.workers.transfer.peers import Peers
+from millrace.workers.transfer.memory import BlockLayout, BlockShape, SharedPages, map_blocks
+from millrace.workers.transfer.peers import BlockSplit, Peers
 from millrace.workers.transfer.streams import Stream
 from tests.support.waiting import eventually
-from tests.workers.transfer.shelf import LAYOUT, SHAPE, TOKEN, Served, key
+from tests.workers.transfer.shelf import LAYOUT, SHAPE, SPLIT, TOKEN, Served, Shelf, key
 
 _WAYS = ["local", "remote"]
 _TIMEOUT_S = 10.0
@@ -42,7 +42,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def _peers() -> Peers:
-    return Peers(LAYOUT, SHAPE, this_host())
+    return Peers(SPLIT, SHAPE, this_host())
 
 
 def _target(slots: list[int]) -> Target:
@@ -248,9 +248,34 @@ def test_who_maps_memory_cannot_write_to_it() -> None:
 
 
 def test_blocks_of_another_shape_are_not_taken(served: Served) -> None:
-    peers = Peers(LAYOUT, SHAPE._replace(num_layers=2), this_host())
+    peers = Peers(SPLIT, SHAPE._replace(num_layers=2), this_host())
     with pytest.raises(PeerError, match="another shape"):
         peers.pull(served.local, [key(1)], _target([0]), _TIMEOUT_S)
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
+    served: Served, way: str
+) -> None:
+    """There two ranks have a head each of all layers, here two stages have both heads."""
+    theirs = tuple(BlockPart(0, 3, head, 1) for head in (0, 1))
+    split = BlockSplit(
+        LAYOUT,
+        BlockLayout(16, 2, 256, has_scales=False),
+        (BlockPart(0, 2, 0, 2), BlockPart(2, 1, 0, 2)),
+    )
+    there = Shelf(BlockShape(6, 40, 8192))
+    served.shelf.regions, served.shelf.num_blocks = there.regions, there.num_blocks
+    peers = Peers(split, BlockShape(3, 50, 16384), this_host())
+    endpoint = msgspec.structs.replace(served.endpoint(way), parts=theirs)
+    target = Target(np.zeros((3, 50, 16384), np.uint8), [7, 8, 1])
+    assert _pull(peers, endpoint, [3, 4, 39], target).num_blocks == 3
+    for number, slot in zip([3, 4, 39], target.slots, strict=True):
+        by_head = there.block(number).reshape(2, 3, 16, 2, 256)
+        assert np.array_equal(target.blocks[:, slot], np.stack(list(by_head), 3).reshape(3, -1))
+    lacking = msgspec.structs.replace(endpoint, parts=theirs[:1])
+    with pytest.raises(PeerError, match="lack layers or heads"):
+        _pull(peers, lacking, [3], target)
 
 
 def test_sockets_that_were_left_are_removed_and_others_stay(tmp_path: Path) -> None:

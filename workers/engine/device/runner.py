@@ -36,7 +36,7 @@ from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import DeviceLostError
+from millrace.workers.engine.types import DeviceLostError, RunnerFigures
 from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
 from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepShape
@@ -164,6 +164,10 @@ class DeviceRunner:
                 self._compute_adapted(shape)
             else:
                 self._compute(shape)
+
+    def figures(self) -> RunnerFigures:
+        """Nothing is counted on the device."""
+        return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """A device that has failed is found out by the next step."""

@@ -26,6 +26,7 @@ from millrace.workers.engine.sampling.prompt_logprobs import score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import choose_device, with_device_defaults
+from millrace.workers.engine.types import RunnerFigures
 from millrace.workers.kernels.operations import WeightSize
 
 
@@ -50,6 +51,8 @@ class StepDecoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
+
+    def expert_choices(self) -> tuple[int, ...]: ...
 
 
 class ModelRunner:
@@ -107,6 +110,10 @@ class ModelRunner:
 
     def check(self) -> None:
         """Nothing does."""
+
+    def figures(self) -> RunnerFigures:
+        """What was counted of its steps."""
+        return RunnerFigures(expert_choices=self._decoder.expert_choices())
 
     @property
     def weight_size(self) -> WeightSize:

@@ -66,6 +66,10 @@ class LeadDecoder:
         """Of rank 0's layers and head: every rank's step takes as long as these."""
         return self._decoder.weight_size
 
+    def expert_choices(self) -> tuple[int, ...]:
+        """See ``Decoder``: of rank 0's layers, of which every rank knows all choices."""
+        return self._decoder.expert_choices()
+
     def adapter(self, layers: list[LayerSlices]) -> AdapterWeights:
         """Rank 0's slices of an adapter, as its decoder takes them."""
         return self._decoder.adapter(layers)

@@ -15,7 +15,7 @@ from millrace.workers.engine.kv.cache import KVCache, cache_dtype
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.ranks import RankShape, SharedRanks
 from millrace.workers.kernels.stage_link import StageLink
-from millrace.workers.models.shard import Shard, shard_config
+from millrace.workers.models.shard import Shard, block_part, shard_config
 from millrace.workers.transfer.memory import SharedPages
 
 
@@ -77,8 +77,11 @@ def group_cache(
 ) -> KVCache:
     """The KV cache of all ranks of this host, each of which has its layers and heads of a whole
     model's ``config`` in a part; ``dtype`` of the weights."""
-    layers = part_layers(config, engine, range(num_local_ranks(engine)))
-    return _cache(config, engine, dtype, num_blocks, shard_of(0, engine), pages, layers)
+    ranks = range(num_local_ranks(engine))
+    layers = part_layers(config, engine, ranks)
+    cache = _cache(config, engine, dtype, num_blocks, shard_of(0, engine), pages, layers)
+    cache.parts = tuple(block_part(config, shard_of(rank, engine)) for rank in ranks)
+    return cache
 
 
 def cache_of_rank(join: Join, config: ModelConfig, dtype: torch.dtype) -> KVCache:

@@ -26,7 +26,8 @@ from millrace.workers.engine.pooling import PooledChunk, is_first, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
-from millrace.workers.kernels.ranks import RankTraffic, SharedRanks
+from millrace.workers.engine.types import RunnerFigures
+from millrace.workers.kernels.ranks import SharedRanks
 from millrace.workers.kernels.stage_link import StageLink
 from millrace.workers.models.shard import Shard
 
@@ -85,10 +86,16 @@ class GroupRunner(ModelRunner):
         if self._lost:
             raise RankLostError(f"the group of ranks failed: {self._lost[0]}")
 
-    def traffic(self) -> RankTraffic | None:
-        """What rank 0 has exchanged with the others; None where nobody counts it."""
-        ranks = self._ways.ranks
-        return ranks.traffic if isinstance(ranks, SharedRanks) else None
+    def figures(self) -> RunnerFigures:
+        """What was counted of its steps, and of what rank 0 has exchanged with the other ranks of
+        its stage where these have memory in common."""
+        figures, ranks = super().figures(), self._ways.ranks
+        if not isinstance(ranks, SharedRanks):
+            return figures
+        num_exchanges, num_bytes, waited_s = ranks.traffic
+        return figures._replace(
+            num_exchanges=num_exchanges, num_exchanged_bytes=num_bytes, exchange_wait_s=waited_s
+        )
 
     def note_lost(self, why: str) -> None:
         """A rank has ended; for any thread."""

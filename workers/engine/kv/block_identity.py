@@ -27,6 +27,25 @@ def block_identity(path: Path, config: EngineConfig, cache: KVCache, *, is_row_e
     return weights and f"{weights};{_identity(config, cache)};own products: {is_row_exact}"
 
 
+def transfer_identity(
+    path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+) -> str:
+    """The same for blocks that workers exchange. With ``transfer_any_ranks`` it is all that the
+    meaning of the bytes depends on, and not what rounds them."""
+    if not config.transfer_any_ranks:
+        identity = block_identity(path, config, cache, is_row_exact=is_row_exact)
+        num_layers, _, layer_bytes = cache.blocks.shape
+        return f"{identity};{num_layers} layers of {layer_bytes} bytes"
+    parts = (
+        weights_fingerprint(path, config.quantization, config.kv_cache_dtype),
+        str(cache.data.dtype),
+        f"{cache.block_size_tokens} tokens",
+        metadata.version("millrace"),
+        "of any ranks",
+    )
+    return ";".join(parts)
+
+
 def _identity(config: EngineConfig, cache: KVCache) -> str:
     """What else the bytes of a block depend on: the types, the device and what computes on it."""
     kernels = hashlib.sha256()

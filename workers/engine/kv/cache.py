@@ -7,13 +7,13 @@ import mmap
 from collections.abc import Callable
 from copy import copy
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.transfer import BlockPart
 from millrace.workers.engine.kv.cache_commands import (
     CheckBlocks,
     CopyBlock,
@@ -21,7 +21,7 @@ from millrace.workers.engine.kv.cache_commands import (
     ScrubBlocks,
 )
 from millrace.workers.kernels.gpu.device_batch import CacheLayer
-from millrace.workers.transfer.memory import SharedPages
+from millrace.workers.transfer.memory import BlockLayout, SharedPages
 
 
 class KVCache:
@@ -39,11 +39,12 @@ class KVCache:
     ``blocks``: [num_layers, num_blocks + 1, bytes], all there is of a block in a layer in one
     piece, its entries first and then its scales.
 
-    A group's has the layers and heads of each of its ranks in a part, one behind the other; of
-    ``part_layers`` layers each. Whoever looks at blocks that are not being computed, or changes
-    them, from outside of the steps, calls ``settle`` first: it waits for what steps that were
-    launched still write. Where ranks have their parts in memory of their own, ``others`` are those
-    that are not here: what is done with a block is done in them, too.
+    A group's has the layers and heads of each of its ranks in a part, one behind the other, of
+    ``part_layers`` layers each; which of the model's they are is in ``parts``, and ``layout`` is
+    that of a block in a layer of a part. Whoever looks at blocks that are not being computed, or
+    changes them, from outside of the steps, calls ``settle`` first: it waits for what steps that
+    were launched still write. Where ranks have their parts in memory of their own, ``others`` are
+    those that are not here: what is done with a block is done in them, too.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class KVCache:
         self.part_layers = part_layers or (config.num_hidden_layers,)
         self.settle: Callable[[], None] = _nothing
         self.others: OtherParts | None = None
-        layout = _BlockLayout.of(config, block_size_tokens, dtype)
+        layout = _layout(config, block_size_tokens, dtype)
+        self.layout = layout
+        heads = config.num_key_value_heads
+        self.parts: tuple[BlockPart, ...] = (BlockPart(0, config.num_hidden_layers, 0, heads),)
         shape = (sum(self.part_layers), num_blocks + 1, layout.size_bytes)
         self.pages = pages
         try:
@@ -84,7 +88,7 @@ class KVCache:
             ) from error
         self._view(config, layout, dtype)
 
-    def _view(self, config: ModelConfig, layout: _BlockLayout, dtype: torch.dtype) -> None:
+    def _view(self, config: ModelConfig, layout: BlockLayout, dtype: torch.dtype) -> None:
         """See ``data`` and ``scales`` in the bytes of ``blocks``."""
         shape = self.blocks.shape[:2]
         pairs = (self.block_size_tokens, 2, config.num_key_value_heads)
@@ -92,7 +96,7 @@ class KVCache:
         self.data = data.view(*shape, *pairs, config.head_dim)
         self.scales: torch.Tensor | None = None
         if layout.has_scales:
-            end = layout.scales_at + math.prod(pairs) * torch.float32.itemsize
+            end = layout.scales_at + layout.num_vectors * torch.float32.itemsize
             scales = self.blocks[:, :, layout.scales_at : end].view(torch.float32)
             self.scales = scales.view(*shape, *pairs)
         # Copied by eight bytes where these make up a block.
@@ -169,28 +173,14 @@ def pieces_of(blocks: torch.Tensor, block: int) -> list[memoryview]:
     return [memoryview(layer) for layer in blocks[:, block].numpy()]
 
 
-class _BlockLayout(NamedTuple):
-    """Where things are in the bytes of a block in one layer."""
-
-    data_bytes: int
-    scales_at: int
-    size_bytes: int
-    has_scales: bool
-
-    @classmethod
-    def of(cls, config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> _BlockLayout:
-        heads = block_size_tokens * 2 * config.num_key_value_heads
-        data_bytes = heads * config.head_dim * dtype.itemsize
-        if dtype.itemsize > 1:
-            return cls(data_bytes, data_bytes, data_bytes, has_scales=False)
-        scales_at = _aligned(data_bytes)
-        size_bytes = _aligned(scales_at + heads * torch.float32.itemsize)
-        return cls(data_bytes, scales_at, size_bytes, has_scales=True)
-
-
-def _aligned(size_bytes: int) -> int:
-    """So many bytes or a few more, so that what follows can be read 16 at a time."""
-    return -(-size_bytes // 16) * 16
+def _layout(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> BlockLayout:
+    """Of a block with the heads of ``config``; entries of 8 bits have scales."""
+    return BlockLayout(
+        block_size_tokens,
+        config.num_key_value_heads,
+        config.head_dim * dtype.itemsize,
+        has_scales=dtype.itemsize == 1,
+    )
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -214,7 +204,7 @@ def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
     """The size of one block over all layers, with the scales of entries of 8 bits."""
-    layout = _BlockLayout.of(config, block_size_tokens, dtype)
+    layout = _layout(config, block_size_tokens, dtype)
     return layout.size_bytes * config.num_hidden_layers
 
 

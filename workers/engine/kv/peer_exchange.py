@@ -16,6 +16,7 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import TransferEndpoint
+from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.kv.lending import LOAN_S, Lending
 from millrace.workers.engine.kv.peer_tier import PeerTier
@@ -27,7 +28,7 @@ from millrace.workers.transfer.addresses import (
     this_host,
 )
 from millrace.workers.transfer.memory import BlockShape
-from millrace.workers.transfer.peers import Peers
+from millrace.workers.transfer.peers import BlockSplit, Peers
 from millrace.workers.transfer.server import BlockServer, Identity
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ def with_transfer(path: Path, config: EngineConfig, *, among_others: bool) -> En
     if reason and (config.transfer or config.transfer_address):
         name = "transfer" if config.transfer else "transfer_address"
         raise ConfigError(f"engine.{name}: {reason}.")
+    if reason and config.transfer_any_ranks:
+        raise ConfigError(f"engine.transfer_any_ranks: {reason}.")
+    if config.transfer is False and config.transfer_any_ranks:
+        raise ConfigError("engine.transfer_any_ranks is for blocks that engine.transfer refuses.")
     if config.transfer is False and config.transfer_address:
         raise ConfigError("engine.transfer_address is for blocks that engine.transfer refuses.")
     wanted = among_others if config.transfer is None else config.transfer
@@ -69,11 +74,11 @@ def _why_not(path: Path, config: EngineConfig) -> str:
     return ""
 
 
-def layout_of(identity: str, memory: SharedHostMemory) -> str:
-    """What is equal where blocks have the same bytes, in a form that tells nothing of them."""
-    shape = memory.slots().shape
-    what = f"{identity};{shape[0]} layers of {shape[2]} bytes"
-    return blake2b(what.encode(), digest_size=_LAYOUT_BYTES).hexdigest()
+def split_of(identity: str, cache: KVCache) -> BlockSplit:
+    """How blocks are split here, and with whose they may be exchanged, in a form that tells nothing
+    of what they depend on."""
+    hashed = blake2b(identity.encode(), digest_size=_LAYOUT_BYTES).hexdigest()
+    return BlockSplit(hashed, cache.layout, cache.parts)
 
 
 class PeerExchange:
@@ -85,7 +90,7 @@ class PeerExchange:
         lending: Lending,
         memory: SharedHostMemory,
         block_size_tokens: int,
-        layout: str,
+        split: BlockSplit,
         *,
         address: str = "",
         folder: Path | None = None,
@@ -108,14 +113,19 @@ class PeerExchange:
             listeners.append(listener)
         token = secrets.token_hex(_TOKEN_BYTES)
         self.endpoint = TransferEndpoint(
-            layout=layout, token=token, host=this_host(), socket=path, address=address
+            layout=split.kind,
+            token=token,
+            host=this_host(),
+            socket=path,
+            address=address,
+            parts=split.parts,
         )
         self.is_served = bool(listeners)
         self.lending = lending
         shape = BlockShape(*memory.slots().shape)
-        self._peers = Peers(layout, shape, self.endpoint.host)
+        self._peers = Peers(split, shape, self.endpoint.host)
         self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
-        self._server = BlockServer(lending, Identity(token, layout, LOAN_S), listeners)
+        self._server = BlockServer(lending, Identity(token, split.kind, LOAN_S), listeners)
         self._server.start()
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.kv.disk_cache import DiskCache
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.kv.lending import Lending
-from millrace.workers.engine.kv.peer_exchange import PeerExchange, layout_of
+from millrace.workers.engine.kv.peer_exchange import PeerExchange, split_of
 from millrace.workers.engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Tiers:
             Lending(self._tables, self._cache, self._memory, self._wake, monotonic=self._monotonic),
             self._memory,
             self._tables.pool.block_size_tokens,
-            layout_of(identity, self._memory),
+            split_of(identity, self._cache),
             address=address,
             folder=folder,
             monotonic=self._monotonic,

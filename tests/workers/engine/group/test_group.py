@@ -21,7 +21,7 @@ from millrace.schemas.pooling import Pooling
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.group.ranks import RankLostError
 from millrace.workers.engine.group.runner import GroupRunner
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
@@ -104,10 +104,13 @@ def pair(request: pytest.FixtureRequest, llama: tuple[Path, Any]) -> Iterator[En
 def test_a_group_has_the_tokens_of_one_rank(
     tmp_path: Path, family: str, shape: dict[str, Any], ranks: int, settings: dict[str, Any]
 ) -> None:
-    save_model(tmp_path, family, **shape)
+    num_layers = save_model(tmp_path, family, **shape).config.num_hidden_layers
     asked = [request(f"r{i}", prompt(i, 9 + 7 * i, 199), logprobs=3) for i in range(5)]
-    alone = ask_all(load(tmp_path, 1, kernels=settings.get("kernels", "auto")), asked)
-    together = ask_all(load(tmp_path, ranks, **settings), asked)
+    one_rank = load(tmp_path, 1, kernels=settings.get("kernels", "auto"))
+    alone = ask_all(one_rank, asked)
+    group = load(tmp_path, ranks, **settings)
+    together = ask_all(group, asked)
+    _check_counted(group.stats(), one_rank.stats(), shape, num_layers, settings)
     assert tokens_by_request(together) == tokens_by_request(alone)
     for one in asked:
         logprobs = [
@@ -163,6 +166,30 @@ def test_what_an_engine_can_do_it_can_do_with_a_group(
         for outputs in made
     ]
     torch.testing.assert_close(*embeddings, atol=1e-4, rtol=1e-4)
+
+
+def _check_counted(
+    group: EngineStats,
+    alone: EngineStats,
+    shape: dict[str, Any],
+    num_layers: int,
+    settings: dict[str, Any],
+) -> None:
+    """What ranks with memory in common exchanged, and how often experts were chosen: of a pipeline
+    in the layers of the first stage."""
+    is_counted = settings.get("collectives") != "gloo" and "pipeline_parallel" not in settings
+    assert (group.num_exchanges > 0) == (group.num_exchanged_bytes > 0)
+    if is_counted:
+        assert group.num_exchanges >= 2 * num_layers * group.num_steps
+        assert group.exchange_wait_s > 0.0
+    assert alone.num_exchanges == alone.num_exchanged_bytes == alone.exchange_wait_s == 0
+    num_tokens = alone.prefill_tokens + alone.decode_tokens
+    assert len(alone.expert_choices) == shape.get("num_experts", 0)
+    assert sum(alone.expert_choices) == num_tokens * num_layers * shape.get(
+        "num_experts_per_tok", 0
+    )
+    if settings.get("pipeline_parallel", 1) == 1:
+        assert group.expert_choices == alone.expert_choices
 
 
 def _of(one: EngineRequest, outputs: list[EngineOutput]) -> list[EngineOutput]:

@@ -12,7 +12,7 @@ import msgspec
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.transfer import KvSource
 from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.kv.block_identity import block_identity
+from millrace.workers.engine.kv.block_identity import transfer_identity
 from millrace.workers.engine.runners import load_runner
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
@@ -44,7 +44,7 @@ class World:
             self.model, msgspec.structs.replace(settings, transfer=lends_cache or None)
         )
         engine = Engine(runner, settings, monotonic=self._clock_s)
-        identity = block_identity(
+        identity = transfer_identity(
             self.model, settings, runner.cache, is_row_exact=runner.is_row_exact
         )
         engine._tiers.exchange_with_peers(identity, address, self.folder)

@@ -64,7 +64,7 @@ def exact_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path,
         vocab_size=448,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=128,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -112,6 +112,41 @@ def _goes_on_elsewhere(world: World, config: dict[str, Any]) -> None:
     tokens, started = world.pull(engine, world.source(peer, len(HISTORY) + len(made)), peer, again)
     assert made + tokens == expected
     assert started.num_pulled_tokens >= 112, "of the tokens that were made there, too"
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"tensor_parallel": 2}, {}),
+        ({}, {"pipeline_parallel": 2}),
+        ({"tensor_parallel": 2}, {"tensor_parallel": 4, "kv_cache_dtype": "int8"}),
+    ],
+    ids=["two ranks to one", "one rank to two stages", "two ranks to four of int8"],
+)
+def test_a_stream_goes_on_where_the_model_is_split_otherwise(
+    exact_checkpoint: Path,
+    tmp_path: Path,
+    there: dict[str, Any],
+    here: dict[str, Any],
+    address: str,
+) -> None:
+    """Four ranks have each head of keys and values twice."""
+    both: dict[str, Any] = {
+        "transfer_any_ranks": True,
+        "num_threads": 1,
+        "dtype": "float32",
+        "kv_cache_dtype": here.get("kv_cache_dtype", "auto"),
+    }
+    world = World(exact_checkpoint, tmp_path / "peers")
+    peer = world.start(address=address, **both | there)
+    engine = world.start(**both | here)
+    expected = ask(peer)
+    source = world.source(peer, host="elsewhere") if address else world.source(peer)
+    tokens, started = world.pull(engine, source, peer)
+    assert started.num_pulled_tokens == 80
+    assert tokens == expected
+    world.close()
 
 
 def test_what_a_stream_has_can_be_pulled_before_it_comes(world: World) -> None:
@@ -258,6 +293,17 @@ def test_nothing_is_pulled_from_oneself(world: World) -> None:
     assert other.stats().num_failed_pulls == 0
 
 
+def test_only_both_sides_take_blocks_of_other_ranks(world: World) -> None:
+    plain, any_ranks = world.start(), world.start(transfer_any_ranks=True)
+    others = world.start(transfer_any_ranks=True, num_threads=2)
+    layouts = [
+        endpoint.layout
+        for engine in (plain, any_ranks, others)
+        if (endpoint := engine.transfer_endpoint) is not None
+    ]
+    assert layouts[0] != layouts[1] == layouts[2]
+
+
 def test_where_it_can_be_and_where_it_cannot(llama: tuple[Path, Any], tmp_path: Path) -> None:
     path = llama[0]
 
@@ -278,5 +324,9 @@ def test_where_it_can_be_and_where_it_cannot(llama: tuple[Path, Any], tmp_path: 
             decided(transfer=True, **config)
         with pytest.raises(ConfigError, match=r"engine\.transfer_address: "):
             decided(transfer_address="127.0.0.1:0", **config)
+        with pytest.raises(ConfigError, match=r"engine\.transfer_any_ranks: "):
+            decided(transfer_any_ranks=True, **config)
     with pytest.raises(ConfigError, match="refuses"):
         decided(transfer=False, transfer_address="127.0.0.1:0")
+    with pytest.raises(ConfigError, match="refuses"):
+        decided(transfer=False, transfer_any_ranks=True)
