@@ -10,9 +10,10 @@ import msgspec
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.group.control_wire import Join
 from millrace.workers.engine.group.making import make_link
+from millrace.workers.engine.group.members import end_members
 from millrace.workers.engine.group.remote.checkpoint import CheckpointIdentity
 from millrace.workers.engine.group.remote.connection import Connection
-from millrace.workers.engine.group.remote.meeting import meet_stages
+from millrace.workers.engine.group.remote.meeting import Meeting
 from millrace.workers.engine.group.remote.member import RemoteMember
 from millrace.workers.engine.group.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.workers.engine.group.remote.wire import Assignment
@@ -30,14 +31,17 @@ def join_remote(path: Path, join: Join, shapes: list[LinkShape]) -> list[RemoteM
     if not engine.remote_stages:
         return []
     identity = CheckpointIdentity.of(path)
-
-    def assignment_of(stage: int) -> Assignment:
-        return Assignment(_join_of(stage, join, shapes), *identity)
-
-    first = engine.pipeline_parallel - engine.remote_stages
     members: list[RemoteMember] = []
-    for stage, connection in enumerate(meet_stages(engine, assignment_of), first):
-        members += _members(stage, join, connection)
+    try:
+        with Meeting(engine) as meeting:
+            first = engine.pipeline_parallel - engine.remote_stages
+            for stage in range(first, engine.pipeline_parallel):
+                assignment = Assignment(_join_of(stage, join, shapes), *identity)
+                # At once, as each host is to hear from here while others are waited for.
+                members += _members(stage, join, meeting.take(stage, assignment))
+    except BaseException:
+        end_members(members)
+        raise
     return members
 
 

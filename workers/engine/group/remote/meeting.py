@@ -6,7 +6,6 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable
 
 from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
@@ -46,44 +45,40 @@ def check_remote_stages(engine: EngineConfig) -> None:
         )
 
 
-def meet_stages(
-    engine: EngineConfig, assignment_of: Callable[[int], Assignment]
-) -> list[Connection]:
-    """Wait for a host for each of the remote stages, which are assigned in the order in which hosts
-    come. Those who are left over join the next group.
+class Meeting:
+    """Listens from when it is made, for as long as the engine may take to start, until it is
+    closed. Raises ConfigError if it cannot; a group that is met at the same address is waited for.
 
-    Raises ConfigError naming the stage that has no host in time, or that its host refuses. Nothing
-    is listened to afterwards.
+    Hosts who come later than they are needed find nobody, and join the next group.
     """
-    deadline_s = time.monotonic() + engine.start_timeout_s
-    first = engine.pipeline_parallel - engine.remote_stages
-    met: list[Connection] = []
-    meeting = _Meeting(engine, deadline_s)
-    try:
-        for stage in range(first, engine.pipeline_parallel):
-            met.append(meeting.wait_for(stage))
-            _assign(met[-1], stage, assignment_of(stage), engine.rank_timeout_s)
-    except BaseException:
-        for connection in met:
-            connection.end("the group does not start")
-            connection.close()
-        raise
-    finally:
-        meeting.close()
-    return met
 
-
-class _Meeting:
-    """Listens until it is closed. Raises ConfigError if it cannot in time: a group that starts at
-    the same address is waited for."""
-
-    def __init__(self, engine: EngineConfig, deadline_s: float) -> None:
+    def __init__(self, engine: EngineConfig) -> None:
         self._engine = engine
-        self._deadline_s = deadline_s
+        self._deadline_s = time.monotonic() + engine.start_timeout_s
         self._why = "nobody came"
         self._listener = self._listen()
 
-    def wait_for(self, stage: int) -> Connection:
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def take(self, stage: int, assignment: Assignment) -> Connection:
+        """Have the next host that comes compute a stage, from which it hears within
+        ``rank_timeout_s`` again. Raises ConfigError naming the stage that has no host in time, or
+        that its host refuses."""
+        connection = self._wait_for(stage)
+        try:
+            _assign(connection, stage, assignment)
+        except BaseException:
+            connection.close()
+            raise
+        connection.set_silence(self._engine.rank_timeout_s)
+        connection.limits = wire.computing(assignment.join.link_shapes[stage].part_bytes)
+        return connection
+
+    def _wait_for(self, stage: int) -> Connection:
         """A host that knows the token."""
         address = self._engine.stages_address
         _log.info("stage %d is waited for at %s", stage, address)
@@ -104,10 +99,6 @@ class _Meeting:
             f"{self._engine.start_timeout_s:g} s of engine.start_timeout_s ({self._why}). Start "
             "millrace stages --join with this address there."
         )
-
-    def close(self) -> None:
-        """Those who have come too late find nobody, and try again."""
-        self._listener.close()
 
     def _greet(self, sock: socket.socket) -> Connection:
         connection = Connection(sock, _GREETING_TIMEOUT_S)
@@ -137,9 +128,7 @@ class _Meeting:
             time.sleep(_PAUSE_S)
 
 
-def _assign(
-    connection: Connection, stage: int, assignment: Assignment, rank_timeout_s: float
-) -> None:
+def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
     """Have a host take a stage. Raises ConfigError with its reason if it does not."""
     connection.set_silence(_ACCEPT_TIMEOUT_S)
     try:
@@ -155,9 +144,6 @@ def _assign(
             f"engine.remote_stages: stage {stage} is refused by {connection.peer}: "
             f"{wire.text(body)}"
         )
-    connection.set_silence(rank_timeout_s)
-    message_bytes = assignment.join.link_shapes[stage].part_bytes
-    connection.limits = wire.computing(message_bytes)
 
 
 def _address(engine: EngineConfig) -> tuple[str, int]:

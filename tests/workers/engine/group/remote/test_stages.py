@@ -304,3 +304,24 @@ def test_a_host_that_is_stopped_while_it_waits_ends(monkeypatch: pytest.MonkeyPa
             assert not thread.is_alive()
     for other in others:
         other.close()
+
+
+async def test_a_host_that_came_is_kept_while_another_is_waited_for(
+    llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For longer than ranks wait for one another; it is free again when nobody else comes."""
+    caplog.set_level("INFO")
+    port = free_port()
+    host = StageHost(Joining(("127.0.0.1", port), TOKEN, None, 1))
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        settings: dict[str, Any] = {"pipeline_parallel": 3, "remote_stages": 2}
+        with pytest.raises(ConfigError, match=r"no host came for stage 2 .*nobody came"):
+            load_remote(llama[0], port, **settings, rank_timeout_s=1.0, start_timeout_s=4.0)
+        await eventually(lambda: not host._stages)
+    finally:
+        host.stop()
+        thread.join()
+    [ended] = [one.getMessage() for one in caplog.records if "group has ended" in one.msg]
+    assert ended.endswith(" says: the group has ended")
