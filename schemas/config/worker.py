@@ -125,6 +125,18 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Stages that compute some of the layers each, one behind the other, while another batch is in
     the next one: each of them ``tensor_parallel`` ranks."""
 
+    remote_stages: int = 0
+    """How many of these stages, the last ones, run on other hosts, each started there by ``millrace
+    stages``; see docs/parallelism.md."""
+
+    stages_address: str = "127.0.0.1:7500"
+    """``host:port`` at which such hosts join. Beyond this machine it takes ``stages_token``; keep
+    it to a network of the cluster's own all the same: nothing is encrypted."""
+
+    stages_token: Secret = ""
+    """What those who join have to know, and the worker, too: the same long random text on both
+    sides. It is never sent."""
+
     expert_parallel: bool = False
     """Whether each of these ranks has some of a mixture's experts whole, rather than a slice of
     all of them."""

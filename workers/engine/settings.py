@@ -72,7 +72,14 @@ def choose_device(name: str) -> torch.device:
 
 def has_parted_blocks(config: EngineConfig) -> bool:
     """Whether the ranks of a group have a part of each block in memory of their own: those of GPUs
-    have, while those of a CPU have one cache in memory that all of them map."""
+    and of other hosts have, while those of a CPU have one cache in memory that all of them map."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return False
+    return bool(config.remote_stages) or has_device_ranks(config)
+
+
+def has_device_ranks(config: EngineConfig) -> bool:
+    """Whether it is a group of ranks with a device each that is told what to do."""
     if config.tensor_parallel * config.pipeline_parallel == 1:
         return False
     return config.kernels in ("triton", "reference") or choose_device(config.device).type == "cuda"

@@ -23,6 +23,7 @@ from millrace.workers.engine.device_group.runner import DeviceGroupRunner
 from millrace.workers.engine.group.control_wire import JoinDevices, Started
 from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
 from millrace.workers.engine.group.members import Members
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.kernels.stage_link import link_memory
@@ -49,7 +50,7 @@ def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
             def join(rank: int) -> JoinDevices:
                 return JoinDevices(str(path), engine, rank, folder, link_fd, shape)
 
-            members = Members(size, fds, _MEMBER)
+            members = Members(size, fds, module=_MEMBER)
             try:
                 members.join(join)
                 return _load_lead(join(0), members)
@@ -83,7 +84,7 @@ def _load_lead(join: JoinDevices, members: Members) -> DeviceGroupRunner:
     members.wait_joined(engine.start_timeout_s)
     others_bytes = runner.cache.block_bytes * (engine.tensor_parallel - 1)
     runner.cache.others = DeviceParts(lead, others_bytes)
-    _log.info("%d ranks compute as one, with processes %s", engine.tensor_parallel, members.pids)
+    _log.info("%s", members)
     return runner
 
 
@@ -100,6 +101,7 @@ def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> N
             "leave it out."
         )
     check_ranks(engine)
+    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel)
     if device.type != "cuda":
         return

@@ -19,7 +19,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     Ranks are numbered through all stages. ``memory_fds`` are the files of each stage's memory, none
     for ranks that meet in ``gloo_folder``; ``link_fds`` those of the links, of ``link_shapes``,
     from each stage to the next, and from the last to rank 0; ``cache_fd`` that of the KV cache of
-    all ranks.
+    all ranks, none (-1) for a rank of another host, which has its part in memory of its own.
     """
 
     path: str
@@ -90,8 +90,16 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
     error: str = ""
 
 
+class BlocksChecked(msgspec.Struct, frozen=True, array_like=True, tag="blocks_checked"):
+    """Which blocks hold only finite numbers in a rank's part of the KV cache, as was asked under
+    this number."""
+
+    number: int
+    finite: list[bool]
+
+
 ToMember = Join | JoinDevices | LoadAdapter | DropAdapter
-FromMember = Started | Joined | Refused | AdapterLoaded
+FromMember = Started | Joined | Refused | AdapterLoaded | BlocksChecked
 
 _encoder = msgspec.msgpack.Encoder()
 to_member_decoder: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
