@@ -196,6 +196,23 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     disk_cache_bytes: int = 10 << 30
     """Most bytes of a worker's file, and of those of other kinds that no worker holds."""
 
+    object_cache_url: str = ""
+    """Folder in an object store for blocks of long prompts, which all workers of the same kind
+    share: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path`` or ``file:///path``.
+    Credentials and endpoint are those of the environment, such as ``AWS_ACCESS_KEY_ID`` and
+    ``AWS_ENDPOINT_URL``. Nothing is removed there: give the bucket a lifecycle rule. Empty: none.
+    See docs/kv-cache.md."""
+
+    object_cache_min_tokens: int = 1024
+    """The shortest prefix that is written there, and the shortest prompt that is looked for."""
+
+    object_cache_requests: int = 8
+    """Objects that are read at a time; a quarter as many are written besides."""
+
+    object_cache_timeout_s: float = 10.0
+    """How long a request to the store may take; one that reads 2 s at most, which is as long as
+    anybody waits for it."""
+
     transfer: bool | None = None
     """Whether blocks of the KV cache are handed to other workers' engines, and pulled from those
     that schedulers name; none: where it can be. It takes Millrace's own engine, ``prefix_cache``,

@@ -87,8 +87,9 @@ def has_device_ranks(config: EngineConfig) -> bool:
 
 def check_parted_blocks(config: EngineConfig) -> None:
     """Raise ConfigError where whole blocks are to be kept or lent and there are only parts."""
-    if config.disk_cache_path and has_parted_blocks(config):
-        raise ConfigError(
-            "engine.disk_cache_path keeps whole blocks, of which each rank of this group has a "
-            "part in memory of its own; leave it out."
-        )
+    for name in ("disk_cache_path", "object_cache_url"):
+        if getattr(config, name) and has_parted_blocks(config):
+            raise ConfigError(
+                f"engine.{name} keeps whole blocks, of which each rank of this group has a part in "
+                "memory of its own; leave it out."
+            )
