@@ -87,7 +87,7 @@ class BlockObjects:
         except FileNotFoundError as error:
             _check_bucket(error)
             return False
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             raise _told(error) from error
         return int(found["size"]) == self.object_bytes
 
@@ -106,7 +106,7 @@ class BlockObjects:
         assert at == len(contents), "a run of other blocks"
         try:
             obstore.put(self._writes, self.name_of(keys[-1]), contents, use_multipart=False)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             raise _told(error) from error
 
     def read(self, last_key: bytes, places: Sequence[Place]) -> int:
@@ -122,7 +122,7 @@ class BlockObjects:
         except FileNotFoundError as error:
             _check_bucket(error)
             raise NoObjectError from error
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             raise _told(error) from error
         for num_good, place in enumerate(places):
             at = (place.number - first) * self._slot_bytes
@@ -151,6 +151,6 @@ def _check_bucket(error: FileNotFoundError) -> None:
         raise ObjectStoreError("there is no such bucket") from error
 
 
-def _told(error: Exception) -> ObjectStoreError:
+def _told(error: BaseException) -> ObjectStoreError:
     """The library's error as ours."""
     return ObjectStoreError(str(error).partition("\n")[0][:_LONGEST_REASON])

@@ -16,8 +16,8 @@ from millrace.workers.engine.threads.tasks import TaskThreads
 
 # What waits to be written holds its host memory; of that it takes so much, or half of it.
 _MAX_UNWRITTEN_BYTES = 128 << 20
-# Of prefixes that are to be written once they were unused for a while: 16 bytes a key.
-_MAX_NOTED_KEYS = 1 << 17
+# Of prefixes that are to be written once they were unused for a while: 30 MB of keys.
+_MAX_NOTED_KEYS = 1 << 19
 
 
 class _Prefix:
@@ -78,6 +78,7 @@ class ObjectWriter:
         room_bytes = min(_MAX_UNWRITTEN_BYTES, self._host.num_slots * objects.block_bytes // 2)
         self._max_runs = max(room_bytes // (objects.num_blocks * objects.block_bytes), 1)
         self._noted: deque[_Prefix] = deque()
+        self._noted_ends: set[bytes] = set()
         self._num_noted_keys = 0
         self._unsettled: list[list[bytes]] = []
         self._writing: dict[bytes, list[bytes]] = {}  # by their last key, those unsettled included
@@ -95,12 +96,16 @@ class ObjectWriter:
         """A sequence ended whose blocks with these keys are in the prefix cache."""
         num_blocks = self._objects.num_blocks
         end = len(keys) // num_blocks * num_blocks
-        if len(keys) < self._min_blocks or self._known.is_present(keys[end - 1]):
+        if len(keys) < self._min_blocks:
+            return
+        last_key = keys[end - 1]
+        if last_key in self._noted_ends or self._known.is_present(last_key):
             return
         if self._num_noted_keys + end > _MAX_NOTED_KEYS:
             self.num_dropped_blocks += end
             return
         self._num_noted_keys += end
+        self._noted_ends.add(last_key)
         self._noted.append(_Prefix(list(keys[:end]), now_s + self._delay_s))
 
     def settle(self) -> None:
@@ -130,6 +135,7 @@ class ObjectWriter:
             prefix.next += len(keys)
             if not keys:
                 self._noted.popleft()
+                self._noted_ends.remove(prefix.keys[-1])
                 self._num_noted_keys -= len(prefix.keys)
 
     def _hold(self, keys: list[bytes], missing: list[bytes]) -> bool:
