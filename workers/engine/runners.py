@@ -23,7 +23,6 @@ from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.group.loading import load_group
 from millrace.workers.engine.group.remote.meeting import check_remote_stages
-from millrace.workers.engine.group.runner import GroupRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.sampling.sampler import Likeliest
@@ -98,10 +97,9 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     Raises CheckpointError or ConfigError.
     """
     check_parted_blocks(engine)
-    if has_device_ranks(engine):
-        return load_device_group(path, engine)
     if engine.tensor_parallel != 1 or engine.pipeline_parallel != 1:
-        return load_group(path, engine)
+        _check_group(engine)
+        return (load_device_group if has_device_ranks(engine) else load_group)(path, engine)
     check_remote_stages(engine)
     device = choose_device(engine.device)
     on_cuda = device.type == "cuda"
@@ -119,17 +117,8 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
     there is none. Raises CheckpointError or ConfigError."""
     head_path = eagle3_of(engine.speculation)
     if target.overlaps:
-        if head_path is not None or draft_of(engine.speculation) is not None:
-            raise ConfigError(
-                "engine.speculation: drafts and heads compute on a CPU, beside a model that does; "
-                "choose ngram on a GPU."
-            )
+        _check_on_device(engine)
         return None
-    if head_path is not None and isinstance(target, GroupRunner):
-        raise ConfigError(
-            "engine.speculation: a head reads the whole embedding, of which each rank of a group "
-            "has a part; choose a draft or ngram."
-        )
     if head_path is not None and target.is_row_exact and isinstance(target, ModelRunner):
         return HeadRunner.load(Path(head_path), target)
     folder = _draft_folder(path, engine)
@@ -149,6 +138,33 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
     )
     _check_draft(target, draft)
     return draft
+
+
+def _check_group(engine: EngineConfig) -> None:
+    """Raise ConfigError for what a group cannot propose tokens with, before its ranks take minutes
+    to load."""
+    if has_device_ranks(engine):
+        _check_on_device(engine)
+        return
+    if engine.pipeline_parallel > 1 and engine.speculation not in (None, "off", False):
+        raise ConfigError(
+            "engine.speculation: a step of a pipeline begins before the tokens of the one before "
+            "it are known, so there is nothing to propose from; leave it out."
+        )
+    if eagle3_of(engine.speculation) is not None:
+        raise ConfigError(
+            "engine.speculation: a head reads the whole embedding, of which each rank of a group "
+            "has a part; choose a draft or ngram."
+        )
+
+
+def _check_on_device(engine: EngineConfig) -> None:
+    speculation = engine.speculation
+    if eagle3_of(speculation) is not None or draft_of(speculation) is not None:
+        raise ConfigError(
+            "engine.speculation: drafts and heads compute on a CPU, beside a model that does; "
+            "choose ngram on a GPU."
+        )
 
 
 def _draft_folder(path: Path, engine: EngineConfig) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.runners import DraftRunner, Runner
@@ -23,15 +22,10 @@ def make_speculator(
 ) -> Speculator | None:
     """By settled settings; None where nothing is proposed. Raises ConfigError where it would change
     what is drawn."""
-    if target.num_stages > 1 and config.speculation is None:
-        return None
+    if target.num_stages > 1:
+        return None  # the next step begins before the tokens of this one are known
     if not speculates(config, is_row_exact=target.is_row_exact, on_device=target.overlaps):
         return None
-    if target.num_stages > 1:
-        raise ConfigError(
-            "engine.speculation: a step of a pipeline begins before the tokens of the one before "
-            "it are known, so there is nothing to propose from; leave it out."
-        )
     drafts: Draft | None = None
     if draft is not None:
         kind = HeadDraft if isinstance(draft, HeadRunner) else Draft

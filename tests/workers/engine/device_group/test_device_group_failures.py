@@ -123,6 +123,7 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
         ({"disk_cache_path": "./kv"}, "disk_cache_path keeps whole blocks"),
         ({"kv_cache_bytes": 1000, "num_blocks": 0}, "kv_cache_bytes is 1000, but one block"),
+        ({"speculation": "draft=/nowhere"}, "drafts and heads compute on a CPU"),
     ],
     ids=str,
 )
