@@ -114,15 +114,14 @@ def _goes_on_elsewhere(world: World, config: dict[str, Any]) -> None:
     assert started.num_pulled_tokens >= 112, "of the tokens that were made there, too"
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
 @pytest.mark.parametrize(
-    ("there", "here"),
+    ("there", "here", "address"),
     [
-        ({"tensor_parallel": 2}, {}),
-        ({}, {"pipeline_parallel": 2}),
-        ({"tensor_parallel": 2}, {"tensor_parallel": 4, "kv_cache_dtype": "int8"}),
+        ({"tensor_parallel": 2}, {}, ""),
+        ({}, {"pipeline_parallel": 2}, "127.0.0.1:0"),
+        ({"tensor_parallel": 2}, {"tensor_parallel": 4, "kv_cache_dtype": "int8"}, ""),
     ],
-    ids=["two ranks to one", "one rank to two stages", "two ranks to four of int8"],
+    ids=["two ranks to one", "one rank to two stages, by TCP", "two ranks to four of int8"],
 )
 def test_a_stream_goes_on_where_the_model_is_split_otherwise(
     exact_checkpoint: Path,
