@@ -184,17 +184,19 @@ class Engine:
             engine.keep_on_disk(block_file(path, config, runner.cache, is_row_exact=exact))
         if config.transfer:
             identity = transfer_identity(path, config, runner.cache, is_row_exact=exact)
-            engine.exchange_with_peers(identity, config.transfer_address)
+            engine.exchange_with_peers(identity, config)
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
         self._tiers.keep_on_disk(file)
 
-    def exchange_with_peers(self, identity: str, address: str = "") -> None:
+    def exchange_with_peers(self, identity: str, config: EngineConfig) -> None:
         """Lend blocks to other workers' engines of the same ``transfer_identity``, and pull theirs
-        for requests that name a source; at ``address`` to other machines. Raises ConfigError."""
-        self._tiers.exchange_with_peers(identity, address)
+        for requests that name a source, in the ways that ``config`` says. Raises ConfigError."""
+        self._tiers.exchange_with_peers(
+            identity, config.transfer_address, transport=config.transfer_transport
+        )
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:

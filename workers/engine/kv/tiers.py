@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.arrivals import Arrivals
 from millrace.workers.engine.kv.block_file import BlockFile
@@ -66,7 +67,11 @@ class Tiers:
         self.arrivals.add_tier(self.disk)
 
     def exchange_with_peers(
-        self, identity: str, address: str = "", folder: Path | None = None
+        self,
+        identity: str,
+        address: str = "",
+        folder: Path | None = None,
+        transport: TransferTransport = "plain",
     ) -> None:
         """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
         ConfigError."""
@@ -80,6 +85,7 @@ class Tiers:
             split_of(identity, self._cache),
             address=address,
             folder=folder,
+            transport=transport,
             monotonic=self._monotonic,
         )
         self.arrivals.add_tier(self.exchange.tier)
