@@ -31,7 +31,7 @@ SCRATCH_BYTES = 8 << 20
 _MAX_STRAYS = 8
 # Of a read that failed, parts may be under way: devices give up much sooner.
 _REST_S = 60.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 250e-6
 _NAME_BYTES = 16
 _BACKEND = "UCX"
 _DONE, _UNDER_WAY, _FAILED = "DONE", "PROC", "ERR"
@@ -66,13 +66,13 @@ def _load_nixl() -> ModuleType:
 
 
 class Remote:
-    """A peer's agent as it is loaded here, for so many connections. ``is_broken`` once a read of it
-    has failed; ``num_strays`` of them were given up and may be under way."""
+    """A peer's agent as it is loaded here, for so many connections; ``num_reads`` of it have not
+    ended. ``is_broken`` once one has failed or was given up: no more are begun."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_users = 0
-        self.num_strays = 0
+        self.num_reads = 0
         self.is_broken = False
 
 
@@ -127,7 +127,6 @@ class NixlAgent:
         self._free: list[Scratch] = []
         self._strays: list[Read] = []
         self._resting: list[_Resting] = []
-        self._num_reads = 0
         self._lock = threading.Lock()
 
     def _register(self, data: npt.NDArray[np.uint8]) -> None:
@@ -167,12 +166,12 @@ class NixlAgent:
             self._forget_unused(remote)
 
     def _forget_unused(self, remote: Remote) -> None:
-        is_used = remote.num_users or remote.num_strays
+        is_used = remote.num_users or remote.num_reads
         if not is_used and self._remotes.get(remote.name) is remote:
             self._forget(remote)
 
     def _forget(self, remote: Remote) -> None:
-        if remote.num_strays:
+        if remote.num_reads:
             raise PeerError("an earlier read of its memory has not ended")
         del self._remotes[remote.name]
         self._remove(remote.name)
@@ -209,6 +208,7 @@ class NixlAgent:
         """Read ``theirs`` into ``own``, pieces of ``scratch`` of the same sizes. Raises PeerError,
         also for memory that the peer has not registered."""
         agent = self._agent
+        self._count(remote, scratch)
         try:
             handle = agent.initialize_xfer(
                 "READ",
@@ -218,17 +218,25 @@ class NixlAgent:
                 backends=[_BACKEND],
             )
         except self._errors as error:
-            self.give_back(scratch)
+            with self._lock:
+                remote.is_broken = True
+                remote.num_reads -= 1
+                self._free.append(scratch)
             raise PeerError(f"NIXL cannot read its memory: {error}") from error
         read = Read(remote, scratch, handle)
-        with self._lock:
-            self._num_reads += 1
         try:
             agent.transfer(handle)  # `finish` says whether that went well
         except self._errors as error:
             self._note_failed(read)
             raise PeerError(f"NIXL cannot read its memory: {error}") from error
         return read
+
+    def _count(self, remote: Remote, scratch: Scratch) -> None:
+        with self._lock:
+            if remote.is_broken:
+                self._free.append(scratch)
+                raise PeerError("NIXL has lost the connection to it")
+            remote.num_reads += 1
 
     def finish(self, read: Read, deadline_s: float) -> None:
         """Wait until it is done. Raises PeerError if it fails or takes too long: it is given up
@@ -238,7 +246,7 @@ class NixlAgent:
             state = self._state(read)
             if state == _DONE:
                 with self._lock:
-                    self._num_reads -= 1
+                    read.remote.num_reads -= 1
                 read.handle.release()
                 return
             if state != _UNDER_WAY:
@@ -254,8 +262,6 @@ class NixlAgent:
         """Nobody waits for it any more: it may end at any time."""
         with self._lock:
             read.remote.is_broken = True
-            read.remote.num_strays += 1
-            self._num_reads -= 1
             self._strays.append(read)
 
     def _state(self, read: Read) -> str:
@@ -267,7 +273,7 @@ class NixlAgent:
     def _note_failed(self, read: Read) -> None:
         with self._lock:
             read.remote.is_broken = True
-            self._num_reads -= 1
+            read.remote.num_reads -= 1
             self._release_failed(read)
 
     def _release_failed(self, read: Read) -> None:
@@ -290,7 +296,7 @@ class NixlAgent:
                 self._free.append(read.scratch)
             else:
                 self._release_failed(read)
-            read.remote.num_strays -= 1
+            read.remote.num_reads -= 1
             self._forget_unused(read.remote)
 
     def close(self) -> None:
@@ -298,7 +304,8 @@ class NixlAgent:
         is until the process ends."""
         with self._lock:
             self._end_strays()
-            if self._num_reads or self._strays or self._resting:
+            is_read = any(remote.num_reads for remote in self._remotes.values())
+            if is_read or self._resting:
                 _kept.append(self)
                 return
             for remote in list(self._remotes.values()):
