@@ -1,12 +1,16 @@
-"""What it takes to bring an idle conversation's blocks back from disk after a restart.
+"""What it takes to bring an idle conversation's blocks back from disk after a restart, or to find
+them in an object store.
 
-    python -m benchmarks.disk_reload [--tokens 4096] [--folder DIR] [--save]
+    python -m benchmarks.disk_reload [--tokens 4096] [--folder DIR] [--stores] [--save]
 
   file     blocks of a cache with the shape of an 8B Llama's in bfloat16, read into host memory with
            their checksums, from the disk and from the system's page cache, beside reading as many
            bytes of a file in one piece
   engine   the first token of a prompt of so many tokens whose blocks an engine before had left on
            disk, beside computing it: a Llama of 100M parameters with random weights
+  stores   with --stores: the same by an engine that has never met the prompt, whose blocks another
+           has left in an object store: a folder, and an S3 server on this machine, which is written
+           in Python and shares its cores
 
 The goal: 4,096 tokens come back within 80 ms.
 """
@@ -55,6 +59,20 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     computed_ms: float
 
 
+class StoreFigures(msgspec.Struct, kw_only=True):
+    """Milliseconds to the first token of blocks in a store of some kind, and of a prompt of as many
+    tokens that is looked for in vain, beside those that ``computed`` without a look takes; how long
+    writing took behind it."""
+
+    kind: str
+    size_bytes: int
+    num_objects: int
+    found_ms: float
+    absent_ms: float
+    computed_ms: float
+    written_ms: float
+
+
 class Result(msgspec.Struct, kw_only=True):
     """What a run measured."""
 
@@ -62,6 +80,7 @@ class Result(msgspec.Struct, kw_only=True):
     tokens: int
     file: FileFigures
     engine: EngineFigures
+    stores: list[StoreFigures] = []
 
 
 def _forget(folder: Path) -> None:
@@ -188,11 +207,72 @@ def restart_without(folder: Path, restart: Callable[[], None]) -> Callable[[], N
     return again
 
 
+def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: int) -> StoreFigures:
+    """A conversation of the 100M Llama, with one engine after the other."""
+    from millrace.workers.engine.engine import Engine
+    from millrace.workers.engine.kv.objects.opening import block_objects
+    from millrace.workers.engine.runners import load_runner
+    from millrace.workers.engine.types import EngineRequest
+
+    config = EngineConfig(device="cpu", object_cache_url=url, idle_offload_s=1.0)
+    runner = load_runner(model, config)
+    source = random.Random(7)
+
+    def drawn() -> tuple[int, ...]:
+        return tuple(source.randrange(runner.config.vocab_size) for _ in range(num_tokens))
+
+    token_ids, engine, later_s = drawn(), Engine(runner, config), 0.0
+    objects = block_objects(model, config, runner.cache, is_row_exact=runner.is_row_exact)
+
+    def restart(*, looks: bool) -> None:
+        nonlocal engine
+        engine = Engine(runner, config, monotonic=lambda: later_s + time.perf_counter())
+        if looks:
+            engine._tiers.keep_in_store(objects, config)
+
+    def first_token(prompt: tuple[int, ...]) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        engine.add(EngineRequest(request_id="r", prompt_token_ids=prompt, sampling=sampling))
+        while engine.has_work:
+            engine.step()
+
+    restart(looks=True)
+    first_token(token_ids)
+    later_s += _IDLE_S
+    begin_s = time.perf_counter()
+    while engine.rest() is not None:
+        engine._bell.wait(0.01)
+    written_ms = (time.perf_counter() - begin_s) * 1e3
+    stats = engine.stats()
+    figures = StoreFigures(
+        kind=kind,
+        size_bytes=stats.num_object_written_bytes,
+        num_objects=stats.num_object_written_blocks // objects.num_blocks,
+        found_ms=_ms(lambda: first_token(token_ids), lambda: restart(looks=True), repeats),
+        absent_ms=_ms(lambda: first_token(drawn()), lambda: restart(looks=True), repeats),
+        computed_ms=_ms(lambda: first_token(drawn()), lambda: restart(looks=False), repeats),
+        written_ms=written_ms,
+    )
+    assert stats.num_object_failures == 0
+    return figures
+
+
+def measure_stores(model: Path, folder: Path, num_tokens: int, repeats: int) -> list[StoreFigures]:
+    """A folder and an S3 server."""
+    from benchmarks.support.s3_server import s3_server
+
+    made = [measure_store("a folder", folder.as_uri(), model, num_tokens, repeats)]
+    with s3_server() as url:
+        made.append(measure_store("an S3 server", f"{url}/kv", model, num_tokens, repeats))
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("disk_reload", __doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements; the median counts")
+    parser.add_argument("--stores", action="store_true", help="measure object stores, too")
     parser.add_argument("--save", action="store_true", help=f"write {_RESULT.name}")
     add_model_arguments(parser)
     parsed = parser.parse_args(arguments)
@@ -205,6 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file=measure_file(folder, parsed.tokens, parsed.repeats),
             engine=measure_engine(model, folder / "engine", parsed.tokens - 100, parsed.repeats),
         )
+        if parsed.stores:
+            result.stores = measure_stores(
+                model, folder / "store", parsed.tokens - 100, parsed.repeats
+            )
     file, engine = result.file, result.engine
     print(result.cpu)
     print(
@@ -217,6 +301,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"from the disk {engine.cold_ms:.0f} ms, from the page cache {engine.warm_ms:.0f} ms, "
         f"computed {engine.computed_ms:.0f} ms"
     )
+    for store in result.stores:
+        print(
+            f"  the same from {store.kind}, {store.size_bytes / 1e6:.0f} MB in {store.num_objects} "
+            f"objects: {store.found_ms:.0f} ms, looked for in vain {store.absent_ms:.0f} ms, "
+            f"computed {store.computed_ms:.0f} ms; written within {store.written_ms:.0f} ms"
+        )
     write_json(_RESULT if parsed.save else None, result)
 
 

@@ -7,9 +7,10 @@ One rank, a group of ranks and a pipeline of as many stages are measured in turn
 process of its own, with one, 8 and 32 streams and with prompts of 512 tokens; printed is the median
 of the rounds. Beside them stand what the ranks exchange in a step and how long rank 0 waits for the
 others in it (the difference between their speeds included), the same group over Gloo in place of
-shared memory, and the memory that a rank takes while it loads its share and afterwards, against
-that share. The limit of two ranks is half of the time of one, for as long as the cores' common way
-to memory gives each what one alone has of it.
+shared memory, the same stages of which all but the first are joined by TCP over loopback, and the
+memory that a rank takes while it loads its share and afterwards, against that share. The limit of
+two ranks is half of the time of one, for as long as the cores' common way to memory gives each what
+one alone has of it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import busy_processes
+from benchmarks.support.remote_stages import remote_stages
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.threads.choice import configure_threads
 
@@ -112,6 +114,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     group: Side
     gloo: Side
     pipeline: Side
+    remote: Side = Side(name="pipeline over TCP")
     memory: list[Memory]
 
 
@@ -146,12 +149,13 @@ def _arguments() -> argparse.Namespace:
 
 def _measure(checkpoint: Path, arguments: argparse.Namespace) -> Figures:
     one, group, gloo = Side(name="1 rank"), Side(name="shared memory"), Side(name="gloo")
-    pipeline = Side(name="pipeline")
+    pipeline, remote = Side(name="pipeline"), Side(name="pipeline over TCP")
     for _ in range(arguments.rounds):
         one.starts.append(_run(checkpoint, 1, "", Start))
         group.starts.append(_run(checkpoint, arguments.ranks, "shared_memory", Start))
         gloo.starts.append(_run(checkpoint, arguments.ranks, "gloo", Start))
         pipeline.starts.append(_run(checkpoint, arguments.ranks, "pipeline", Start))
+        remote.starts.append(_run(checkpoint, arguments.ranks, "remote", Start))
     memory = [
         _run(checkpoint, arguments.ranks, "memory", Memory) for _ in range(min(arguments.rounds, 3))
     ]
@@ -162,6 +166,7 @@ def _measure(checkpoint: Path, arguments: argparse.Namespace) -> Figures:
         group=group,
         gloo=gloo,
         pipeline=pipeline,
+        remote=remote,
         memory=memory,
     )
 
@@ -177,7 +182,7 @@ def _run(checkpoint: Path, ranks: int, part: str, kind: type[PartT]) -> PartT:
 
 
 def _config(arguments: argparse.Namespace) -> EngineConfig:
-    is_pipeline = arguments.part == "pipeline"
+    is_pipeline = arguments.part in ("pipeline", "remote")
     return EngineConfig(
         device="cpu",
         num_threads=1,
@@ -192,6 +197,17 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 
 def _start(checkpoint: Path, arguments: argparse.Namespace) -> Start:
     config = _config(arguments)
+    if arguments.part == "remote":
+        with remote_stages(arguments.ranks - 1) as address:
+            num_remote = arguments.ranks - 1
+            return _started(
+                checkpoint,
+                msgspec.structs.replace(config, remote_stages=num_remote, stages_address=address),
+            )
+    return _started(checkpoint, config)
+
+
+def _started(checkpoint: Path, config: EngineConfig) -> Start:
     configure_threads(config, shared=False)
     # Not before: torch reads the thread settings when it is imported.
     from millrace.workers.engine.engine import Engine
@@ -328,17 +344,19 @@ def _anonymous_bytes() -> int:
 
 def _report(figures: Figures) -> str:
     one, group, gloo, pipeline = figures.one, figures.group, figures.gloo, figures.pipeline
+    remote = figures.remote
     head = "Llama of 100M parameters in bfloat16, one thread a rank; median of rounds in turns"
     lines = [f"{figures.cpu}; {head} ({len(one.starts)} rounds)"]
     for streams in _STREAMS:
-        sides = (one, group, gloo, pipeline)
-        alone, together, over, piped = (side.of_step(streams) for side in sides)
+        sides = (one, group, gloo, pipeline, remote)
+        alone, together, over, piped, joined = (side.of_step(streams) for side in sides)
         gain = together.tokens_per_s / alone.tokens_per_s
         lines.append(
             f"{streams:3} streams: 1 rank {alone.tokens_per_s:7.0f} tokens/s, {figures.ranks} "
             f"ranks {together.tokens_per_s:7.0f} = {gain:.2f}x "
             f"(gloo {over.tokens_per_s / alone.tokens_per_s:.2f}x), {figures.ranks} stages "
-            f"{piped.tokens_per_s:7.0f} = {piped.tokens_per_s / alone.tokens_per_s:.2f}x; a step "
+            f"{piped.tokens_per_s:7.0f} = {piped.tokens_per_s / alone.tokens_per_s:.2f}x "
+            f"(by TCP {joined.tokens_per_s / alone.tokens_per_s:.2f}x); a step "
             "of the ranks of "
             f"{together.step_ms:.2f} ms has {together.exchanges:.0f} exchanges of "
             f"{together.exchanged_bytes / 1e3:.0f} kB in all and waits {together.waited_ms:.2f} ms "

@@ -16,6 +16,7 @@ from millrace.schemas.engines import (
     EngineKind,
     check_parallel,
     check_quantization,
+    check_remote_stages,
     check_speculation,
     speculation_option,
 )
@@ -39,6 +40,19 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
         "else ngram where a row is computed the same in all company)",
     )
     add_ranks(group)
+    group.add_argument(
+        "--remote-stages",
+        type=int,
+        metavar="N",
+        help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
+        "--join (default: 0)",
+    )
+    group.add_argument(
+        "--stages-address",
+        metavar="HOST:PORT",
+        help="where these join; beyond this machine with a token, in a file that "
+        "MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE names (default: 127.0.0.1:7500)",
+    )
 
 
 def add_ranks(group: argparse._ArgumentGroup) -> None:
@@ -89,6 +103,8 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
         "tensor_parallel": arguments.tensor_parallel,
         "pipeline_parallel": arguments.pipeline_parallel,
         "expert_parallel": arguments.expert_parallel,
+        "remote_stages": arguments.remote_stages,
+        "stages_address": arguments.stages_address,
         **_of_other_engine(arguments),
     }
     told = {name: value for name, value in given.items() if value is not None}
@@ -98,6 +114,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     check_parallel(
         engine.tensor_parallel, engine.pipeline_parallel, engine.expert_parallel, engine.kind
     )
+    check_remote_stages(engine.remote_stages, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
     return engine

@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "millrace up": (
         "millrace up --port 9000 --workers 2 --gateways 2",
         "millrace up --model PATH",
+        "millrace up --model PATH --pipeline-parallel 2 --remote-stages 1",
         "millrace up --autoscale 1:4 --engine simulated",
         "millrace up --host 0.0.0.0 --config settings.yaml",
     ),
@@ -29,6 +30,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "millrace logs scheduler -n 20 --raw",
     ),
     "millrace down": ("millrace down", "millrace down --wait 2m --data DIR"),
+    "millrace stages": (
+        "millrace stages --join 10.0.0.5:7500 --model ./large --token-file token",
+        "millrace stages --join 127.0.0.1:7500 --max-stages 2",
+    ),
     "millrace models": ("millrace models list", "millrace models add NAME --model PATH"),
     "millrace models list": ("millrace models list --json",),
     "millrace models add": (

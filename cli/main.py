@@ -22,6 +22,7 @@ _COMMANDS = {
         "status": "millrace.cli.operate.status",
         "logs": "millrace.cli.operate.logs",
         "down": "millrace.cli.operate.down",
+        "stages": "millrace.cli.stages",
         "models": "millrace.cli.operate.models",
         "workers": "millrace.cli.operate.workers",
         "adapters": "millrace.cli.operate.adapters",

@@ -23,6 +23,7 @@ from millrace.schemas.engines import (
     EngineKind,
     check_parallel,
     check_quantization,
+    check_remote_stages,
     check_speculation,
     check_transfer,
     with_path,
@@ -141,6 +142,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_parallel(
             config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.kind
         )
+        check_remote_stages(config.remote_stages, config.kind)
         check_transfer(config.transfer, config.transfer_address, config.kind)
         return config
 

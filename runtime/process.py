@@ -1,5 +1,5 @@
-"""How a process of ours is started, gives memory back, and ends: with one sentence, and an exit
-code that says whose fault it is."""
+"""How a process of ours is started, gives memory back and learns how much there is, and ends: with
+one sentence, and an exit code that says whose fault it is."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from millrace.schemas.errors import ConfigError, MillraceError, ModelNotFoundError
 
 _PR_SET_PDEATHSIG = 1
+_CGROUP = Path("/sys/fs/cgroup")
 
 DONE = 0
 FAILED = 1
@@ -51,6 +52,19 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def available_bytes() -> int:
+    """What can be had without swapping, in this container if it has a bound of its own."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    free = int(sizes["MemAvailable"].split()[0]) * 1024
+    try:
+        bound = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if bound == "max" else min(free, max(0, int(bound) - used))
 
 
 def exit_code_of(part: str, run: Callable[[], None]) -> int:

@@ -276,6 +276,15 @@ def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) 
         raise ConfigError("tgi runs this model, and has no expert parallelism: leave it out.")
 
 
+def check_remote_stages(number: int, kind: EngineKind) -> None:
+    """Raise ConfigError for stages on other hosts that an engine of this kind does not have."""
+    if number and kind is not EngineKind.REAL:
+        raise ConfigError(
+            f"{kind} runs this model, and stages on other hosts are of Millrace's own engine: "
+            "leave engine.remote_stages out."
+        )
+
+
 def check_transfer(transfer: bool | None, address: str, kind: EngineKind) -> None:
     """Raise ConfigError for blocks of a KV cache that an engine of this kind is to exchange with
     others, but does not."""

@@ -17,10 +17,13 @@ import msgspec
 from benchmarks.parallel_steps.formulas import (
     GROUPS,
     H200,
+    NUM_CANDIDATES,
     TPOT_MS,
     Device,
+    HeadGather,
     Largest,
     Step,
+    head_gather,
     largest,
     step_of,
 )
@@ -39,6 +42,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     steps: tuple[Step, ...]
     largest: tuple[Largest, ...]
+    head_gathers: tuple[HeadGather, ...]
     simulated: tuple[Simulated, ...]
 
 
@@ -53,6 +57,7 @@ def results() -> Results:
             for context in _CONTEXTS
         ),
         largest=tuple(largest(group, context) for group in GROUPS for context in _CONTEXTS),
+        head_gathers=tuple(head_gather(GROUPS[0], batch, _CONTEXTS[0]) for batch in _BATCHES),
         simulated=tuple(
             simulated(GROUPS[0], batch, context)
             for context in _CONTEXTS
@@ -67,6 +72,8 @@ def tables(found: Results) -> Iterator[tuple[str, list[str]]]:
         steps = [step for step in found.steps if step.group == group.name]
         yield f"{group.name}, ms of a step", _steps_table(steps)
     yield f"The largest batch within {TPOT_MS:g} ms", _largest_table(found.largest)
+    title = f"{GROUPS[0].name}, what rank 0 gathers of the vocabulary, µs"
+    yield title, _gather_table(found.head_gathers)
     yield f"{GROUPS[0].name}, TPOT in ms, derived and simulated", _simulated_table(found.simulated)
 
 
@@ -106,6 +113,20 @@ def _largest_table(found: Sequence[Largest]) -> list[str]:
     ]
     names = ("model", "context", "batch", "TPOT, ms", "bound by", "tokens/s", "of one GPU")
     return _table(names, rows, num_left=1)
+
+
+def _gather_table(found: Sequence[HeadGather]) -> list[str]:
+    rows = [
+        (
+            f"{one.batch}",
+            f"{one.logits_us:.1f}",
+            f"{one.candidates_us:.1f}",
+            f"{one.saved_share:.2%}",
+        )
+        for one in found
+    ]
+    names = ("batch", "all logits", f"{NUM_CANDIDATES} of each rank", "saved of the step")
+    return _table(names, rows)
 
 
 def _simulated_table(found: Sequence[Simulated]) -> list[str]:

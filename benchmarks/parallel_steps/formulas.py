@@ -103,6 +103,17 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s_per_device: float
 
 
+class HeadGather(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to bring the logits of a batch together, or the candidates that could be chosen
+    from in their place where requests allow no others; and the part of the step between them."""
+
+    group: str
+    batch: int
+    logits_us: float
+    candidates_us: float
+    saved_share: float
+
+
 H200 = Device()
 LLAMA_70B = Model(
     name="70B",
@@ -122,6 +133,8 @@ LLAMA_405B = Model(
     head_size=128,
     intermediate_size=53_248,
 )
+# As many as the largest ``top_k`` that is usual.
+NUM_CANDIDATES = 64
 GROUPS = (Group(LLAMA_70B, 4, 1), Group(LLAMA_405B, 8, 2))
 
 
@@ -158,6 +171,23 @@ def step_of(group: Group, batch: int, context: int, device: Device = H200) -> St
         kv_ms=sum(stage.kv_s for stage in stages) * 1e3,
         exchange_ms=(sum(stage.exchange_s for stage in stages) + hops_s) * 1e3,
         tpot_ms=max(through_s, num_parts * slowest_s) * 1e3,
+    )
+
+
+def head_gather(group: Group, batch: int, context: int, device: Device = H200) -> HeadGather:
+    """Of each row and rank ``NUM_CANDIDATES`` with a number and a logit each, as 2 and 4 bytes, in
+    place of all logits."""
+    logits_s = _all_gather_s(group, batch * group.model.vocab_size, device)
+    numbers = batch * group.num_ranks * NUM_CANDIDATES * 3
+    candidates_s = _all_gather_s(group, numbers, device)
+    return HeadGather(
+        group=group.name,
+        batch=batch,
+        logits_us=logits_s * 1e6,
+        candidates_us=candidates_s * 1e6,
+        saved_share=(logits_s - candidates_s)
+        * 1e3
+        / step_of(group, batch, context, device).tpot_ms,
     )
 
 

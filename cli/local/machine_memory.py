@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from millrace.runtime.process import available_bytes
 from millrace.schemas.errors import MillraceError
 
 _GIB = 1 << 30
 # Of /proc/PID/stat, counted from the state.
 _SESSION_FIELD = 3
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryTooSmallError(MillraceError, code="memory_too_small"):
@@ -59,16 +59,3 @@ def _proportional_bytes(process: Path) -> int:
 def has_gpu() -> bool:
     """Whether the driver of an NVIDIA device is there."""
     return Path("/dev/nvidiactl").exists()
-
-
-def available_bytes() -> int:
-    """What can be had without swapping, in this container if it has a bound of its own."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    free = int(sizes["MemAvailable"].split()[0]) * 1024
-    try:
-        bound = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if bound == "max" else min(free, max(0, int(bound) - used))

@@ -144,7 +144,7 @@ def capacity() -> Sequence[Panel]:
             },
             description=(
                 "Tokens per second that were looked for: found on the device, in host memory, on "
-                "disk or with a peer, or computed."
+                "disk, in an object store or with a peer, or computed."
             ),
             stack=True,
         ),

@@ -127,13 +127,26 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Stages that compute some of the layers each, one behind the other, while another batch is in
     the next one: each of them ``tensor_parallel`` ranks."""
 
+    remote_stages: int = 0
+    """How many of these stages, the last ones, run on other hosts, each started there by ``millrace
+    stages``; see docs/parallelism.md."""
+
+    stages_address: str = "127.0.0.1:7500"
+    """``host:port`` at which such hosts join. Beyond this machine it takes ``stages_token``; keep
+    it to a network of the cluster's own all the same: nothing is encrypted."""
+
+    stages_token: Secret = ""
+    """What those who join have to know, and the worker, too: the same long random text on both
+    sides. It is never sent."""
+
     expert_parallel: bool = False
     """Whether each of these ranks has some of a mixture's experts whole, rather than a slice of
     all of them."""
 
     collectives: str = "auto"
     """What ranks exchange numbers by: ``shared_memory`` (a CPU, one machine) or ``gloo``; ``auto``:
-    shared memory where the compiled kernels are."""
+    shared memory where the compiled kernels are. Ranks with a GPU each exchange numbers by NCCL,
+    and hear by either what to compute."""
 
     rank_timeout_s: float = 60.0
     """How long a rank waits for the others in the middle of a step before it gives them up, which
@@ -184,6 +197,23 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     disk_cache_bytes: int = 10 << 30
     """Most bytes of a worker's file, and of those of other kinds that no worker holds."""
+
+    object_cache_url: str = ""
+    """Folder in an object store for blocks of long prompts, which all workers of the same kind
+    share: ``s3://bucket/path``, ``gs://bucket/path``, ``az://container/path`` or ``file:///path``.
+    Credentials and endpoint are those of the environment, such as ``AWS_ACCESS_KEY_ID`` and
+    ``AWS_ENDPOINT_URL``. Nothing is removed there: give the bucket a lifecycle rule. Empty: none.
+    See docs/kv-cache.md."""
+
+    object_cache_min_tokens: int = 1024
+    """The shortest prefix that is written there, and the shortest prompt that is looked for."""
+
+    object_cache_requests: int = 8
+    """Objects that are read at a time; a quarter as many are written besides."""
+
+    object_cache_timeout_s: float = 10.0
+    """How long a request to the store may take; one that reads 2 s at most, which is as long as
+    anybody waits for it."""
 
     transfer: bool | None = None
     """Whether blocks of the KV cache are handed to other workers' engines, and pulled from those

@@ -14,6 +14,7 @@ from benchmarks.parallel_steps.formulas import (
     LLAMA_405B,
     Device,
     Group,
+    head_gather,
     kv_tokens,
     largest,
     step_of,
@@ -44,6 +45,17 @@ def test_a_step_of_one_by_hand() -> None:
     gather_us = 6.6 + 3 * 0.6 + 0.75 * 256_512 / 450e9 * 1e6
     assert step.exchange_ms == pytest.approx((160 * all_reduce_us + gather_us) / 1e3)
     assert step.tpot_ms == pytest.approx(step.weights_ms + step.kv_ms + step.exchange_ms)
+
+
+def test_what_is_gathered_by_hand() -> None:
+    gather = head_gather(Group(LLAMA_70B, 4, 1), 256, 1_024)
+    ring_us = 6.6 + 3 * 0.6
+    assert gather.logits_us == pytest.approx(ring_us + 0.75 * 2 * 256 * 128_256 / 450e9 * 1e6)
+    # Four ranks have 64 candidates of six bytes for each row.
+    assert gather.candidates_us == pytest.approx(ring_us + 0.75 * 6 * 256 * 4 * 64 / 450e9 * 1e6)
+    saved_ms = (gather.logits_us - gather.candidates_us) / 1e3
+    step = step_of(Group(LLAMA_70B, 4, 1), 256, 1_024)
+    assert gather.saved_share == pytest.approx(saved_ms / step.tpot_ms)
 
 
 def test_many_rows_are_bound_by_products() -> None:

@@ -343,6 +343,13 @@ def test_only_the_own_engine_exchanges_blocks(
     assert entry.engine_config(EngineConfig(transfer=False)).transfer is False
 
 
+def test_only_the_own_engine_has_stages_on_other_hosts(tmp_path: Path) -> None:
+    text = "models:\n  small:\n    source: ./a\n    engine: {kind: vllm}\n"
+    entry = written(tmp_path, text).get("small")
+    with pytest.raises(ConfigError, match=r"vllm runs this model, .* leave engine\.remote_stages"):
+        entry.engine_config(EngineConfig(remote_stages=1))
+
+
 def test_a_gguf_file_is_not_quantized_when_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="llamacpp runs this model"):
         written(tmp_path, "models:\n  s:\n    source: ./a.gguf\n    quantization: int8\n")

@@ -19,9 +19,7 @@ from millrace.workers.engine.device_times import DeviceTimes
 from millrace.workers.engine.executor import Executor
 from millrace.workers.engine.grammar.grammars import Grammars
 from millrace.workers.engine.kv.block_file import BlockFile
-from millrace.workers.engine.kv.block_identity import transfer_identity
 from millrace.workers.engine.kv.block_tables import BlockTables
-from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.host_cache import HostCache
 from millrace.workers.engine.kv.host_memory import host_memory_of
 from millrace.workers.engine.kv.peer_exchange import with_transfer
@@ -179,24 +177,12 @@ class Engine:
         draft = load_draft(path, runner, config)
         engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
-        exact = runner.is_row_exact
-        if config.disk_cache_path:
-            engine.keep_on_disk(block_file(path, config, runner.cache, is_row_exact=exact))
-        if config.transfer:
-            identity = transfer_identity(path, config, runner.cache, is_row_exact=exact)
-            engine.exchange_with_peers(identity, config)
+        engine._tiers.open(path, config, is_row_exact=runner.is_row_exact)
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
         self._tiers.keep_on_disk(file)
-
-    def exchange_with_peers(self, identity: str, config: EngineConfig) -> None:
-        """Lend blocks to other workers' engines of the same ``transfer_identity``, and pull theirs
-        for requests that name a source, in the ways that ``config`` says. Raises ConfigError."""
-        self._tiers.exchange_with_peers(
-            identity, config.transfer_address, transport=config.transfer_transport
-        )
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
@@ -384,6 +370,7 @@ class Engine:
             self._adapters,
             self._live,
             self._tiers.peer_figures(),
+            self._tiers.object_figures(),
             self._runner.figures(),
             num_steps=self._num_steps,
             prefills=self._prefills,

@@ -18,9 +18,11 @@ from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.device import device_of
 from millrace.workers.engine.device.loading import load_device_runner
 from millrace.workers.engine.device.work import FLOP_PER_BYTE, DeviceWork
+from millrace.workers.engine.device_group.loading import load_device_group
 from millrace.workers.engine.eager.head_runner import HeadRunner
 from millrace.workers.engine.eager.runner import ModelRunner
 from millrace.workers.engine.group.loading import load_group
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.group.runner import GroupRunner
 from millrace.workers.engine.in_flight_step import InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
@@ -29,6 +31,7 @@ from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.settings import (
     check_parted_blocks,
     choose_device,
+    has_device_ranks,
     with_device_defaults,
 )
 from millrace.workers.engine.types import RunnerFigures
@@ -95,8 +98,11 @@ def load_runner(path: Path, engine: EngineConfig) -> Runner:
     Raises CheckpointError or ConfigError.
     """
     check_parted_blocks(engine)
+    if has_device_ranks(engine):
+        return load_device_group(path, engine)
     if engine.tensor_parallel != 1 or engine.pipeline_parallel != 1:
         return load_group(path, engine)
+    check_remote_stages(engine)
     device = choose_device(engine.device)
     on_cuda = device.type == "cuda"
     if engine.kernels in ("triton", "reference") or (on_cuda and engine.kernels == "auto"):

@@ -53,9 +53,9 @@ class Sequence:
     stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
     the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then,
     ``num_pulled_tokens`` how many of those had been pulled from another worker for it, in blocks
-    of ``pulled_keys``, the last of which came ``pulled_s`` after ``added_s``; ``disk_keys`` are of
-    blocks that came from disk for it. ``device_s`` is its share of the time that the device was
-    busy, up to the last step that has been read.
+    of ``pulled_keys``, the last of which came ``pulled_s`` after ``added_s``; ``disk_keys`` and
+    ``object_keys`` are of blocks that came from disk or an object store for it. ``device_s`` is its
+    share of the time that the device was busy, up to the last step that has been read.
 
     ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
     from then on. ``block_table``, ``block_keys``, ``num_cached_blocks``, ``pinned_keys``,
@@ -100,6 +100,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_pulled_tokens",
         "num_reserved_blocks",
+        "object_keys",
         "pinned_keys",
         "pooling_state",
         "prompt_logprobs",
@@ -144,6 +145,7 @@ class Sequence:
         self.pulled_keys: frozenset[bytes] = frozenset()
         self.pulled_s = 0.0
         self.disk_keys: frozenset[bytes] = frozenset()
+        self.object_keys: frozenset[bytes] = frozenset()
         self.num_preemptions = 0
         self.forks: list[Sequence] = []
         self.proposed: list[int] = []

@@ -72,7 +72,14 @@ def choose_device(name: str) -> torch.device:
 
 def has_parted_blocks(config: EngineConfig) -> bool:
     """Whether the ranks of a group have a part of each block in memory of their own: those of GPUs
-    have, while those of a CPU have one cache in memory that all of them map."""
+    and of other hosts have, while those of a CPU have one cache in memory that all of them map."""
+    if config.tensor_parallel * config.pipeline_parallel == 1:
+        return False
+    return bool(config.remote_stages) or has_device_ranks(config)
+
+
+def has_device_ranks(config: EngineConfig) -> bool:
+    """Whether it is a group of ranks with a device each that is told what to do."""
     if config.tensor_parallel * config.pipeline_parallel == 1:
         return False
     return config.kernels in ("triton", "reference") or choose_device(config.device).type == "cuda"
@@ -80,8 +87,9 @@ def has_parted_blocks(config: EngineConfig) -> bool:
 
 def check_parted_blocks(config: EngineConfig) -> None:
     """Raise ConfigError where whole blocks are to be kept or lent and there are only parts."""
-    if config.disk_cache_path and has_parted_blocks(config):
-        raise ConfigError(
-            "engine.disk_cache_path keeps whole blocks, of which each rank of this group has a "
-            "part in memory of its own; leave it out."
-        )
+    for name in ("disk_cache_path", "object_cache_url"):
+        if getattr(config, name) and has_parted_blocks(config):
+            raise ConfigError(
+                f"engine.{name} keeps whole blocks, of which each rank of this group has a part in "
+                "memory of its own; leave it out."
+            )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from millrace.workers.engine.adapters.pool import AdapterPool
 from millrace.workers.engine.executor import Executor
+from millrace.workers.engine.kv.objects.object_cache import ObjectFigures
 from millrace.workers.engine.kv.tiers import PeerFigures
 from millrace.workers.engine.scheduling.planner import Planner
 from millrace.workers.engine.sequence import Sequence
@@ -18,6 +19,7 @@ def engine_stats(
     adapters: AdapterPool,
     live: Iterable[Sequence],
     peers: PeerFigures,
+    objects: ObjectFigures,
     runner: RunnerFigures,
     *,
     num_steps: int,
@@ -26,7 +28,8 @@ def engine_stats(
 ) -> EngineStats:
     """How everything stands now, after ``num_steps``; ``prefills``: the last of them computed
     prompts. ``live`` are all sequences that are not over, ``peers`` what is exchanged with other
-    workers, and ``runner`` what was counted where steps are computed."""
+    workers, ``objects`` with an object store, and ``runner`` what was counted where steps are
+    computed."""
     tables, pool, speed = planner.tables, planner.tables.pool, executor.speed
     host = tables.host
     assert host is not None
@@ -57,6 +60,7 @@ def engine_stats(
         prefix_hit_tokens=tables.num_hit_tokens,
         host_hit_tokens=tables.tier_hits.num_host_tokens,
         disk_hit_tokens=tables.tier_hits.num_disk_tokens,
+        object_hit_tokens=tables.tier_hits.num_object_tokens,
         peer_hit_tokens=tables.tier_hits.num_peer_tokens,
         num_evicted_blocks=tables.num_evicted_blocks,
         num_host_blocks=host.num_slots,
@@ -68,6 +72,14 @@ def engine_stats(
         num_written_blocks=below.num_written,
         num_read_blocks=below.num_read,
         num_unreadable_blocks=below.num_unreadable,
+        num_object_written_blocks=objects.num_written_blocks,
+        num_object_written_bytes=objects.num_written_bytes,
+        num_object_read_blocks=objects.num_read_blocks,
+        num_object_read_bytes=objects.num_read_bytes,
+        num_absent_objects=objects.num_absent,
+        num_object_failures=objects.num_failures,
+        num_object_dropped_blocks=objects.num_dropped_blocks,
+        is_object_store_left_alone=objects.is_left_alone,
         num_pulled_blocks=peers.num_pulled_blocks,
         num_pulled_bytes=peers.num_pulled_bytes,
         num_failed_pulls=peers.num_failed_pulls,

@@ -138,9 +138,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
     tokens of prompt and longest completion whose keys and values are not computed yet;
     ``outstanding_prompt_tokens`` of them are known, and will be prefilled unless they are found in
-    the cache; those that are on their way from other workers or a disk are not among these, but
-    ``outstanding_pull_tokens``. ``prefill_tokens_per_s`` and ``decode_step_ms`` are those of the
-    last steps (0: nothing was measured yet).
+    the cache; those that are on their way from other workers, a disk or an object store are not
+    among these, but ``outstanding_pull_tokens``. ``prefill_tokens_per_s`` and ``decode_step_ms``
+    are those of the last steps (0: nothing was measured yet).
     ``max_num_sequences`` can run at a time.
     ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
     preemption counts as prefill. Of ``proposed_tokens`` that were computed besides, in case they
@@ -150,14 +150,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
     ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
-    were there: ``host_hit_tokens`` in host memory, ``disk_hit_tokens`` and ``peer_hit_tokens``
-    came from a disk or another worker for them, the others were on the device;
-    ``num_evicted_blocks`` were cached until their memory was needed. Of
+    were there: ``host_hit_tokens`` in host memory, ``disk_hit_tokens``, ``object_hit_tokens`` and
+    ``peer_hit_tokens`` came from a disk, an object store or another worker for them, the others
+    were on the device; ``num_evicted_blocks`` were cached until their memory was needed. Of
     ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
     ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
     the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
     ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
-    came back and ``num_unreadable_blocks`` did not. From other workers' engines
+    came back and ``num_unreadable_blocks`` did not. In an object store
+    ``num_object_written_blocks`` were put, and ``num_object_read_blocks`` came from it;
+    ``num_absent_objects`` times there was nothing, ``num_object_failures`` times a request failed
+    or brought something else, ``num_object_dropped_blocks`` were not written for that or for want
+    of time, and it is left alone for a while after it failed. From other workers' engines
     ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
     for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
     ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
@@ -189,6 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
+    object_hit_tokens: int = 0
     peer_hit_tokens: int = 0
     num_evicted_blocks: int = 0
     num_host_blocks: int = 0
@@ -200,6 +205,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_written_blocks: int = 0
     num_read_blocks: int = 0
     num_unreadable_blocks: int = 0
+    num_object_written_blocks: int = 0
+    num_object_written_bytes: int = 0
+    num_object_read_blocks: int = 0
+    num_object_read_bytes: int = 0
+    num_absent_objects: int = 0
+    num_object_failures: int = 0
+    num_object_dropped_blocks: int = 0
+    is_object_store_left_alone: bool = False
     num_pulled_blocks: int = 0
     num_pulled_bytes: int = 0
     num_failed_pulls: int = 0

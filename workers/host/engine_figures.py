@@ -42,6 +42,11 @@ GAUGES = (
         lambda stats: stats.num_used_disk_blocks,
     ),
     Figure(
+        "millrace_kv_object_store_left_alone",
+        "1 while the object store for KV blocks is not asked because it failed, else 0",
+        lambda stats: stats.is_object_store_left_alone,
+    ),
+    Figure(
         "millrace_kv_cache_blocks",
         "KV blocks that there are",
         lambda stats: stats.num_blocks,
@@ -163,6 +168,41 @@ COUNTERS = (
         "millrace_kv_disk_unreadable_blocks",
         "KV blocks on disk that were not what was written, and were computed",
         lambda stats: stats.num_unreadable_blocks,
+    ),
+    Figure(
+        "millrace_kv_object_written_blocks",
+        "KV blocks that were written to an object store",
+        lambda stats: stats.num_object_written_blocks,
+    ),
+    Figure(
+        "millrace_kv_object_written_bytes",
+        "Bytes of KV blocks that were written to an object store",
+        lambda stats: stats.num_object_written_bytes,
+    ),
+    Figure(
+        "millrace_kv_object_read_blocks",
+        "KV blocks that were read from an object store",
+        lambda stats: stats.num_object_read_blocks,
+    ),
+    Figure(
+        "millrace_kv_object_read_bytes",
+        "Bytes of KV blocks that were read from an object store",
+        lambda stats: stats.num_object_read_bytes,
+    ),
+    Figure(
+        "millrace_kv_object_absent",
+        "Objects that a prompt was looked for in, and that were not in the store",
+        lambda stats: stats.num_absent_objects,
+    ),
+    Figure(
+        "millrace_kv_object_failed",
+        "Requests to an object store that failed, and objects that were not what was written",
+        lambda stats: stats.num_object_failures,
+    ),
+    Figure(
+        "millrace_kv_object_dropped_blocks",
+        "KV blocks that were not written to an object store, as it failed or was too slow",
+        lambda stats: stats.num_object_dropped_blocks,
     ),
     Figure(
         "millrace_kv_peer_pulled_blocks",

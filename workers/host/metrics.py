@@ -217,6 +217,7 @@ def _hits_by_tier(stats: EngineStats) -> dict[str, int]:
     brought = {
         "host": stats.host_hit_tokens,
         "disk": stats.disk_hit_tokens,
+        "object": stats.object_hit_tokens,
         "peer": stats.peer_hit_tokens,
     }
     return {"device": stats.prefix_hit_tokens - sum(brought.values()), **brought}

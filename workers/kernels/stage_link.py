@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,15 @@ from millrace.workers.kernels.ranks import (
     rank_functions,
 )
 
+# How long a part is stands before it, in a cache line of its own, so that parts are aligned.
+_LENGTH = struct.Struct("<Q")
+_ALIGNED_BYTES = 64
+
 
 class LinkShape(NamedTuple):
-    """Of a link: who writes each message together, each a part of ``part_bytes``, and who reads it;
-    the message of number n is in slot n % ``num_slots``. Pages that nobody writes to take no
-    memory."""
+    """Of a link: who writes each message together, each a part of at most ``part_bytes``, and who
+    reads it; the message of number n is in slot n % ``num_slots``. Pages that nobody writes to take
+    no memory."""
 
     num_writers: int
     num_readers: int
@@ -31,7 +36,12 @@ class LinkShape(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return HEADER_BYTES + self.num_slots * self.num_writers * self.part_bytes
+        return HEADER_BYTES + self.num_slots * self.num_writers * self.place_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        """What a part takes, with its length."""
+        return _ALIGNED_BYTES * (1 - -self.part_bytes // _ALIGNED_BYTES)
 
 
 def link_memory(shape: LinkShape) -> int:
@@ -80,6 +90,8 @@ class StageLink:
         for reader in range(shape.num_readers):
             self._await(shape.num_writers + reader, number + 1 - shape.num_slots, bound=True)
         at = self._begin(number, self._index)
+        _LENGTH.pack_into(self._bytes, at, size)
+        at += _ALIGNED_BYTES
         for part in parts:
             self._bytes[at : at + len(part)] = part
             at += len(part)
@@ -91,9 +103,11 @@ class StageLink:
             self._await(writer, number + 1, bound=bound)
 
     def part(self, number: int, writer: int = 0) -> memoryview:
-        """What one wrote, with whatever was there behind it; valid until it is ``done``."""
+        """What one wrote; valid until it is ``done``."""
         begin = self._begin(number, writer)
-        return self._bytes[begin : begin + self._shape.part_bytes]
+        (size,) = _LENGTH.unpack_from(self._bytes, begin)
+        begin += _ALIGNED_BYTES
+        return self._bytes[begin : begin + size]
 
     def done(self, number: int) -> None:
         """This reader needs a message no more."""
@@ -108,7 +122,7 @@ class StageLink:
     def _begin(self, number: int, writer: int) -> int:
         shape = self._shape
         slot = number % shape.num_slots
-        return HEADER_BYTES + (slot * shape.num_writers + writer) * shape.part_bytes
+        return HEADER_BYTES + (slot * shape.num_writers + writer) * shape.place_bytes
 
     def _await(self, word: int, value: int, *, bound: bool) -> None:
         if value <= 0:

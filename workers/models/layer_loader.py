@@ -8,7 +8,6 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 from millrace.registry.checkpoints.families import Experts, family_of
 from millrace.registry.checkpoints.shard import attention_slices, even_range, mlp_slices
-from millrace.schemas.errors import ConfigError
 from millrace.workers.kernels.operations import HeadNorms, Linear
 from millrace.workers.models.decoder import LayerWeights
 from millrace.workers.models.mlp import (
@@ -121,20 +120,20 @@ def _load_experts(
         slices = mlp_slices(inner, shard, names)
     make = reader.makers.experts
     if make is not None:
-        if len(own) < len(prefixes):
-            raise ConfigError(
-                "engine.expert_parallel is for the CPU's mixtures, which compute one expert after "
-                "another; the kernels of a device have all experts in one stack: leave it out, and "
-                "each of them is split."
-            )
-        return make(
+        for prefix in prefixes[: own.start] + prefixes[own.stop :]:
+            for name in names:
+                reader.skip_weight(prefix + name)
+        mine = prefixes[own.start : own.stop]
+        mixture = make(
             router,
             reader.stack(
-                prefixes, {names.gate: inner, names.up: inner}, num_inputs=hidden, slices=slices
+                mine, {names.gate: inner, names.up: inner}, num_inputs=hidden, slices=slices
             ),
-            reader.stack(prefixes, {names.down: hidden}, num_inputs=inner, slices=slices),
+            reader.stack(mine, {names.down: hidden}, num_inputs=inner, slices=slices),
             experts,
         )
+        is_part = len(mine) < len(prefixes)
+        return mixture._replace(first_expert=own.start, is_part=is_part)
     return MixtureOfExperts(
         router=router,
         experts=_load_each(reader, prefixes, names, (hidden, inner), own, slices),

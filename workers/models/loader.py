@@ -126,7 +126,7 @@ def load_weights(
 
     Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
     for (with both shapes), or is in the checkpoint but has no place in this decoder; ConfigError
-    for quantizing what is quantized already, and for splitting a stack of experts.
+    for quantizing what is quantized already.
     """
     assert collectives is not None or not shard.is_sliced, "parts of products have to be summed"
     if config.quantization is not None and (quantize or quantize_head):

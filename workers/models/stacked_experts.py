@@ -18,7 +18,8 @@ class StackedExperts(NamedTuple):
     [num_experts, 2 * inner_size, hidden_size]; ``down``: [num_experts, hidden_size, inner_size].
     Tensors are multiplied by ``kernels``, other stacks by themselves.
 
-    If ``fixed``, the result of a row does not depend on the other rows.
+    If ``fixed``, the result of a row does not depend on the other rows. Of a rank's experts, those
+    from ``first_expert`` on with ``is_part``, what others compute of a row is left out.
     """
 
     router: Linear
@@ -28,6 +29,8 @@ class StackedExperts(NamedTuple):
     normalized: bool
     kernels: ExpertKernels
     fixed: bool
+    first_expert: int = 0
+    is_part: bool = False
 
     @property
     def size(self) -> WeightSize:
@@ -44,9 +47,18 @@ class StackedExperts(NamedTuple):
         kernels = self.kernels
         scores = self.router(rows)
         weights, chosen = kernels.route(scores, self.num_chosen, normalized=self.normalized)
+        elsewhere = None
+        if self.is_part:
+            chosen = chosen - self.first_expert
+            elsewhere = (chosen < 0) | (chosen >= len(self.gate_up))
+            # Behind all that are here: the products leave these out, and their results undefined.
+            chosen = chosen.masked_fill(elsewhere, len(self.gate_up))
         choices = kernels.sort_by_expert(chosen, len(self.gate_up))
         inner = swiglu(self._gate_up(rows, choices))
-        return kernels.add_choices(total, self._down(inner, choices, weights))
+        results = self._down(inner, choices, weights)
+        if elsewhere is not None:
+            results.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        return kernels.add_choices(total, results)
 
     def _gate_up(self, rows: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
         stack, num_chosen, fixed = self.gate_up, self.num_chosen, self.fixed

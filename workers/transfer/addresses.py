@@ -83,13 +83,14 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 address is in brackets. Raises ConfigError."""
+def host_and_port(address: str, setting: str = "engine.transfer_address") -> tuple[str, int]:
+    """The parts of ``host:port``; an IPv6 address is in brackets. Raises ConfigError naming where
+    it was set."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise ConfigError(
-            f"engine.transfer_address is {address!r:.80}; write host:port, with the name or "
+            f"{setting} is {address!r:.80}; write host:port, with the name or "
             "address by which other machines reach this one."
         )
     return host, int(port)

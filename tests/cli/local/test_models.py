@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from millrace.cli.local.control import AddModelRequest, ControlError
-from millrace.cli.local.machine_memory import MemoryTooSmallError, available_bytes, check_memory
+from millrace.cli.local.machine_memory import MemoryTooSmallError, check_memory
 from millrace.cli.local.model_changes import ModelChanges, Models
 from millrace.cli.local.models import (
     AddedModel,
@@ -24,6 +24,7 @@ from millrace.cli.local.models import (
 from millrace.cli.local.supervisor import StartError
 from millrace.cli.main import main
 from millrace.registry.catalogue import Catalogue, CatalogueEngine, ModelEntry, load_catalogue
+from millrace.runtime.process import available_bytes
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 from tests.support.engine.checkpoints_made import write_checkpoint

@@ -33,8 +33,12 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             prefix_query_tokens=400,
             prefix_hit_tokens=100,
             host_hit_tokens=16,
-            disk_hit_tokens=32,
+            disk_hit_tokens=20,
+            object_hit_tokens=12,
             peer_hit_tokens=48,
+            num_object_written_bytes=4_096,
+            num_object_failures=3,
+            is_object_store_left_alone=True,
             num_preemptions=2,
             busy_s=0.003,
             num_exchanges=26,
@@ -60,13 +64,16 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
             "millrace_prefix_cache_queries_total": 400,
             "millrace_prefix_cache_hits_total": 100,
             "millrace_num_preemptions_total": 2,
+            "millrace_kv_object_written_bytes_total": 4_096,
+            "millrace_kv_object_failed_total": 3,
+            "millrace_kv_object_store_left_alone": 1,
             "millrace_worker_devices": 1,
             "millrace_worker_draining": 0,
             "millrace_engine_step_duration_seconds_count": 1,
             "millrace_engine_step_duration_seconds_sum": 0.003,
         }
         assert {name: scraped.value(name, **_AT) for name in told} == told
-        tiers = {"device": 4, "host": 16, "disk": 32, "peer": 48}
+        tiers = {"device": 4, "host": 16, "disk": 20, "object": 12, "peer": 48}
         hits = "millrace_prefix_cache_tier_hits_total"
         assert {tier: scraped.value(hits, source=tier, **_AT) for tier in tiers} == tiers
         choices = "millrace_expert_choices_total"

@@ -10,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.schemas.errors import CheckpointError
+from millrace.workers.kernels.gpu import experts as triton_experts
+from millrace.workers.kernels.gpu.kernel_set import ExpertKernels
 from millrace.workers.kernels.gpu.reference import experts as reference_experts
+from millrace.workers.kernels.gpu.reference.rows import swiglu
 from millrace.workers.models.decoder import DecoderWeights
 from millrace.workers.models.dummy import DummyTensors
 from millrace.workers.models.packed_projection import PackedProjection
 from millrace.workers.models.projection import Projection
 from millrace.workers.models.shard import Shard
-from millrace.workers.models.stacked_experts import stacked_experts
+from millrace.workers.models.stacked_experts import StackedExperts, stacked_experts
 from tests.workers.checkpoints import save_model
 from tests.workers.kernels.compiled import compiled
 from tests.workers.models.ranks import CPU, PROMPTS, ThreadCollectives, logits_of
@@ -132,11 +135,42 @@ def test_bfloat16(tmp_path: Path, size: int, splits_experts: bool, is_packed: bo
     assert float(error) <= 1.5 * float((whole - exact).norm(dim=-1).median())
 
 
-def test_stacks_of_experts_are_not_split(tmp_path: Path) -> None:
+@RANKS
+@pytest.mark.parametrize("splits_experts", [False, True], ids=["slices", "whole-experts"])
+def test_stacks_of_experts(tmp_path: Path, size: int, splits_experts: bool) -> None:
+    """As a device has them."""
     save_model(tmp_path, "Mixtral", **(SIZES | EXPERTS))
     make = stacked_experts(reference_experts, Projection, fixed=False)
-    with pytest.raises(ConfigError, match=r"engine\.expert_parallel is for the CPU's mixtures"):
-        logits_of(tmp_path, size=2, splits_experts=True, experts=make)
+    ours = logits_of(tmp_path, size=size, splits_experts=splits_experts, experts=make)
+    same_logits(ours, logits_of(tmp_path))
+
+
+@pytest.mark.parametrize("kernels", [reference_experts, triton_experts], ids=["torch", "triton"])
+def test_parts_of_a_mixture_make_the_whole(kernels: ExpertKernels) -> None:
+    """What the kernels leave out of a part counts nothing; Triton's are interpreted."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def mixture(own: slice) -> StackedExperts:
+        return StackedExperts(
+            router=Projection(router, None),
+            gate_up=gate_up[own],
+            down=down[own],
+            num_chosen=2,
+            normalized=True,
+            kernels=kernels,
+            fixed=False,
+        )
+
+    router, gate_up, down, rows = drawn(6, 32), drawn(6, 64, 32), drawn(6, 32, 32), drawn(9, 32)
+    whole = mixture(slice(6)).plus(torch.zeros(9, 32), rows, swiglu)
+    total = torch.zeros(9, 32)
+    for begin in (0, 2, 4):
+        part = mixture(slice(begin, begin + 2))._replace(first_expert=begin, is_part=True)
+        total += part.plus(torch.zeros(9, 32), rows, swiglu)
+    torch.testing.assert_close(total, whole, atol=1e-3, rtol=1e-4)
 
 
 def test_tensors_are_checked_as_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _GAUGES = {
     "num_used_host_blocks",
     "num_disk_blocks",
     "num_used_disk_blocks",
+    "is_object_store_left_alone",
     "outstanding_tokens",
     "outstanding_prompt_tokens",
     "outstanding_pull_tokens",

@@ -11,6 +11,7 @@ import torch
 from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.workers.adapters.weights import read_adapter_weights
@@ -45,8 +46,11 @@ class DeviceAdapters:
         tiling: AdapterTiling,
         *,
         max_tokens: int,
+        shard: Shard = WHOLE_MODEL,
     ) -> None:
+        """``config`` is the whole model's; of its adapters the slots have what ``shard`` says."""
         self._config = config
+        self._shard = shard
         self._device = device
         self._slots = slots
         self._tiling = tiling
@@ -77,14 +81,18 @@ class DeviceAdapters:
         outline = read_adapter_outline(folder, self._config, max_rank)
         data, table = self._slots.data[slot], self._slots.table[slot]
         with torch.inference_mode():
-            packed = packed_slot(read_adapter_weights(outline, self._config, data.dtype))
+            weights = read_adapter_weights(outline, self._config, data.dtype, self._shard)
+            packed = packed_slot(weights)
             self._device.fill(data[: packed.num_elements], packed.parts)
             self._device.fill(table, [packed.numbers])
         return SlotAdapter(slot, packed.num_weights)
 
-    def tell(self, layout: BatchLayout, shape: StepShape) -> None:
-        """Bring the device who has which adapter in a step that is padded to ``shape``."""
-        packed = pack_adapters(layout, shape, self._tiling)
+    def pack(self, layout: BatchLayout, shape: StepShape) -> Array:
+        """Who has which adapter in a step that is padded to ``shape``."""
+        return pack_adapters(layout, shape, self._tiling)
+
+    def tell(self, packed: Array) -> None:
+        """Bring the device what ``pack`` made."""
         self._device.write(self._packed[: len(packed)], packed)
 
 

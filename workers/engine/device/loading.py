@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.adapters.slots import AdapterSlots, slot_elements
@@ -18,12 +20,14 @@ from millrace.workers.engine.device.buffers import Bounds
 from millrace.workers.engine.device.device import Device, Stopwatch
 from millrace.workers.engine.device.memory import cache_bytes, check_slots
 from millrace.workers.engine.device.operations import DeviceOperations
-from millrace.workers.engine.device.runner import Adapted, DeviceRunner
+from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.device.steps import Adapted, DeviceSteps, StepParts
 from millrace.workers.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
 from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
 from millrace.workers.kernels.gpu.attention_shape import AttentionShape
 from millrace.workers.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from millrace.workers.kernels.gpu.step_inputs import StepShape
+from millrace.workers.kernels.operations import Collectives
 from millrace.workers.models.decoder import Decoder, DecoderWeights
 from millrace.workers.models.device_linear import DeviceLinear
 from millrace.workers.models.dummy import DummyTensors
@@ -35,9 +39,12 @@ from millrace.workers.quantization.device_experts import quantized_stacks
 
 _log = logging.getLogger(__name__)
 
+StepsT = TypeVar("StepsT", bound=DeviceSteps)
 
-class _Plans(NamedTuple):
-    """What a runner is made of, apart from its KV cache."""
+
+class Plans(NamedTuple):
+    """What computes steps is made of, apart from its KV cache: all of a model of ``config``, or a
+    rank's ``shard`` of it, whose parts ``collectives`` sum."""
 
     config: ModelConfig
     weights: DecoderWeights
@@ -46,6 +53,19 @@ class _Plans(NamedTuple):
     engine: EngineConfig
     cache_dtype: torch.dtype
     slots: AdapterSlots | None
+    shard: Shard
+    collectives: Collectives | None
+
+    @property
+    def own(self) -> ModelConfig:
+        """The heads and widths of the shard."""
+        return shard_config(self.config, self.shard)
+
+    @property
+    def is_row_exact(self) -> bool:
+        """Whether a row of logits has the same bits whatever rows are beside it: sums over ranks
+        are in an order of their own where the kernels' are."""
+        return self.engine.deterministic and self.config.experts is None
 
 
 def load_device_runner(
@@ -55,6 +75,20 @@ def load_device_runner(
 
     Raises CheckpointError, or ConfigError if the model does not fit.
     """
+    plans = load_plans(path, config, engine, device)
+    return make_ready(plans, partial(DeviceRunner, is_row_exact=plans.is_row_exact))
+
+
+def load_plans(
+    path: Path,
+    config: ModelConfig,
+    engine: EngineConfig,
+    device: Device,
+    shard: Shard = WHOLE_MODEL,
+    collectives: Collectives | None = None,
+) -> Plans:
+    """Load the weights of a checkpoint, or of a rank's ``shard`` of it, onto a device. Raises
+    CheckpointError or ConfigError."""
     watch = Stopwatch(device)
     where = device.torch_device
     dtype = choose_dtype(config, engine.dtype, where)
@@ -80,28 +114,43 @@ def load_device_runner(
         stacks=quantized_stacks(kernels.experts, dtype, has_kernels=has_kernels),
         quantize=at_load.layers,
         quantize_head=at_load.head,
+        shard=shard,
+        collectives=collectives,
     )
-    slots = _adapter_slots(config, engine, dtype, device)
-    plans = _Plans(
-        config, weights, kernels, device, engine, cache_dtype(engine.kv_cache_dtype, dtype), slots
-    )
+    slots = _adapter_slots(shard_config(config, shard), engine, dtype, device)
+    stored = cache_dtype(engine.kv_cache_dtype, dtype)
     _log.info("loaded the weights of %s in %.1f s", config.architecture, watch.lap_s())
-    runner = _assemble(plans, _num_blocks(plans))
+    return Plans(config, weights, kernels, device, engine, stored, slots, shard, collectives)
+
+
+def make_ready(
+    plans: Plans,
+    make: Callable[[StepParts], StepsT],
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks,
+) -> StepsT:
+    """What computes steps by ``plans``, made by ``make``, with recorded ones if that is wanted and
+    a KV cache of as many blocks as there is memory for, or those that ranks ``agree`` on. Raises
+    ConfigError if the model does not fit."""
+    watch = Stopwatch(plans.device)
+    num_blocks = agree(_num_blocks(plans, make))
+    steps = _assemble(plans, num_blocks, make)
+    where = plans.device.torch_device
     # The references look at what is on their device, which a recording must not.
-    if engine.cuda_graphs and not (kernels.name == "reference" and where.type == "cuda"):
-        runner.record()
+    is_looked_at = plans.kernels.name == "reference" and where.type == "cuda"
+    if plans.engine.cuda_graphs and not is_looked_at:
+        steps.record()
     _log.info(
         "%s in %s on %s by %s kernels, %d KV blocks of %d tokens in %s, ready after %.1f s more",
-        config.architecture,
-        str(dtype).removeprefix("torch."),
+        plans.config.architecture,
+        str(plans.weights.dtype).removeprefix("torch."),
         where,
-        kernels.name,
-        runner.cache.num_blocks,
-        runner.cache.block_size_tokens,
+        plans.kernels.name,
+        steps.cache.num_blocks,
+        steps.cache.block_size_tokens,
         str(plans.cache_dtype).removeprefix("torch."),
         watch.lap_s(),
     )
-    return runner
+    return steps
 
 
 def _adapter_slots(
@@ -119,20 +168,22 @@ def _adapter_slots(
     )
 
 
-def _num_blocks(plans: _Plans) -> int:
-    """Blocks of the KV cache: as many as the settings say, or as the device has memory for."""
-    config, engine = plans.config, plans.engine
-    size_bytes = block_bytes(config, engine.block_size_tokens, plans.cache_dtype)
-    kv_cache_bytes = engine.kv_cache_bytes
-    if not engine.num_blocks and not kv_cache_bytes:
-        kv_cache_bytes = _profiled_bytes(plans, size_bytes)
-    return choose_num_blocks(config, engine, kv_cache_bytes, plans.cache_dtype)
+def _num_blocks(plans: Plans, make: Callable[[StepParts], StepsT]) -> int:
+    """Blocks of the KV cache: as many as the settings say, whose bytes are those of all ranks, or
+    as the device has memory for."""
+    engine, own, size = plans.engine, plans.own, plans.shard.size
+    if engine.num_blocks or engine.kv_cache_bytes:
+        num_layers = size * own.num_hidden_layers
+        return choose_num_blocks(own, engine, engine.kv_cache_bytes, plans.cache_dtype, num_layers)
+    size_bytes = block_bytes(own, engine.block_size_tokens, plans.cache_dtype)
+    fitting_bytes = _profiled_bytes(plans, size_bytes, make)
+    return choose_num_blocks(own, engine, fitting_bytes, plans.cache_dtype)
 
 
-def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
+def _profiled_bytes(plans: Plans, size_bytes: int, make: Callable[[StepParts], StepsT]) -> int:
     """What the KV cache may take, by trying the largest step without one."""
     engine, device = plans.engine, plans.device
-    probe = _assemble(plans, 1)
+    probe = _assemble(plans, 1, make)
     largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
     work_bytes = device.peak_bytes(lambda: probe.warm_up(largest, adapted=probe.takes_adapters))
     info = device.memory()
@@ -146,24 +197,24 @@ def _profiled_bytes(plans: _Plans, size_bytes: int) -> int:
     )
 
 
-def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
-    config, weights, kernels, device, engine, dtype, slots = plans
-    where = device.torch_device
+def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]) -> StepsT:
+    kernels, device, engine = plans.kernels, plans.device, plans.engine
+    own, where = plans.own, device.torch_device
     cache = KVCache(
-        config,
+        own,
         num_blocks=num_blocks,
         block_size_tokens=engine.block_size_tokens,
-        dtype=dtype,
+        dtype=plans.cache_dtype,
         device=where,
         shared=bool(engine.transfer),
     )
     attention = kernels.attention(
         AttentionShape(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_heads=own.num_attention_heads,
+            num_kv_heads=own.num_key_value_heads,
+            head_dim=own.head_dim,
             block_size=engine.block_size_tokens,
-            windows=config.windows,
+            windows=own.windows,
         ),
         max_sequences=engine.max_num_sequences,
         num_programs=device.num_programs,
@@ -173,28 +224,36 @@ def _assemble(plans: _Plans, num_blocks: int) -> DeviceRunner:
     operations = DeviceOperations(
         kernels,
         attention,
-        [cache.layer(layer) for layer in range(config.num_hidden_layers)],
-        num_heads=config.num_attention_heads,
-        epsilon=config.rms_norm_eps,
+        [cache.layer(layer) for layer in range(own.num_hidden_layers)],
+        num_heads=own.num_attention_heads,
+        epsilon=own.rms_norm_eps,
     )
     bounds = Bounds(
         num_sequences=engine.max_num_sequences,
         num_tokens=engine.max_batch_tokens,
-        num_blocks=-(-config.context_window_tokens // engine.block_size_tokens),
+        num_blocks=-(-own.context_window_tokens // engine.block_size_tokens),
     )
     adapted = None
-    if slots is not None:
-        tiling = AdapterTiling(len(slots.data), fixed=engine.deterministic)
-        adapters = DeviceAdapters(config, device, slots, tiling, max_tokens=bounds.num_tokens)
-        decoder = Decoder(config, adapters.weights(weights, kernels), operations)
-        adapted = Adapted(adapters, decoder)
-    return DeviceRunner(
-        config,
-        Decoder(config, weights, operations),
-        cache,
-        kernels=kernels,
-        device=device,
-        bounds=bounds,
-        adapted=adapted,
-        is_row_exact=engine.deterministic and config.experts is None,
+    if plans.slots is not None:
+        tiling = AdapterTiling(len(plans.slots.data), fixed=engine.deterministic)
+        adapters = DeviceAdapters(
+            plans.config,
+            device,
+            plans.slots,
+            tiling,
+            max_tokens=bounds.num_tokens,
+            shard=plans.shard,
+        )
+        weights = adapters.weights(plans.weights, kernels)
+        adapted = Adapted(adapters, Decoder(own, weights, operations, plans.collectives))
+    return make(
+        StepParts(
+            config=plans.config,
+            decoder=Decoder(own, plans.weights, operations, plans.collectives),
+            cache=cache,
+            kernels=kernels,
+            device=device,
+            bounds=bounds,
+            adapted=adapted,
+        )
     )

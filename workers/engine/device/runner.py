@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
@@ -10,16 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.errors import AdapterError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import BatchLayout, lay_out
-from millrace.workers.engine.device.adapters import DeviceAdapters, has_adapters
-from millrace.workers.engine.device.buffers import Bounds, Buffers
-from millrace.workers.engine.device.device import Array, Device, Stopwatch
-from millrace.workers.engine.device.graphs import RecordedSteps, ladder
+from millrace.workers.engine.device.adapters import has_adapters
 from millrace.workers.engine.device.inputs import (
     SampledRow,
     exact_shape,
@@ -27,32 +22,17 @@ from millrace.workers.engine.device.inputs import (
     pack,
     shifted,
 )
-from millrace.workers.engine.device.operations import DeviceMetadata
 from millrace.workers.engine.device.sampler import DeviceSampler
 from millrace.workers.engine.device.state import DeviceState, StateRow
+from millrace.workers.engine.device.steps import DeviceSteps, StepParts, ToldStep
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
-from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.pooling import PooledChunk, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.types import DeviceLostError, RunnerFigures
-from millrace.workers.kernels.gpu.device_batch import DeviceBatch
-from millrace.workers.kernels.gpu.kernel_set import KernelSet
-from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepShape
+from millrace.workers.kernels.gpu.step_inputs import StepShape
 from millrace.workers.kernels.operations import WeightSize
-from millrace.workers.models.decoder import Decoder
-
-_log = logging.getLogger(__name__)
-
-DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
-
-
-class Adapted(NamedTuple):
-    """``decoder`` computes steps with ``adapters``."""
-
-    adapters: DeviceAdapters
-    decoder: DeviceDecoder
 
 
 class _Choice(NamedTuple):
@@ -66,13 +46,12 @@ class _Choice(NamedTuple):
     host_places: list[int]
 
 
-class DeviceRunner:
+class DeviceRunner(DeviceSteps):
     """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
 
     A launch tells the device what the next step is and returns. Tokens that the device chose are
-    the next step's inputs there before anybody has read them. Steps of shapes that were recorded
-    are padded to them and replayed. Those with adapters are computed by another decoder of the same
-    weights, and recorded by themselves: a step without any costs what it does where there are none.
+    the next step's inputs there before anybody has read them. Steps are padded to shapes that were
+    recorded.
 
     Tokens that are proposed for a sequence are single rows like those of others, and the host draws
     from them: so a step has no more rows with proposals than ``bounds`` has sequences.
@@ -82,39 +61,19 @@ class DeviceRunner:
     num_stages = 1
     likeliest = None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        decoder: DeviceDecoder,
-        cache: KVCache,
-        *,
-        kernels: KernelSet,
-        device: Device,
-        bounds: Bounds,
-        adapted: Adapted | None = None,
-        is_row_exact: bool = False,
-    ) -> None:
-        self.config = config
+    def __init__(self, parts: StepParts, *, is_row_exact: bool = False) -> None:
+        config, bounds = parts.config, parts.bounds
+        super().__init__(parts, num_logits=config.vocab_size)
         self.is_row_exact = is_row_exact
-        self.cache = cache
-        self.takes_adapters = adapted is not None
-        self._decoder = decoder
-        self._adapted = adapted
-        self._kernels = kernels
-        self._device = device
-        self._bounds = bounds
-        where = device.torch_device
-        num_rows = bounds.num_sequences + 1
-        self._sampler = DeviceSampler(config.vocab_size, num_rows, where, kernels=kernels.name)
-        self._state = DeviceState(
-            device,
-            _suits,
-            max_num_sequences=bounds.num_sequences,
-            max_blocks=bounds.num_blocks,
+        self._sampler = DeviceSampler(
+            config.vocab_size,
+            bounds.num_sequences + 1,
+            parts.device.torch_device,
+            kernels=parts.kernels.name,
         )
-        self._buffers = Buffers.make(bounds, config.vocab_size, decoder.dtype, where)
-        self._recorded = RecordedSteps()
-        self._recorded_adapted = RecordedSteps()
+        self._state = DeviceState(
+            _suits, max_num_sequences=bounds.num_sequences, max_blocks=bounds.num_blocks
+        )
 
     @property
     def weight_size(self) -> WeightSize:
@@ -125,45 +84,10 @@ class DeviceRunner:
     def host_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def record(self) -> None:
-        """Record the steps that will come again and again, and have all kernels ready. Steps of
-        embeddings are never recorded: their hidden states are wanted, which do not stay."""
-        shapes = ladder(self._bounds.num_sequences, self._bounds.num_tokens)
-        watch = Stopwatch(self._device)
-        for shape in shapes:
-            self.warm_up(shape)
-            if self.takes_adapters:
-                self.warm_up(shape, adapted=True)
-        if not self.config.has_head:
-            _log.info("warmed up in %.1f s", watch.lap_s())
-            return
+    def _warm_up_rest(self) -> None:
+        _, _, logits, chosen, _ = self._buffers
         with torch.inference_mode():
-            _, _, logits, chosen, _ = self._buffers
             self._sampler.logprobs(logits, chosen, [0], [1], self._device.upload)
-        warm_s = watch.lap_s()
-        with torch.inference_mode():
-            self._recorded.record(self._device, shapes, self._compute)
-            if self.takes_adapters:
-                self._recorded_adapted.record(self._device, shapes, self._compute_adapted)
-        num_recorded = len(self._recorded) + len(self._recorded_adapted)
-        _log.info(
-            "warmed up in %.1f s, recorded %d steps of up to %d tokens in %.1f s",
-            *(warm_s, num_recorded, shapes[0].num_tokens, watch.lap_s()),
-        )
-
-    def warm_up(self, shape: StepShape, *, adapted: bool = False) -> None:
-        """Compute a step that is padding only, so that all its kernels are there; without logits
-        where the model has none."""
-        if not self.config.has_head:
-            shape = shape._replace(num_sampled=0)
-        layout = lay_out(())
-        with torch.inference_mode():
-            self._tell(pack(layout, (), (), shape, self._state.padding_row))
-            if self._adapted is not None and adapted:
-                self._adapted.adapters.tell(layout, shape)
-                self._compute_adapted(shape)
-            else:
-                self._compute(shape)
 
     def figures(self) -> RunnerFigures:
         """Nothing is counted on the device."""
@@ -206,22 +130,24 @@ class DeviceRunner:
         recorded = None if keeps_states else steps.find(exact)
         shape = exact if recorded is None else recorded
         choice = self._divide(layout, rows, shape)
+        numbers = [rows[sequence].number for sequence in layout.sequences]
+        step = ToldStep(
+            shape,
+            pack(layout, numbers, choice.rows, shape, self._padding_row),
+            self._state.take_unsent(),
+            None if adapted is None else adapted.adapters.pack(layout, shape),
+            is_recorded=recorded is not None,
+        )
         with torch.inference_mode():
-            numbers = [rows[sequence].number for sequence in layout.sequences]
-            self._tell(pack(layout, numbers, choice.rows, shape, self._state.padding_row))
-            if adapted is not None:
-                adapted.adapters.tell(layout, shape)
+            self._tell_all(step)
+            states = self._run(step)
             pooled: list[PooledChunk] = []
             scored: list[ScoredChunk] = []
-            if recorded is not None:
-                steps.replay(recorded)
-            else:
-                compute = self._compute if adapted is None else self._compute_adapted
-                states = compute(shape)
+            if states is not None:
                 if layout.pooled:
                     normed = self._decoder.normed(states)
                     pooled = pool_rows(layout.pooled, normed, self._decoder.labels)
-                scored = score_rows(layout.scored, states, self._decoder.logits)
+                scored = score_rows(layout.scored, states, self._scored_logits)
             read = self._read_back(plan, layout, shape, choice)
             logits = self._host_logits(choice.host_places)
         if layout.proposed_rows:
@@ -251,7 +177,7 @@ class DeviceRunner:
             zip(layout.sampled, layout.sampled_rows, strict=True)
         ):
             state_row = rows[sequence]
-            number = self._state.padding_row
+            number = self._padding_row
             if state_row.suits and not sequence.forks and not sequence.proposed:
                 number = state_row.number
                 if not state_row.begun:
@@ -266,7 +192,7 @@ class DeviceRunner:
                 SampledRow(shifted(row, layout, shape), number, sequence.num_output_tokens)
             )
         # They are in the order of their sequences, all of which are the host's.
-        first, padding_row = len(choice.rows), self._state.padding_row
+        first, padding_row = len(choice.rows), self._padding_row
         choice.host_places.extend(range(first, first + len(layout.proposed_rows)))
         choice.rows.extend([SampledRow(row, padding_row, 0) for row in layout.proposed_rows])
         return choice
@@ -278,52 +204,32 @@ class DeviceRunner:
             if sequence.proposed:
                 self._state.forget_behind(sequence, sequence.num_computed_tokens // size + 1)
 
-    def _tell(self, packed: Array) -> None:
-        """Bring the device what it needs to know for the next step."""
-        self._state.send()
+    def _tell_all(self, step: ToldStep) -> None:
+        """Tell whoever computes a step."""
+        self._tell(step)
+
+    def _tell(self, step: ToldStep) -> None:
         self._sampler.upload(self._device.upload)
-        self._device.write(self._buffers.packed[: len(packed)], packed)
+        super()._tell(step)
 
-    def _compute_adapted(self, shape: StepShape) -> torch.Tensor:
-        """``_compute``, with the adapters that the device was told of."""
-        assert self._adapted is not None
-        return self._compute(shape, self._adapted.decoder)
+    def _choose(
+        self,
+        wanted: torch.Tensor,
+        state_rows: torch.Tensor,
+        token_indices: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        logits = self._buffers.logits[: len(chosen)]
+        logits.copy_(self._logits(wanted))
+        self._sampler.sample(logits, state_rows, token_indices, chosen)
 
-    def _compute(self, shape: StepShape, decoder: DeviceDecoder | None = None) -> torch.Tensor:
-        """What the layers make of the step that the device was told of: [shape.num_tokens,
-        hidden_size]. The rest is left in the buffers, chosen tokens in the state too."""
-        packed, all_inputs, logits, tokens, finite = self._buffers
-        inputs = all_inputs.of_shape(shape)
-        self._kernels.prepare_inputs(
-            packed[: shape.num_packed],
-            self._state.tensors,
-            inputs,
-            shape,
-            block_size=self.cache.block_size_tokens,
-        )
-        states = (decoder or self._decoder).forward(
-            DeviceBatch(
-                token_ids=inputs.token_ids,
-                positions=inputs.positions,
-                slots=inputs.slots,
-                query_starts=inputs.query_starts,
-                lengths=inputs.lengths,
-                table_rows=inputs.table_rows,
-                block_tables=self._state.tensors.block_tables,
-                num_single=shape.num_single,
-            )
-        )
-        finite[: shape.num_tokens].copy_(torch.isfinite(states.sum(-1, dtype=torch.float32)))
-        count = shape.num_sampled
-        if count:
-            sections = PackedInputs.of(packed[: shape.num_packed], shape)
-            wanted = states.index_select(0, sections.sampled_rows)
-            logits[:count].copy_(self._decoder.logits(wanted))
-            self._sampler.sample(
-                logits[:count], inputs.state_rows, sections.token_indices, tokens[:count]
-            )
-            self._state.tensors.last_tokens.index_copy_(0, sections.state_rows, tokens[:count])
-        return states
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of rows of ``_compute``, in a step."""
+        return self._decoder.logits(rows)
+
+    def _scored_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same behind a step."""
+        return self._logits(rows)
 
     def _read_back(
         self,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
-from millrace.workers.engine.device.device import Array, Device
+from millrace.workers.engine.device.device import Array
+from millrace.workers.engine.device.steps import NO_TABLES
 from millrace.workers.engine.sequence import Sequence, SequenceState
-from millrace.workers.kernels.gpu.step_inputs import StepState
 
 
 class StateRow:
@@ -29,7 +28,7 @@ class StateRow:
 
 
 class DeviceState:
-    """Rows of running sequences on the device, see ``StepState``; the last row is for padding.
+    """Rows of running sequences on the device, see ``StepState``.
 
     A sequence keeps its row as long as it runs. Rows of sequences that do not run any more are
     taken back when one is needed; there are as many as sequences may run. ``suits`` says whose
@@ -38,22 +37,13 @@ class DeviceState:
 
     def __init__(
         self,
-        device: Device,
         suits: Callable[[Sequence], bool],
         *,
         max_num_sequences: int,
         max_blocks: int,
     ) -> None:
-        self._device = device
         self._suits = suits
         self._max_blocks = max_blocks
-        self.padding_row = max_num_sequences
-        num_rows = max_num_sequences + 1
-        where = device.torch_device
-        self.tensors = StepState(
-            last_tokens=torch.zeros(num_rows, dtype=torch.int64, device=where),
-            block_tables=torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=where),
-        )
         self._rows: dict[Sequence, StateRow] = {}
         self._free = list(range(max_num_sequences))
         self._unsent: dict[int, int] = {}
@@ -99,11 +89,10 @@ class DeviceState:
             row.begun = False
             row.table = None
 
-    def send(self) -> None:
-        """Bring the device what was noted since the last time."""
+    def take_unsent(self) -> Array:
+        """What was noted since the last time, see ``ToldStep.tables``."""
         if not self._unsent:
-            return
-        sent: Array = np.array([[*self._unsent.keys()], [*self._unsent.values()]], dtype=np.int64)
-        places, blocks = self._device.upload(sent)
-        self.tensors.block_tables.view(-1).index_copy_(0, places, blocks.int())
+            return NO_TABLES
+        taken: Array = np.array([[*self._unsent.keys()], [*self._unsent.values()]], dtype=np.int64)
         self._unsent = {}
+        return taken

@@ -19,7 +19,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     Ranks are numbered through all stages. ``memory_fds`` are the files of each stage's memory, none
     for ranks that meet in ``gloo_folder``; ``link_fds`` those of the links, of ``link_shapes``,
     from each stage to the next, and from the last to rank 0; ``cache_fd`` that of the KV cache of
-    all ranks.
+    all ranks, none (-1) for a rank of another host, which has its part in memory of its own.
     """
 
     path: str
@@ -39,18 +39,38 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     link_shapes: list[LinkShape]
 
 
+class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_devices"):
+    """Load a rank's share of the checkpoint at ``path`` onto a device of its own. Ranks meet in
+    ``folder``; ``link_fd`` is the file of the link, of ``link_shape``, by which rank 0 says what to
+    compute, -1 where it says so by Gloo."""
+
+    path: str
+    config: EngineConfig
+    rank: int
+    folder: str
+    link_fd: int
+    link_shape: LinkShape
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
-    """Read a rank's slices of an adapter, which the ranks then know by ``number``."""
+    """Read a rank's slices of an adapter, which the ranks then know by ``number``; those of devices
+    into a ``slot``, once they have computed the first ``num_posted`` messages."""
 
     number: int
     adapter: AdapterRef
     max_rank: int
+    slot: int = 0
+    num_posted: int = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
     """No step that is posted from now on has this adapter."""
 
     number: int
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+    """The rank is there, and about to meet the others."""
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
@@ -70,8 +90,16 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
     error: str = ""
 
 
-ToMember = Join | LoadAdapter | DropAdapter
-FromMember = Joined | Refused | AdapterLoaded
+class BlocksChecked(msgspec.Struct, frozen=True, array_like=True, tag="blocks_checked"):
+    """Which blocks hold only finite numbers in a rank's part of the KV cache, as was asked under
+    this number."""
+
+    number: int
+    finite: list[bool]
+
+
+ToMember = Join | JoinDevices | LoadAdapter | DropAdapter
+FromMember = Started | Joined | Refused | AdapterLoaded | BlocksChecked
 
 _encoder = msgspec.msgpack.Encoder()
 to_member_decoder: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)

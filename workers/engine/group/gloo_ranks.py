@@ -50,6 +50,17 @@ class GlooRanks:
         if wide is not rows:
             rows.copy_(wide)
 
+    def least(self, numbers: list[int]) -> list[int]:
+        """The least of each of the ranks' numbers, of which all have equally many."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        self._wait(self._exchange.allreduce([tensor], dist.ReduceOp.MIN))
+        least: list[int] = tensor.tolist()
+        return least
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        """For the others in an exchange, from now on."""
+        self._exchange._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
         """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
         padded = columns.new_zeros(len(columns), max(widths))
@@ -72,7 +83,7 @@ class GlooRanks:
         """What rank 0 says next."""
         size = self._broadcast(torch.zeros(1, dtype=torch.int64))
         message = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
-        return memoryview(message.numpy().tobytes())
+        return message.numpy().data
 
     def check(self) -> None:
         """Raise RanksFailedError if the group has failed."""

@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
@@ -21,12 +19,16 @@ from millrace.workers.engine.group.making import (
     group_cache,
     make_link,
     make_ranks,
+    num_local_ranks,
     num_ranks,
     part_layers,
     shard_of,
 )
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.group.pipeline import Pipeline
+from millrace.workers.engine.group.remote.lead import join_remote
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
+from millrace.workers.engine.group.remote.parts import RemoteParts
 from millrace.workers.engine.group.runner import GroupParts, GroupRunner, PipelineRunner, Ways
 from millrace.workers.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
 from millrace.workers.engine.settings import choose_device, with_device_defaults
@@ -47,11 +49,14 @@ _log = logging.getLogger(__name__)
 
 class _Memory(NamedTuple):
     """Files of the group, which rank 0 closes once everyone has mapped them: of each stage's ranks,
-    none if they meet otherwise, and of the links behind each stage."""
+    none if they meet otherwise, and of the links behind each stage. ``link_shapes`` are those of
+    links between ranks of one host; where a stage is on another one, its relay reads the link
+    before it."""
 
     shape: RankShape
     rank_fds: list[int]
     link_shapes: list[LinkShape]
+    own_link_shapes: list[LinkShape]
     link_fds: list[int]
 
     @property
@@ -64,17 +69,18 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     ConfigError."""
     config = read_model_config(path)
     device = choose_device(engine.device)
-    _check_group(config, engine, device)
+    _check_group(config, engine)
     engine = with_device_defaults(engine, device)
     shard = shard_of(0, engine)
     own = shard_config(config, shard)
     share = shard_config(config, Shard(0, engine.tensor_parallel, engine.expert_parallel))
     arithmetic = Arithmetic.chosen(config, engine, device, share)
     stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
-    num_layers = sum(part_layers(config, engine))
+    num_layers = sum(part_layers(config, engine, range(num_ranks(engine))))
+    own_layers = sum(part_layers(config, engine, range(num_local_ranks(engine))))
     num_blocks = choose_num_blocks(own, engine, engine.kv_cache_bytes, stored, num_layers)
     layer_bytes = block_bytes(own, engine.block_size_tokens, stored) // own.num_hidden_layers
-    pages = SharedPages((num_blocks + 1) * num_layers * layer_bytes, written_by_others=True)
+    pages = SharedPages((num_blocks + 1) * own_layers * layer_bytes, written_by_others=True)
     memory = _make_memory(config, engine)
     try:
         with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
@@ -95,10 +101,11 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
                     buffer_bytes=memory.shape.buffer_bytes,
                     gloo_folder=folder,
                     link_fds=memory.link_fds,
-                    link_shapes=memory.link_shapes,
+                    link_shapes=memory.own_link_shapes,
                 )
 
-            members = Members(num_ranks(engine), (pages.fd, *memory.fds))
+            remote = join_remote(path, join(0), memory.link_shapes)
+            members = Members(num_ranks(engine), (pages.fd, *memory.fds), remote)
             try:
                 members.join(join)
                 links = [make_link(join(0), at, index=0) for at in _ends(engine)]
@@ -115,7 +122,7 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
         for fd in memory.fds:
             os.close(fd)
     pages.seal()
-    _log.info("%d ranks compute as one, with processes %s", num_ranks(engine), members.pids)
+    _log.info("%s", members)
     lead = LeadDecoder(decoder, ways.ranks, config, ways.abort)
     parts = GroupParts(
         config=config,
@@ -129,6 +136,9 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     if not links:
         return GroupRunner(parts)
     pipeline = Pipeline(lead, links[0], links[1], config, shard.size)
+    if remote:
+        remote_bytes = (num_layers - own_layers) * layer_bytes
+        cache.others = RemoteParts(pipeline, members, remote_bytes, engine.rank_timeout_s)
     return PipelineRunner(parts, pipeline, engine.pipeline_parallel)
 
 
@@ -146,24 +156,25 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
-    if _has_shared_memory(engine):
-        rank_fds = [rank_memory(shape) for _ in range(num_stages if size > 1 else 0)]
+    if has_shared_memory(engine):
+        num_here = num_stages - engine.remote_stages
+        rank_fds = [rank_memory(shape) for _ in range(num_here if size > 1 else 0)]
     if num_stages == 1:
-        return _Memory(shape, rank_fds, [], [])
+        return _Memory(shape, rank_fds, [], [], [])
     between = LinkShape(1, size, num_stages, shape.message_bytes)
     result_bytes = most_rows * _FLOAT_BYTES * (config.vocab_size // size + 16 + config.hidden_size)
     back = LinkShape(size, 1, num_stages, result_bytes)
-    link_shapes = [*[between] * (num_stages - 1), back]
-    return _Memory(shape, rank_fds, link_shapes, [link_memory(link) for link in link_shapes])
+    shapes = [*[between] * (num_stages - 1), back]
+    first_remote = num_stages - engine.remote_stages
+    own_shapes = [
+        link._replace(num_readers=1) if stage + 1 >= first_remote else link
+        for stage, link in enumerate(shapes)
+    ]
+    return _Memory(shape, rank_fds, shapes, own_shapes, [link_memory(link) for link in own_shapes])
 
 
-def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what a group does not compute."""
-    if device.type != "cpu" or engine.kernels in ("triton", "reference"):
-        raise ConfigError(
-            "engine.tensor_parallel: the ranks of a group compute on a CPU so far; leave it out, "
-            "or drive an engine that has groups of GPUs, see docs/engines.md."
-        )
+def check_ranks(engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that no group can have."""
     if engine.collectives not in _COLLECTIVES:
         raise ConfigError(
             f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
@@ -175,7 +186,13 @@ def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device
         raise ConfigError(
             f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
         )
+
+
+def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for what a group does not compute."""
+    check_ranks(engine)
     check_engine(engine)
+    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
     if engine.pipeline_parallel > 1 and config.classifier is not None:
         raise ConfigError(
@@ -184,8 +201,9 @@ def _check_group(config: ModelConfig, engine: EngineConfig, device: torch.device
         )
 
 
-def _has_shared_memory(engine: EngineConfig) -> bool:
-    """Raises ConfigError where it is asked for and cannot be."""
+def has_shared_memory(engine: EngineConfig) -> bool:
+    """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
+    for and cannot be."""
     if engine.collectives == "gloo":
         if engine.pipeline_parallel > 1:
             raise ConfigError(

@@ -57,9 +57,14 @@ def make_link(join: Join, number: int, *, index: int) -> StageLink:
     )
 
 
-def part_layers(config: ModelConfig, engine: EngineConfig) -> tuple[int, ...]:
-    """How many layers each rank has of a whole model's ``config``."""
-    shards = [shard_of(rank, engine) for rank in range(num_ranks(engine))]
+def num_local_ranks(engine: EngineConfig) -> int:
+    """Of the stages that are on the host of rank 0."""
+    return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
+
+
+def part_layers(config: ModelConfig, engine: EngineConfig, ranks: range) -> tuple[int, ...]:
+    """How many layers each of the ranks has of a whole model's ``config``."""
+    shards = [shard_of(rank, engine) for rank in ranks]
     return tuple(shard_config(config, shard).num_hidden_layers for shard in shards)
 
 
@@ -70,18 +75,40 @@ def group_cache(
     num_blocks: int,
     pages: SharedPages,
 ) -> KVCache:
-    """The KV cache of all ranks, each of which has its layers and heads of a whole model's
-    ``config`` in a part; ``dtype`` of the weights."""
-    cache = KVCache(
-        shard_config(config, shard_of(0, engine)),
+    """The KV cache of all ranks of this host, each of which has its layers and heads of a whole
+    model's ``config`` in a part; ``dtype`` of the weights."""
+    ranks = range(num_local_ranks(engine))
+    layers = part_layers(config, engine, ranks)
+    cache = _cache(config, engine, dtype, num_blocks, shard_of(0, engine), pages, layers)
+    cache.parts = tuple(block_part(config, shard_of(rank, engine)) for rank in ranks)
+    return cache
+
+
+def cache_of_rank(join: Join, config: ModelConfig, dtype: torch.dtype) -> KVCache:
+    """A rank's part of the KV cache: of what rank 0 has made, or memory of its own on another host.
+    Raises ConfigError if there is none."""
+    engine = join.config
+    if join.cache_fd < 0:
+        return _cache(config, engine, dtype, join.num_blocks, shard_of(join.rank, engine))
+    pages = SharedPages.mapped(join.cache_fd, join.cache_bytes)
+    return group_cache(config, engine, dtype, join.num_blocks, pages).part(join.rank)
+
+
+def _cache(
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    num_blocks: int,
+    shard: Shard,
+    pages: SharedPages | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> KVCache:
+    return KVCache(
+        shard_config(config, shard),
         num_blocks=num_blocks,
         block_size_tokens=engine.block_size_tokens,
         dtype=cache_dtype(engine.kv_cache_dtype, dtype),
         device=torch.device("cpu"),
         pages=pages,
-        part_layers=part_layers(config, engine),
+        part_layers=layers,
     )
-    cache.parts = tuple(
-        block_part(config, shard_of(rank, engine)) for rank in range(num_ranks(engine))
-    )
-    return cache

@@ -17,22 +17,30 @@ from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.workers.engine.group.control_socket import ControlSocket
-from millrace.workers.engine.group.control_wire import AdapterLoaded, Join, LoadAdapter
+from millrace.workers.engine.group.control_wire import (
+    AdapterLoaded,
+    BlocksChecked,
+    DropAdapter,
+    Join,
+    LoadAdapter,
+)
 from millrace.workers.engine.group.lead_decoder import vocabulary_widths
-from millrace.workers.engine.group.making import group_cache, make_link, make_ranks, shard_of
+from millrace.workers.engine.group.making import cache_of_rank, make_link, make_ranks, shard_of
 from millrace.workers.engine.group.step_wire import (
+    PartCommand,
     StageStep,
     WantedLogits,
     bytes_of,
     decode,
+    encode_command,
     encode_stage,
 )
+from millrace.workers.engine.kv.cache_part import CachePart
 from millrace.workers.engine.threads.choice import leave_core
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.kernels.stage_link import StageLink
-from millrace.workers.transfer.memory import SharedPages
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +50,17 @@ __all__ = ["Member", "RanksFailedError"]
 class Member:
     """One rank. Raises MillraceError if it cannot be loaded."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Join, control: ControlSocket) -> None:
+        self._control = control
         path, engine = Path(join.path), join.config
         self._shard = shard_of(join.rank, engine)
         self._config = read_model_config(path)
         dtype: torch.dtype = getattr(torch, join.dtype)
         kernels = CpuKernels(cpu_library(), dtype) if join.has_kernels else None
         self._ranks = make_ranks(join, self._shard)
-        pages = SharedPages.mapped(join.cache_fd, join.cache_bytes)
-        cache = group_cache(self._config, engine, dtype, join.num_blocks, pages).part(join.rank)
+        cache = cache_of_rank(join, self._config, dtype)
+        # Rank 0 itself does with blocks of its host what is to be done with them.
+        self._part = CachePart(cache) if join.cache_fd < 0 else None
         arithmetic = Arithmetic(dtype, kernels, join.has_own_products)
         self._decoder, _ = load_decoder(
             path, self._config, engine, arithmetic, cache, self._shard, self._ranks
@@ -58,6 +68,7 @@ class Member:
         self._widths = vocabulary_widths(self._config, self._shard.size)
         self._adapters: dict[int, AdapterWeights] = {}
         self._links: list[StageLink] = []
+        self._num_steps = 0
         if not self._shard.is_first:
             own, stage = self._shard.rank, self._shard.stage
             self._links = [
@@ -73,7 +84,7 @@ class Member:
         RanksFailedError then."""
         if self._links:
             for number in itertools.count():
-                self._compute_stage(number, *self._links)
+                self._follow(number, *self._links)
         ranks = self._ranks
         assert ranks is not None, "a rank of the first stage is one of several"
         while True:
@@ -84,12 +95,31 @@ class Member:
                 self._decoder.forward(message, message.adapters)
                 ranks.check()
 
-    def _compute_stage(self, number: int, before: StageLink, behind: StageLink) -> None:
-        """The step of this number, from the link before this stage to the one behind it."""
+    def _follow(self, number: int, before: StageLink, behind: StageLink) -> None:
+        """What the message of this number says, from the link before this stage to the one behind
+        it. The last stage's results have numbers of their own."""
         before.wait_written(number, bound=False)
-        step = decode(before.part(number), self._adapters.__getitem__)
+        message = decode(before.part(number), self._adapters.__getitem__)
         before.done(number)
-        assert isinstance(step, StageStep)
+        if isinstance(message, PartCommand):
+            if not self._shard.is_last and self._shard.rank == 0:
+                behind.write(number, *encode_command(message))
+            self._obey(message)
+            return
+        assert isinstance(message, StageStep)
+        self._compute_stage(self._num_steps if self._shard.is_last else number, message, behind)
+        self._num_steps += 1
+
+    def _obey(self, told: PartCommand) -> None:
+        """Do what is to be done with the part of the KV cache that this rank has."""
+        if self._part is None:
+            return
+        finite = self._part.obey(told.command)
+        if finite is not None:
+            self._control.send(BlocksChecked(told.number, finite))
+
+    def _compute_stage(self, number: int, step: StageStep, behind: StageLink) -> None:
+        """A step, whose result has this number in the link behind this stage."""
         decoder = self._decoder
         hidden = decoder.forward_hidden(step.batch, step.hidden, step.batch.adapters)
         if self._ranks is not None:
@@ -105,14 +135,15 @@ class Member:
             made.append(decoder.normed(hidden))
         behind.write(number, *map(bytes_of, made))
 
-    def hear(self, control: ControlSocket) -> NoReturn:
+    def hear(self) -> NoReturn:
         """What rank 0 says beside the steps, on a thread of its own."""
         leave_core()
+        control = self._control
         while True:
             message = control.receive()
             if isinstance(message, LoadAdapter):
                 control.send(AdapterLoaded(message.number, self._load_adapter(message)))
-            elif not isinstance(message, Join):
+            elif isinstance(message, DropAdapter):
                 self._adapters.pop(message.number, None)
 
     def abort(self, why: str) -> None:

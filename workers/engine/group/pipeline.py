@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,12 @@ from millrace.workers.engine.group.lead_decoder import (
     adapter_numbers,
     vocabulary_widths,
 )
-from millrace.workers.engine.group.step_wire import StageStep, encode_stage
+from millrace.workers.engine.group.step_wire import (
+    PartCommand,
+    StageStep,
+    encode_command,
+    encode_stage,
+)
 from millrace.workers.kernels.stage_link import StageLink
 
 
@@ -51,6 +57,7 @@ class Pipeline:
         self._hidden_size = config.hidden_size
         self._widths = vocabulary_widths(config, size)
         self._num_sent = 0
+        self._num_messages = 0
 
     def send(self, batch: FlatBatch, wanted: torch.Tensor, *, wants_states: bool) -> SentStep:
         """Compute the first stage's part of a step and send it on. ``wanted``: int64, the rows
@@ -59,10 +66,19 @@ class Pipeline:
         numbers = adapter_numbers(batch.adapters)
         message = encode_stage(StageStep(batch, numbers, hidden, wanted, wants_states))
         number = self._num_sent
-        with self._lead.together():
-            self._first.write(number, *message)
+        self._write(message)
         self._num_sent += 1
         return SentStep(number, len(hidden), len(wanted), wants_states)
+
+    def tell(self, command: PartCommand) -> None:
+        """Have the ranks of other hosts obey, between the steps before it and those behind it.
+        Raises RankLostError."""
+        self._write(encode_command(command))
+
+    def _write(self, message: Sequence[bytes | memoryview]) -> None:
+        with self._lead.together():
+            self._first.write(self._num_messages, *message)
+        self._num_messages += 1
 
     def receive(self, sent: SentStep) -> StepResult:
         """What became of a step. Raises RankLostError."""

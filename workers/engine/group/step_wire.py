@@ -1,5 +1,5 @@
 """What rank 0 says to the others: the rows of a step, or those whose logits are wanted; and what a
-stage of a pipeline says to the next one.
+stage of a pipeline says to the next one, which are commands for the KV cache, too.
 
 A message is a header of 64-bit numbers, what it is first, and behind it the arrays that it names.
 Nothing of a request is in it but the tokens that the step computes.
@@ -11,15 +11,19 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
 from millrace.workers.engine.batch import FlatBatch, QueryRange
+from millrace.workers.engine.kv.cache_commands import CacheCommand
 
-_STEP, _LOGITS, _STAGE = 1, 2, 3
+_STEP, _LOGITS, _STAGE, _CACHE = 1, 2, 3, 4
 _HEADER = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[CacheCommand] = msgspec.msgpack.Decoder(CacheCommand)
 
 
 class WantedLogits(NamedTuple):
@@ -39,6 +43,21 @@ class StageStep(NamedTuple):
     hidden: torch.Tensor
     wanted: torch.Tensor
     wants_states: bool
+
+
+class PartCommand(NamedTuple):
+    """What is to be done with the parts of the KV cache that are on other hosts; what answers to it
+    gives its ``number``."""
+
+    number: int
+    command: CacheCommand
+
+
+def encode_command(told: PartCommand) -> list[bytes | memoryview]:
+    """A command for the next stage, which passes it on."""
+    body = _encoder.encode(told.command)
+    header = array("q", (_CACHE, told.number, len(body), 0, 0, 0, 0, 0))
+    return [memoryview(header).cast("B"), body]
 
 
 def encode_stage(step: StageStep) -> list[memoryview]:
@@ -94,7 +113,7 @@ def encode_logits(rows: torch.Tensor) -> list[memoryview]:
 
 def decode(
     message: memoryview, adapter: Callable[[int], AdapterWeights]
-) -> FlatBatch | WantedLogits | StageStep:
+) -> FlatBatch | WantedLogits | StageStep | PartCommand:
     """What a message says; of a step everything that its layers need. ``adapter``: an adapter by
     its number."""
     reader = _Reader(message)
@@ -102,6 +121,8 @@ def decode(
     if kind == _LOGITS:
         num_rows, width, dtype = numbers[:3]
         return WantedLogits(reader.rows(num_rows, width, _DTYPES[dtype]))
+    if kind == _CACHE:
+        return PartCommand(numbers[0], _command_decoder.decode(reader.bytes(numbers[1])))
     if kind == _STAGE:
         width, dtype, num_wanted, wants_states = numbers[:4]
         batch, adapter_ids = _step(reader, reader.numbers(_HEADER).tolist()[1:], adapter)
@@ -163,6 +184,9 @@ class _Reader:
 
     def small_numbers(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         return np.frombuffer(self._take(4 * count), dtype=np.int32)
+
+    def bytes(self, count: int) -> bytearray:
+        return self._take(count)
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         taken = self._take(num_rows * width * dtype.itemsize)

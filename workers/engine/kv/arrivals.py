@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.sequence import Sequence, SequenceState
@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 # less than a thread may wait for a core.
 _TIMEOUT_S = 2.0
 _SHORTEST_TIMEOUT_S = 0.1
+
+Source = Literal["disk", "object", "peer"]
 
 
 class Part:
@@ -49,10 +51,11 @@ class Part:
 
 
 class Tier(Protocol):
-    """What blocks can be brought from. All but what ``begin`` starts is for the step's thread.
-    ``is_peer``: another worker's engine has them."""
+    """What blocks can be brought from: a disk, an object store or another worker's engine. All but
+    what ``begin`` starts is for the step's thread."""
 
-    is_peer: bool
+    @property
+    def source(self) -> Source: ...
 
     def has(self, sequence: Sequence, key: bytes, index: int, /) -> bool:
         """Whether block ``index`` of a sequence, with such a key, is likely to be there."""
@@ -65,6 +68,14 @@ class Tier(Protocol):
 
     def finish(self, part: Part, now_s: float) -> None:
         """Take note of a part that is done, before anybody uses its blocks."""
+
+
+class _Found(NamedTuple):
+    """Where a block that the device lacks is: with a tier, on its way, or else in host memory."""
+
+    key: bytes
+    tier: Tier | None = None
+    coming: Part | None = None
 
 
 class _Arrival:
@@ -127,23 +138,13 @@ class Arrivals:
         it; whether the sequence has to wait for it."""
         if not self._tiers:
             return False
-        held: list[bytes] = []
-        coming: list[Part] = []
+        found = self._worth_waiting(sequence, self._look(sequence))
+        held = [one.key for one in found if one.tier is None and one.coming is None]
+        coming = [one.coming for one in found if one.coming is not None]
         wanted: dict[Tier, list[bytes]] = {}
-        keys = self._tables.keys_to_find(sequence)
-        tiers = sorted(self._tiers, key=lambda tier: tier.brings_s(sequence, len(keys)))
-        for index, key in enumerate(keys):
-            if self._tables.block_of(key) is not None:
-                continue
-            if key in self._host:
-                held.append(key)
-            elif key in self._coming:
-                coming.append(self._coming[key])
-            else:
-                tier = next((tier for tier in tiers if tier.has(sequence, key, index)), None)
-                if tier is None:
-                    break
-                wanted.setdefault(tier, []).append(key)
+        for one in found:
+            if one.tier is not None:
+                wanted.setdefault(one.tier, []).append(one.key)
         self._take_over(sequence, held)
         timeout_s = self._timeout_s(sequence, wanted, coming)
         if timeout_s is None:
@@ -159,6 +160,42 @@ class Arrivals:
         for part in new:
             part.tier.begin(part, self._note_done)
         return True
+
+    def _look(self, sequence: Sequence) -> list[_Found]:
+        """Where the blocks of its prefix are that the device lacks, up to the first that is
+        nowhere."""
+        found: list[_Found] = []
+        keys = self._tables.keys_to_find(sequence)
+        tiers = sorted(self._tiers, key=lambda tier: tier.brings_s(sequence, len(keys)))
+        for index, key in enumerate(keys):
+            if self._tables.block_of(key) is not None:
+                continue
+            if key in self._host:
+                found.append(_Found(key))
+            elif key in self._coming:
+                found.append(_Found(key, coming=self._coming[key]))
+            else:
+                tier = next((tier for tier in tiers if tier.has(sequence, key, index)), None)
+                if tier is None:
+                    break
+                found.append(_Found(key, tier))
+        return found
+
+    def _worth_waiting(self, sequence: Sequence, found: list[_Found]) -> list[_Found]:
+        """What of it comes before the first block of a tier that takes longer to bring its blocks
+        than they take to compute."""
+        size = self._tables.pool.block_size_tokens
+        while not sequence.request.warms:
+            counts = Counter(one.tier for one in found if one.tier is not None)
+            slow = {
+                tier
+                for tier, count in counts.items()
+                if 0 < self._compute_s(count * size) <= tier.brings_s(sequence, count)
+            }
+            if not slow:
+                break
+            found = found[: next(n for n, one in enumerate(found) if one.tier in slow)]
+        return found
 
     def keep_for_another(self, sequence: Sequence) -> None:
         """What a sequence has pulled is another's that comes later: that one has pulled it then."""
@@ -245,11 +282,14 @@ class Arrivals:
             return
         own = set(sequence.block_keys)
         mine = [key for key in good if key in own]
-        if tier.is_peer:
-            sequence.pulled_keys |= set(mine)
-            sequence.pulled_s = self._monotonic() - sequence.added_s
-        else:
-            sequence.disk_keys |= set(mine)
+        match tier.source:
+            case "peer":
+                sequence.pulled_keys |= set(mine)
+                sequence.pulled_s = self._monotonic() - sequence.added_s
+            case "disk":
+                sequence.disk_keys |= set(mine)
+            case "object":
+                sequence.object_keys |= set(mine)
         self._host.pin(mine)
         sequence.pinned_keys = [*sequence.pinned_keys, *mine]
 

@@ -48,8 +48,8 @@ class BlockTables:
     copies it.
 
     ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need; of them,
-    ``num_guaranteed_blocks`` are never allocated to other sequences. ``lent_blocks`` names those of
-    which others than sequences hold references, too.
+    ``num_guaranteed_blocks`` are never allocated to other sequences. ``lent_blocks`` names those to
+    which others hold references; ``on_release`` is told what keys a sequence gives back, and when.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class BlockTables:
         self.tier_hits = TierHits(self._size)
         self.num_swaps = 0
         self.lent_blocks: Callable[[], Iterable[int]] = tuple
+        self.on_release: Callable[[list[bytes], float], None] = lambda _keys, _now_s: None
 
     @property
     def num_evicted_blocks(self) -> int:
@@ -333,8 +334,10 @@ class BlockTables:
                 if self._computing.get(key) is sequence:
                     del self._computing[key]
         if self._shared:
-            for key in reversed(sequence.block_keys[: sequence.num_cached_blocks]):
+            keys = sequence.block_keys[: sequence.num_cached_blocks]
+            for key in reversed(keys):
                 self._events.record(key)
+            self.on_release(keys, now_s)
         self._use_reservation(sequence, sequence.num_reserved_blocks)
         # The tail goes idle first: without its head it would be of no use.
         self.pool.free(reversed(sequence.block_table), now_s)

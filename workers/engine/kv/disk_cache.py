@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from millrace.workers.engine.kv.arrivals import Part
+from millrace.workers.engine.kv.arrivals import Part, Source
 from millrace.workers.engine.kv.block_file import BlockFile
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.kv.host_cache import TierFigures
@@ -54,7 +54,7 @@ class DiskCache:
     ``on_done`` is called on those threads when there is something to ``settle``.
     """
 
-    is_peer = False
+    source: Source = "disk"
 
     def __init__(
         self,

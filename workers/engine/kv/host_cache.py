@@ -99,7 +99,7 @@ class HostCache:
 
     Slots that are pinned stay; of the others, the one that was not used for longest gives way;
     ``on_change`` is called with its key. ``on_stored`` is called with the keys of new copies, which
-    may be kept ``below``; ``pinned_elsewhere`` names those that are pinned for others than
+    may be kept ``below``; each of ``pinned_elsewhere`` names those that it has pinned, besides
     sequences and the tier below.
     Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
     """
@@ -113,7 +113,7 @@ class HostCache:
         self.on_change: Callable[[bytes], None] = _ignore
         self.on_stored: Callable[[list[bytes]], None] = _keep_nowhere
         self.below: ColderTier = NoTier()
-        self.pinned_elsewhere: Callable[[], Iterable[bytes]] = tuple
+        self.pinned_elsewhere: list[Callable[[], Iterable[bytes]]] = []
         self._reserved: set[int] = set()
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # unpinned, the oldest first
         self._pinned: dict[bytes, int] = {}
@@ -274,6 +274,7 @@ class HostCache:
         assert all(0 <= slot < self._num_used_slots <= self._num_slots for slot in slots)
         assert self._pinned.keys() == self._pins.keys()
         assert self._slot_of.keys().isdisjoint(self._pinned)
-        pinned = Counter(chain(pinned_keys, self.below.pinned_keys(), self.pinned_elsewhere()))
+        elsewhere = chain.from_iterable(pinned() for pinned in self.pinned_elsewhere)
+        pinned = Counter(chain(pinned_keys, self.below.pinned_keys(), elsewhere))
         assert pinned == self._pins, "pins without somebody who needs them"
         self.below.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -71,6 +72,7 @@ class PlainHostMemory:
         self._settle = cache.settle
         self._shape = (num_layers, self.num_slots, layer_bytes)
         self._slots: torch.Tensor | None = None
+        self._making = threading.Lock()
         size_bytes = self.num_slots * self.block_bytes
         self.pages = SharedPages(size_bytes) if shared and size_bytes else None
 
@@ -94,11 +96,17 @@ class PlainHostMemory:
         return self._memory().numpy()
 
     def _memory(self) -> torch.Tensor:
-        if self._slots is None and self.pages is not None:
-            self._slots = torch.frombuffer(self.pages.pages, dtype=torch.uint8).view(self._shape)
-        elif self._slots is None:
-            self._slots = torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
+        if self._slots is None:
+            # Threads that fill slots may be the first, and two of them at once.
+            with self._making:
+                if self._slots is None:
+                    self._slots = self._made()
         return self._slots
+
+    def _made(self) -> torch.Tensor:
+        if self.pages is not None:
+            return torch.frombuffer(self.pages.pages, dtype=torch.uint8).view(self._shape)
+        return torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
 
 
 class PartedHostMemory:

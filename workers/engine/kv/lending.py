@@ -62,7 +62,7 @@ class Lending:
         self._copied: list[_Held] = []
         self._lent: dict[Loan, _Held] = {}
         self.num_served_blocks = 0
-        self._host.pinned_elsewhere = self._pinned_keys
+        self._host.pinned_elsewhere.append(self._pinned_keys)
         tables.lent_blocks = self._lent_blocks
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from millrace.schemas.transfer import KvSource, TransferEndpoint
-from millrace.workers.engine.kv.arrivals import Part
+from millrace.workers.engine.kv.arrivals import Part, Source
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.sequence import Sequence
 from millrace.workers.engine.threads.tasks import TaskThreads
@@ -48,7 +48,7 @@ class PeerTier:
     """Pulls the blocks of sequences whose request says who has them, on threads of its own; see
     ``Tier``. ``own_token`` is that of this engine's own endpoint, from which nothing is pulled."""
 
-    is_peer = True
+    source: Source = "peer"
 
     def __init__(
         self,

@@ -7,15 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.schemas.config import EngineConfig
 from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.arrivals import Arrivals
 from millrace.workers.engine.kv.block_file import BlockFile
+from millrace.workers.engine.kv.block_identity import transfer_identity
 from millrace.workers.engine.kv.block_tables import BlockTables
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.kv.disk_cache import DiskCache
+from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.host_memory import SharedHostMemory
 from millrace.workers.engine.kv.lending import Lending
+from millrace.workers.engine.kv.objects.block_objects import BlockObjects
+from millrace.workers.engine.kv.objects.object_cache import ObjectCache, ObjectFigures
+from millrace.workers.engine.kv.objects.opening import block_objects
 from millrace.workers.engine.kv.peer_exchange import PeerExchange, split_of
 from millrace.workers.engine.sequence import Sequence
 
@@ -24,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 class PeerFigures(NamedTuple):
     """What came from other workers' engines, how often it did not, what went to them, and how many
-    tokens are on their way, from these or from a disk."""
+    tokens are on their way, from these from a disk or from an object store."""
 
     num_pulled_blocks: int = 0
     num_pulled_bytes: int = 0
@@ -34,8 +40,8 @@ class PeerFigures(NamedTuple):
 
 
 class Tiers:
-    """The disk and other workers' engines, if there are any, around host memory. For the thread
-    that steps; ``wake`` is called on any when there is something to ``settle``."""
+    """The disk, an object store and other workers' engines, if there are any, around host memory.
+    For the thread that steps; ``wake`` is called on any when there is something to ``settle``."""
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class Tiers:
         self._monotonic = monotonic
         self.arrivals = Arrivals(tables, compute_s, wake, monotonic)
         self.disk: DiskCache | None = None
+        self.objects: ObjectCache | None = None
         self.exchange: PeerExchange | None = None
 
     @property
@@ -61,10 +68,31 @@ class Tiers:
         exchange = self.exchange
         return exchange.endpoint if exchange is not None and exchange.is_served else None
 
+    def open(self, path: Path, config: EngineConfig, *, is_row_exact: bool) -> None:
+        """Have all that ``config`` asks for, for an engine of the checkpoint folder ``path``;
+        ``is_row_exact`` as for ``block_identity``. Raises ConfigError."""
+        cache = self._cache
+        if config.disk_cache_path:
+            self.keep_on_disk(block_file(path, config, cache, is_row_exact=is_row_exact))
+        if config.object_cache_url:
+            objects = block_objects(path, config, cache, is_row_exact=is_row_exact)
+            self.keep_in_store(objects, config)
+        if config.transfer:
+            identity = transfer_identity(path, config, cache, is_row_exact=is_row_exact)
+            transport = config.transfer_transport
+            self.exchange_with_peers(identity, config.transfer_address, transport=transport)
+
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
         self.disk = DiskCache(file, self._memory, self._tables, self._wake)
         self.arrivals.add_tier(self.disk)
+
+    def keep_in_store(self, objects: BlockObjects, config: EngineConfig) -> None:
+        """Keep blocks of long prefixes where other workers find them, too, and find theirs."""
+        self.objects = ObjectCache(
+            objects, self._memory, self._tables, config, self._wake, self._monotonic
+        )
+        self.arrivals.add_tier(self.objects.tier)
 
     def exchange_with_peers(
         self,
@@ -94,6 +122,8 @@ class Tiers:
         """Do what has become due at the edge of a step; the sequences that wait no more."""
         if self.disk is not None:
             self.disk.settle()
+        if self.objects is not None:
+            self.objects.writer.settle()
         if self.exchange is not None:
             self.exchange.lending.settle()
         return self.arrivals.settle()
@@ -104,6 +134,7 @@ class Tiers:
         return (
             self.arrivals.is_busy
             or (self.disk is not None and self.disk.is_busy)
+            or (self.objects is not None and self.objects.writer.is_busy)
             or (self.exchange is not None and self.exchange.lending.is_busy)
         )
 
@@ -120,3 +151,7 @@ class Tiers:
             lending.num_served_blocks,
             num_coming_tokens,
         )
+
+    def object_figures(self) -> ObjectFigures:
+        """How it stands with an object store."""
+        return ObjectFigures() if self.objects is None else self.objects.figures()

@@ -152,6 +152,13 @@ def check_config(config: EngineConfig) -> None:
         amount = getattr(config, name)
         if not 0 <= amount < math.inf:
             raise ConfigError(f"engine.{name} must be 0 or more, got {amount}.")
+    for name in ("object_cache_min_tokens", "object_cache_requests"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {getattr(config, name)}.")
+    if not 0 < config.object_cache_timeout_s < math.inf:
+        raise ConfigError(
+            f"engine.object_cache_timeout_s must be above 0, got {config.object_cache_timeout_s}."
+        )
     if config.num_blocks < 0:
         raise ConfigError(
             f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "

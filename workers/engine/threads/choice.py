@@ -42,10 +42,12 @@ def configure_threads(
     that wait for each other may else be kept on one core for as long as they run, while the other
     has nothing, or something of low priority, to do: Linux takes that for busy. Beside such work
     half of the starts on 2 cores made steps three times as long. Threads that are no part of the
-    team ``leave_core``. The ranks of a group share the cores, each with its own.
+    team ``leave_core``. The ranks of a group that are on this host share the cores, each with its
+    own.
     """
     environ = os.environ if environ is None else environ
-    num_ranks = max(1, config.tensor_parallel * config.pipeline_parallel)
+    num_stages = config.pipeline_parallel - config.remote_stages
+    num_ranks = max(1, config.tensor_parallel * num_stages)
     if not _cores:  # a thread that is bound sees one only
         _cores.update(os.sched_getaffinity(0))
     if config.num_threads > 0:

@@ -25,6 +25,7 @@ from millrace.workers.engine.sampling.logits_processors import needs_logits_proc
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
 from millrace.workers.engine.sequence import UNREAD_TOKEN, Sequence
+from millrace.workers.engine.types import RunnerFigures
 from millrace.workers.kernels.operations import WeightSize
 
 VOCAB_SIZE = 192
@@ -54,6 +55,8 @@ class DeviceCache:
         self.data = self.blocks.view(torch.float32)
         self.slots = self.data.view(-1, 2).numpy()
         self._finish = self.settle = finish
+        self.others = None
+        self.block_bytes = self.blocks.shape[0] * self.blocks.shape[2]
 
     def scrub(self, blocks: list[int]) -> None:
         self._finish()
@@ -144,6 +147,9 @@ class DeviceRunner:
         self._failed = False
         self._last_token: dict[Sequence, int] = {}
         self._logits: torch.Tensor | None = None
+
+    def figures(self) -> RunnerFigures:
+        return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Its faults are those of launches and reads."""

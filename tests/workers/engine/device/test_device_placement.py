@@ -209,7 +209,7 @@ def test_what_was_tried_is_gone_when_the_cache_is_made(
 
     def watched(*args: Any) -> DeviceRunner:
         assert all(runner() is None for runner in made)
-        runner = assemble(*args)
+        runner: DeviceRunner = assemble(*args)
         made.append(weakref.ref(runner))
         return runner
 

@@ -302,7 +302,6 @@ def _runs(pid: int) -> bool:
         ({"tensor_parallel": 16, "pipeline_parallel": 2}, "a stage has at most 15 ranks"),
         ({"tensor_parallel": 0}, "at least 1 rank"),
         ({"expert_parallel": True}, "has none: leave it out"),
-        ({"kernels": "reference"}, "compute on a CPU so far"),
         ({"collectives": "nccl"}, "'nccl'; choose auto, shared_memory, gloo"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
         ({"pipeline_parallel": 4}, "engine.pipeline_parallel is 4"),

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from millrace.workers.adapters.rows import PlainAdapter, RowAdapters
 from millrace.workers.engine.batch import FlatBatch, QueryRange
 from millrace.workers.engine.group.step_wire import (
+    PartCommand,
     StageStep,
     WantedLogits,
     decode,
+    encode_command,
     encode_logits,
     encode_stage,
     encode_step,
 )
+from millrace.workers.engine.kv.cache_commands import CheckBlocks, ScrubBlocks
 
 ADAPTERS = {number: PlainAdapter([]) for number in (3, 9)}
 
@@ -113,3 +116,17 @@ def test_half_a_message_is_refused() -> None:
     whole = b"".join(encode_logits(torch.zeros(3, 7)))
     with pytest.raises(ValueError, match="shorter than it says"):
         decode(memoryview(whole)[:-1], ADAPTERS.__getitem__)
+
+
+@given(
+    st.integers(0, 2**40),
+    st.lists(st.integers(0, 2**31 - 1)),
+    st.sampled_from([CheckBlocks, ScrubBlocks]),
+    st.integers(0, 100),
+)
+def test_a_command_is_heard_as_it_was_told(
+    number: int, blocks: list[int], kind: type[CheckBlocks | ScrubBlocks], behind: int
+) -> None:
+    told = PartCommand(number, kind(blocks))
+    message = b"".join(encode_command(told)) + bytes(behind)
+    assert decode(memoryview(message), ADAPTERS.__getitem__) == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,27 @@ class Clock:
 @pytest.fixture(scope="module")
 def runner(llama: tuple[Path, Any]) -> ModelRunner:
     return ModelRunner.load(llama[0], EngineConfig(num_blocks=24, device="cpu"))
+
+
+def test_threads_that_fill_slots_first_share_the_memory(make_engine: MakeEngine) -> None:
+    cache = make_engine()._runner.cache
+    for _ in range(20):
+        memory = PlainHostMemory(cache, 8 * BLOCK_BYTES)
+        at_once = threading.Barrier(8)
+
+        def fill(
+            slot: int, memory: PlainHostMemory = memory, at_once: threading.Barrier = at_once
+        ) -> None:
+            at_once.wait()
+            for piece in memory.pieces(slot):
+                piece[:] = bytes([slot + 1]) * piece.nbytes
+
+        threads = [threading.Thread(target=fill, args=(slot,)) for slot in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [memory.pieces(slot)[0][0] for slot in range(8)] == list(range(1, 9))
 
 
 def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> None:

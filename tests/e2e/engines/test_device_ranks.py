@@ -1,0 +1,63 @@
+"""A model over two ranks with a device each, as a user starts it; the devices are the CPU here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.clients import ask_sse
+from tests.support.system import System
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_STREAMS = 6
+LONG = {"max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(
+        tmp_path_factory.mktemp("ranks"),
+        arguments=("--tensor-parallel", "2"),
+        environment={
+            "MILLRACE_WORKER__ENGINE__KERNELS": "reference",
+            "MILLRACE_WORKER__ENGINE__MAX_NUM_SEQUENCES": "8",
+            "MILLRACE_WORKER__ENGINE__MAX_BATCH_TOKENS": "64",
+        },
+    ).start()
+    yield system
+    processes = system.processes()
+    assert system.stop() == 0
+    assert not [process for process in processes if process.is_running()]
+
+
+async def test_streams_go_on_when_a_rank_is_killed(group: System) -> None:
+    async with httpx.AsyncClient(base_url=group.http, timeout=120.0) as http:
+
+        def ask_all() -> list[asyncio.Task[str]]:
+            return [asyncio.create_task(ask(i)) for i in range(NUM_STREAMS)]
+
+        async def ask(number: int) -> str:
+            return (await ask_sse(http, f"What is a rank? {number}", **LONG)).text
+
+        async def all_run() -> bool:
+            return bool((await http.get("/healthz")).json()["open_streams"] >= NUM_STREAMS)
+
+        undisturbed = await asyncio.gather(*ask_all())
+        tasks = ask_all()
+        await eventually(all_run)
+        [lead] = psutil.Process(group.pid("worker-1")).children()
+        [member] = [
+            child
+            for child in lead.children()
+            if any("device_group" in one for one in child.cmdline())
+        ]
+        member.kill()
+        again = await asyncio.wait_for(asyncio.gather(*tasks), timeout=120.0)
+        assert again == undisturbed
+        assert not lead.is_running()

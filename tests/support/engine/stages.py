@@ -1,0 +1,61 @@
+"""``millrace stages`` as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+_ENDS_WITHIN_S = 15.0
+
+
+class Stages:
+    """A running ``millrace stages``, whose ranks have a thread each. ``log`` is where it writes."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._process = _start(output, arguments)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ranks(self) -> list[psutil.Process]:
+        """Those that it computes now, in the order in which they were started."""
+        try:
+            return psutil.Process(self.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Until it has ended by itself; it is killed if it does not."""
+        try:
+            return self._process.wait(_ENDS_WITHIN_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _start(output: IO[bytes], arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "millrace", "stages", *arguments],
+        stdout=output,
+        stderr=output,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )

@@ -1,0 +1,204 @@
+"""Ranks on devices that end, hang or cannot be loaded, and what a group of them is not."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import CheckpointError, ConfigError
+from millrace.workers.engine.device_group import loading
+from millrace.workers.engine.device_group.making import meet
+from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.group.control_wire import JoinDevices
+from millrace.workers.engine.group.ranks import RankLostError
+from tests.support.waiting import eventually
+from tests.workers.checkpoints import save_model
+from tests.workers.engine.device_group.group_engines import MOE, SHAPE, load, runner_of
+from tests.workers.engine.support import drain, prompt, request, tokens_by_request
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_model(path, "Llama", **SHAPE)
+    return path
+
+
+@pytest.fixture
+def pair(llama: Path) -> Iterator[Engine]:
+    """A group of 2, which one test may break."""
+    engine = load(llama, 2, rank_timeout_s=2.0, cuda_graphs=False)
+    members = runner_of(engine)._lead.members
+    yield engine
+    for pid in members.pids:
+        if psutil.pid_exists(pid):
+            psutil.Process(pid).resume()
+    members.close()
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_rank_that_is_killed_ends_the_engine(pair: Engine) -> None:
+    [pid] = runner_of(pair).pids
+    pair.add(request("r", prompt(1, 20), max_tokens=200))
+    pair.step()
+    psutil.Process(pid).kill()
+    with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) ended with exit code -9"):
+        drain(pair)
+    assert not _runs(pid)
+    pair.add(request("later", prompt(1, 20)))
+    with pytest.raises(RankLostError, match="exit code -9"):
+        drain(pair)
+
+
+async def test_a_rank_that_is_killed_at_rest_is_noticed_at_once(pair: Engine) -> None:
+    [pid] = runner_of(pair).pids
+    pair.rest()
+    psutil.Process(pid).kill()
+    await eventually(lambda: bool(runner_of(pair)._lead._why))
+    with pytest.raises(RankLostError, match="exit code -9"):
+        pair.rest()
+
+
+def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
+    [pid] = runner_of(pair).pids
+    psutil.Process(pid).send_signal(signal.SIGSTOP)
+    pair.add(request("r", prompt(1, 20)))
+    with pytest.raises(RankLostError, match="Timed out waiting"):
+        drain(pair)
+
+
+async def test_what_goes_wrong_on_rank_0_ends_the_group(
+    pair: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the others have been told, who wait for it in the middle of a step."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    runner = runner_of(pair)
+    [pid] = runner.pids
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._state, "row_of", fail)
+        pair.add(request("r", prompt(1, 20)))
+        [output] = drain(pair)
+        assert output.error is not None, "nobody else had heard of it"
+    pair.add(request("again", prompt(1, 20), max_tokens=4))
+    assert len(tokens_by_request(drain(pair))["again"]) == 4
+    monkeypatch.setattr(runner._decoder, "forward", fail)
+    pair.add(request("r", prompt(1, 20)))
+    with pytest.raises(RankLostError, match="out of memory"):
+        drain(pair)
+    await eventually(lambda: not _runs(pid))
+
+
+def test_no_rank_outlives_its_engine(llama: Path) -> None:
+    engine = load(llama, 2, cuda_graphs=False)
+    [pid] = runner_of(engine).pids
+    assert _runs(pid)
+    del engine
+    gc.collect()
+    assert not _runs(pid)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 3}, "4 query heads do not divide by 3.* over 1, 2, 4"),
+        ({"tensor_parallel": 17}, "a stage has at most 16 ranks"),
+        ({"tensor_parallel": 0}, "at least 1 rank"),
+        ({"pipeline_parallel": 2}, "engine.pipeline_parallel: the stages of a pipeline compute on"),
+        ({"expert_parallel": True}, "has none: leave it out"),
+        ({"collectives": "nccl"}, "'nccl'; choose auto, shared_memory, gloo"),
+        ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
+        ({"disk_cache_path": "./kv"}, "disk_cache_path keeps whole blocks"),
+        ({"kv_cache_bytes": 1000, "num_blocks": 0}, "kv_cache_bytes is 1000, but one block"),
+    ],
+    ids=str,
+)
+def test_what_a_group_of_devices_is_not(
+    llama: Path, settings: dict[str, Any], message: str
+) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(ConfigError, match=message):
+        load(llama, settings.pop("tensor_parallel", 2), **settings)
+    gc.collect()
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_each_rank_needs_a_gpu_of_its_own(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for device, first in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
+        message = rf"is 4, and each rank has a GPU of its own, from number {first} on.* has 3"
+        with pytest.raises(ConfigError, match=message):
+            load(llama, 4, device=device, kernels="auto")
+    with pytest.raises(ConfigError, match=r"engine\.kernels is 'torch', but ranks with a GPU each"):
+        load(llama, 2, device="cuda", kernels="torch")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    """By rank 0, which finds what the others do."""
+    save_model(tmp_path, "Qwen3Moe", **MOE)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError):
+        load(tmp_path, 2)
+
+
+def test_a_rank_that_cannot_be_loaded_says_why(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rank 0 does not wait for it in the middle of its own loading."""
+
+    def elsewhere(path: str, engine: EngineConfig, rank: int, *rest: Any) -> JoinDevices:
+        return JoinDevices("/nowhere" if rank else path, engine, rank, *rest)
+
+    monkeypatch.setattr(loading, "JoinDevices", elsewhere)
+    with pytest.raises(ConfigError, match=r"rank 1 of the group: .*/nowhere"):
+        load(llama, 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "message"),
+    [
+        ("millrace.workers.engine.nowhere", {}, "ended with exit code 1 before it was loaded"),
+        (None, {"start_timeout_s": 0.001}, "was not loaded within the 0.001 s"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_not_waited_for(
+    llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str | None,
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    if module is not None:
+        monkeypatch.setattr(loading, "_MEMBER", module)
+    with pytest.raises(ConfigError, match=rf"rank 1 \(process \d+\) {message}"):
+        load(llama, 2, **settings)
+
+
+def test_a_rank_that_is_killed_while_it_loads_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(psutil.Process().children())
+
+    def kill_and_meet(join: JoinDevices) -> Any:
+        ranks = meet(join)
+        for child in set(psutil.Process().children()) - before:
+            child.kill()
+        return ranks
+
+    monkeypatch.setattr(loading, "meet", kill_and_meet)
+    with pytest.raises(ConfigError, match=r"rank 1 \(process \d+\) ended with exit code -9 before"):
+        load(llama, 2)

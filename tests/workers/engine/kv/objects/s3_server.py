@@ -1,0 +1,163 @@
+"""A real S3 server on this machine, in a process of its own, and one before it that misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+from tests.support.servers import die_with_parent, free_port
+
+_STARTS_WITHIN_S = 30.0
+BUCKET = "blocks"
+_FORBIDDEN = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+_NOT_FORWARDED = {"host", "connection", "content-length", "transfer-encoding"}
+
+
+class S3Server:
+    """It has one bucket, and forgets all when it ends."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._wait()
+        made = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(made).close()
+
+    def _wait(self) -> None:
+        until_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/moto-api/").close()
+            except (urllib.error.URLError, OSError):
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    """What the environment of those says that use a server at ``url``."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+class FaultyS3:
+    """Hands requests on to a server, but for what ``fault`` says of those that read objects: a
+    ``cut`` connection in the middle of the contents, ``short`` contents, a ``changed`` byte in
+    them; or of all requests: one that ``hangs`` for a while, or is ``forbidden``."""
+
+    def __init__(self, port: int) -> None:
+        self.fault = ""
+        self.num_requests = 0
+        self._server_port = port
+        self._released = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer._answer(self)
+
+            def do_HEAD(self) -> None:
+                outer._answer(self)
+
+            def do_PUT(self) -> None:
+                outer._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.num_requests += 1
+        if self.fault == "hangs":
+            self._released.wait(30.0)
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        if self.fault == "forbidden":
+            is_head = request.command == "HEAD"
+            self._send(request, 403, [], b"" if is_head else _FORBIDDEN)
+            return
+        server = http.client.HTTPConnection("127.0.0.1", self._server_port)
+        with contextlib.closing(server):
+            server.request(request.command, request.path, body, dict(request.headers))
+            answer = server.getresponse()
+            contents = answer.read()
+            size = answer.getheader("Content-Length")
+            headers = [one for one in answer.getheaders() if one[0].lower() not in _NOT_FORWARDED]
+        if request.command == "HEAD":
+            self._send(request, answer.status, headers, b"", size)
+            return
+        if request.command == "GET" and contents and answer.status < 300:
+            middle = len(contents) // 2
+            if self.fault == "cut":
+                self._send(request, answer.status, headers, contents[:middle], str(len(contents)))
+                request.close_connection = True
+                return
+            if self.fault == "short":
+                contents = contents[:middle]
+            if self.fault == "changed":
+                changed = bytes([contents[middle] ^ 1])
+                contents = contents[:middle] + changed + contents[middle + 1 :]
+        self._send(request, answer.status, headers, contents)
+
+    @staticmethod
+    def _send(
+        request: BaseHTTPRequestHandler,
+        status: int,
+        headers: list[tuple[str, str]],
+        contents: bytes,
+        size: str | None = None,
+    ) -> None:
+        with contextlib.suppress(OSError):  # who asked may have gone
+            request.send_response(status)
+            for name, value in headers:
+                request.send_header(name, value)
+            request.send_header("Content-Length", size or str(len(contents)))
+            request.end_headers()
+            request.wfile.write(contents)
+
+
+def s3_server() -> Iterator[S3Server]:
+    """For a fixture."""
+    server = S3Server()
+    yield server
+    server.kill()

@@ -1,0 +1,144 @@
+"""What a rank on a device of its own does that is not rank 0: what it is told, in that order."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.workers.engine.device.steps import DeviceSteps, StepParts, ToldStep
+from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
+from millrace.workers.engine.device_group.messages import WantedLogits, decode
+from millrace.workers.engine.device_group.ranks import DeviceRanks
+from millrace.workers.engine.group.control_socket import ControlSocket
+from millrace.workers.engine.group.control_wire import (
+    AdapterLoaded,
+    JoinDevices,
+    LoadAdapter,
+    Started,
+)
+from millrace.workers.engine.kv.cache_commands import CacheCommand, ReserveSlots
+from millrace.workers.engine.kv.cache_part import CachePart
+from millrace.workers.engine.threads.choice import leave_core
+
+_log = logging.getLogger(__name__)
+
+
+class MemberSteps(DeviceSteps):
+    """Computes the steps that rank 0 computes, with whom it exchanges numbers in them. Logits go to
+    rank 0, and the tokens that it chooses come back."""
+
+    def __init__(self, parts: StepParts, *, ranks: DeviceRanks) -> None:
+        super().__init__(parts, num_logits=0)
+        self._ranks = ranks
+
+    def compute(self, step: ToldStep) -> None:
+        """A step, on this rank's device."""
+        self._tell(step)
+        self._run(step)
+
+    def make_logits(self, num_rows: int) -> None:
+        """Those of rows that rank 0 shares."""
+        embedding = self._decoder.embedding
+        rows = embedding.new_empty(num_rows, embedding.shape[1])
+        self._ranks.share(rows)
+        self._ranks.gather(self._decoder.logits(rows), self.config.vocab_size)
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Read the slices of an adapter. Raises AdapterError, ModelSourceError."""
+        assert self._adapted is not None, "rank 0 has slots, too"
+        self._adapted.adapters.load(load.adapter, load.slot, max_rank=load.max_rank)
+
+    def _choose(
+        self,
+        wanted: torch.Tensor,
+        state_rows: torch.Tensor,  # noqa: ARG002 (rank 0's sampler has rows)
+        token_indices: torch.Tensor,  # noqa: ARG002
+        chosen: torch.Tensor,
+    ) -> None:
+        self._ranks.gather(self._decoder.logits(wanted), self.config.vocab_size)
+        self._ranks.share(chosen)
+
+
+class DeviceMember:
+    """One rank. Raises MillraceError if it cannot be loaded, RanksFailedError if another cannot."""
+
+    def __init__(self, join: JoinDevices, control: ControlSocket) -> None:
+        self._control = control
+        control.send(Started())
+        self._ranks = meet(join)
+        self._channel = make_channel(join, self._ranks)
+        self._steps = load_steps(
+            join, self._ranks, lambda _: partial(MemberSteps, ranks=self._ranks)
+        )
+        self._part = CachePart(self._steps.cache)
+        self._num_done = 0
+        self._is_done = threading.Condition()
+        gc.collect()
+        gc.freeze()
+
+    @torch.inference_mode()
+    def compute(self) -> NoReturn:
+        """What rank 0 posts, until the group fails. Raises RanksFailedError then."""
+        while True:
+            message = decode(self._channel.receive())
+            self._ranks.check()
+            if isinstance(message, ToldStep):
+                self._steps.compute(message)
+            elif isinstance(message, WantedLogits):
+                self._steps.make_logits(message.num_rows)
+            else:
+                self._obey(message)
+            with self._is_done:
+                self._num_done += 1
+                self._is_done.notify_all()
+
+    def _obey(self, command: CacheCommand) -> None:
+        """Do something with blocks; how it went is told by the least of all ranks' numbers."""
+        if isinstance(command, ReserveSlots):
+            self._ranks.hosts.least([self._reserve(command)])
+            return
+        finite = self._part.obey(command)
+        if finite is not None:
+            self._ranks.hosts.least([int(flag) for flag in finite])
+
+    def _reserve(self, command: ReserveSlots) -> int:
+        """Whether there is memory for it, 0 or 1."""
+        try:
+            self._part.obey(command)
+        except ConfigError as error:
+            _log.warning("%s", error.message)
+            return 0
+        return 1
+
+    def hear(self) -> NoReturn:
+        """What rank 0 says beside the steps, on a thread of its own."""
+        leave_core()
+        while True:
+            message = self._control.receive()
+            if isinstance(message, LoadAdapter):
+                self._control.send(AdapterLoaded(message.number, self._load_adapter(message)))
+
+    def _load_adapter(self, load: LoadAdapter) -> str:
+        """Why it could not be read, empty if it was. Steps that were posted before may have the
+        adapter that was in its slot."""
+        with self._is_done:
+            self._is_done.wait_for(lambda: self._num_done >= load.num_posted)
+        try:
+            self._steps.load_adapter(load)
+        except MillraceError as error:
+            return error.message
+        except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
+            _log.exception("a rank could not load an adapter")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def abort(self, why: str) -> None:
+        """End the group."""
+        self._channel.abort(why)
+        self._ranks.abort(why)

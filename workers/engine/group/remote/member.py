@@ -1,0 +1,24 @@
+"""A rank of another host, as rank 0 sees it."""
+
+from __future__ import annotations
+
+import socket
+
+from millrace.workers.engine.group.members import Member
+from millrace.workers.engine.group.remote.relay import Relay
+
+
+class RemoteMember(Member):
+    """Its socket is one of this host, at whose other end the stage's relay is. It ends with the
+    connection."""
+
+    def __init__(self, rank: int, sock: socket.socket, peer: str, relay: Relay) -> None:
+        super().__init__(rank, sock)
+        self.name = f"rank {rank} (at {peer})"
+        self._relay = relay
+
+    def how_it_ended(self) -> str:
+        return f"{self.name} is gone: {self._relay.why}"
+
+    def wait_ended(self) -> None:
+        self._relay.close()
