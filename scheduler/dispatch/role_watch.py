@@ -102,6 +102,7 @@ def _load_of(worker: WorkerView, now_s: float) -> WorkerLoad:
         status.role,
         work_ahead_s(worker),
         max(min(worker.num_held_per_slot, 1.0), used / max(status.num_blocks, 1)),
+        worker.step_growth,
         status.num_running + status.num_waiting,
         status.outstanding_prompt_tokens + status.outstanding_pull_tokens,
     )

@@ -1,8 +1,9 @@
 """Which workers change roles, where one kind of work waits for want of workers, and those of the
 other role have time. Pure: the caller passes the time in.
 
-A role is *short* of workers while its prompts wait too long, or, of ``decode``, while slots or KV
-cache are nearly used up, which is where steps are slowest. The other one gives as many as leave it
+A role is *short* of workers while its prompts wait too long, or, of ``decode``, while streams
+are more than twice as slow as one alone would be, by prompts or by one another, or slots or KV
+cache are nearly used up. The other one gives as many as leave it
 calm: what its workers do then fills no more than ``_CALM`` of them. As this is less than makes a
 role short, a load that stays as it is moves workers one way only, until nobody is short or those
 of the other role are needed where they are.
@@ -20,6 +21,9 @@ from millrace.schemas.engines import WorkerRole
 # beyond such a share of its slots or of its KV cache.
 LONGEST_WAIT_S = 0.5
 MOST_OCCUPIED = 0.75
+# Of the time of streams such a share is others', beyond which ``decode`` is short, too. Unlike how
+# slow they are it grows as load does, as slower streams are more at a time.
+MOST_SLOWED = 0.5
 # Workers are left so busy at most by those that go.
 _CALM = 0.7
 # Loads are means of about so long, and a need has to be there for so long.
@@ -29,7 +33,7 @@ LASTS_S = 2.0
 REST_S = 5.0
 TURN_S = 30.0
 # At most such a share of the workers with roles changes at a time, and at least one.
-_STEP_SHARE = 1 / 8
+_STEP_SHARE = 1 / 4
 
 _OTHER = {WorkerRole.PREFILL: WorkerRole.DECODE, WorkerRole.DECODE: WorkerRole.PREFILL}
 
@@ -37,25 +41,35 @@ _OTHER = {WorkerRole.PREFILL: WorkerRole.DECODE, WorkerRole.DECODE: WorkerRole.P
 class WorkerLoad(NamedTuple):
     """A worker that takes work, with a role: it computes and pulls prompts for ``ahead_s`` before
     it comes to a new one, and uses a share ``occupied`` of its slots or of its KV cache, whichever
-    is more. By its own word alone it has ``num_streams`` and ``num_prompt_tokens`` to compute, so
-    that all schedulers choose the same workers."""
+    is more; its steps are ``growth`` times as long as with one stream. By its own word alone it has
+    ``num_streams`` and ``num_prompt_tokens`` to compute, so that all schedulers choose the same
+    workers."""
 
     worker_id: str
     role: WorkerRole
     ahead_s: float
     occupied: float
+    growth: float = 1.0
     num_streams: int = 0
     num_prompt_tokens: int = 0
 
 
 class RoleLoad(NamedTuple):
     """The workers of one role in the mean: a prompt waits ``wait_s``, such a share is ``busy`` with
-    prompts, and such a share of slots or KV cache is ``occupied``."""
+    prompts, such a share of slots or KV cache is ``occupied``, and steps are ``growth`` times as
+    long as with one stream. ``hindered`` are those busy ones that others decode at."""
 
     num_workers: int
     wait_s: float = 0.0
     busy: float = 0.0
     occupied: float = 0.0
+    growth: float = 1.0
+    hindered: float = 0.0
+
+    @property
+    def slowed(self) -> float:
+        """Which share of the time of streams is that of prompts and of other streams."""
+        return 1 - (1 - self.hindered) / max(self.growth, 1.0)
 
 
 class RoleChange(NamedTuple):
@@ -76,7 +90,11 @@ class Need(NamedTuple):
 def needed(prefill: RoleLoad, decode: RoleLoad) -> Need | None:
     """Which role is short of workers that the other can spare; None where neither is, or both."""
     is_prefill_short = prefill.wait_s > LONGEST_WAIT_S
-    is_decode_short = decode.wait_s > LONGEST_WAIT_S or decode.occupied > MOST_OCCUPIED
+    is_decode_short = (
+        decode.wait_s > LONGEST_WAIT_S
+        or decode.occupied > MOST_OCCUPIED
+        or decode.slowed > MOST_SLOWED
+    )
     if is_prefill_short == is_decode_short:
         return None
     if is_prefill_short:
@@ -90,8 +108,9 @@ def needed(prefill: RoleLoad, decode: RoleLoad) -> Need | None:
 
 
 def decode_share(decode: RoleLoad) -> float:
-    """How much of its workers a load fills that decodes: their time, slots or KV cache."""
-    return max(decode.busy, decode.occupied)
+    """How much of its workers a load fills that decodes: prompts, slots, KV cache, or the time of
+    streams, of which as much as makes ``decode`` short counts as much as that of slots."""
+    return max(decode.busy, decode.occupied, decode.slowed / MOST_SLOWED * MOST_OCCUPIED)
 
 
 class RoleBalancer:
@@ -147,6 +166,8 @@ class RoleBalancer:
                 mean.wait_s + weight * (now.wait_s - mean.wait_s),
                 mean.busy + weight * (now.busy - mean.busy),
                 mean.occupied + weight * (now.occupied - mean.occupied),
+                mean.growth + weight * (now.growth - mean.growth),
+                mean.hindered + weight * (now.hindered - mean.hindered),
             )
 
 
@@ -159,6 +180,8 @@ def _load_of(workers: Sequence[WorkerLoad]) -> RoleLoad:
         sum(worker.ahead_s for worker in workers) / count,
         sum(worker.ahead_s > 0 for worker in workers) / count,
         sum(worker.occupied for worker in workers) / count,
+        sum(worker.growth for worker in workers) / count,
+        sum(worker.ahead_s > 0 and worker.num_streams > 1 for worker in workers) / count,
     )
 
 

@@ -13,6 +13,7 @@ from millrace.scheduler.placement.role_balance import (
     LASTS_S,
     LONGEST_WAIT_S,
     MOST_OCCUPIED,
+    MOST_SLOWED,
     REST_S,
     TURN_S,
     Need,
@@ -34,10 +35,14 @@ _IDLE = RoleLoad(12)
 
 
 def test_a_role_that_is_short_gets_workers_of_one_that_has_time() -> None:
-    assert needed(_LATE, _IDLE) == Need(_PREFILL, 2)
+    assert needed(_LATE, _IDLE) == Need(_PREFILL, 4)
     full = RoleLoad(4, occupied=MOST_OCCUPIED + 0.1)
-    assert needed(_IDLE, full) == Need(_DECODE, 2)
-    assert needed(_IDLE, _LATE) == Need(_DECODE, 2)
+    assert needed(_IDLE, full) == Need(_DECODE, 4)
+    assert needed(_IDLE, _LATE) == Need(_DECODE, 4)
+    slow = RoleLoad(4, growth=2.1)
+    assert needed(_IDLE, slow) == Need(_DECODE, 4)
+    assert needed(_IDLE, RoleLoad(4, hindered=0.3, growth=1.5)) == Need(_DECODE, 4)
+    assert needed(_IDLE, RoleLoad(4, hindered=0.2, growth=1.5)) is None
 
 
 def test_nothing_is_needed_where_neither_is_short_or_both_are() -> None:
@@ -54,7 +59,15 @@ def test_those_that_are_needed_where_they_are_stay() -> None:
 
 
 _SHARES = st.floats(0.0, 1.0)
-_LOADS = st.builds(RoleLoad, st.integers(0, 200), st.floats(0.0, 10.0), _SHARES, _SHARES)
+_LOADS = st.builds(
+    RoleLoad,
+    st.integers(0, 200),
+    st.floats(0.0, 10.0),
+    _SHARES,
+    _SHARES,
+    st.floats(1.0, 5.0),
+    _SHARES,
+)
 
 
 @given(_LOADS, _LOADS)
@@ -71,6 +84,7 @@ def test_whoever_gives_workers_is_not_short_of_them_then(
     assert giver.busy * more < 1
     if need.role is _PREFILL:
         assert giver.occupied * more < MOST_OCCUPIED
+        assert giver.slowed * more < MOST_SLOWED
 
 
 # --- over time ---
@@ -126,7 +140,7 @@ class _Fleet:
             ahead_s = self.work_s[role] / count + 0.1 if seen[role] < num_busy else 0.0
             seen[role] += 1
             occupied = min(self.occupied_workers / count, 1.0) if role is _DECODE else 0.0
-            loads.append(WorkerLoad(worker_id, role, ahead_s, occupied, num_streams=seen[role]))
+            loads.append(WorkerLoad(worker_id, role, ahead_s, occupied, num_streams=seen[role] + 1))
         return loads
 
 
