@@ -66,7 +66,6 @@ class PlacementRound:
         ]
         if not to_worker_id and roles.have_roles(candidates):
             candidates = roles.for_running(candidates, scheduled.resources)
-        candidates = placement.with_time(candidates, scheduled.resources)
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def find_decoder(
@@ -80,7 +79,6 @@ class PlacementRound:
             for worker in roles.decoders(workers)
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
-        candidates = placement.with_time(candidates, scheduled.resources)
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:

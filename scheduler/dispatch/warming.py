@@ -14,6 +14,9 @@ from millrace.schemas.control import Warm
 from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
 from millrace.schemas.transfer import KvSource
 
+# A worker is asked for no more while what it pulls and computes before takes longer than this:
+# those that share its memory's bandwidth would all be late.
+_LEAD_S = 0.05
 # What is less is computed in no more time than it takes to ask for it.
 _SHORT_TOKENS = 64
 # Between two streams that leave for the same worker, at most.
@@ -56,7 +59,7 @@ class Warming:
         at that ``worker_of`` it, until it is over."""
         pull = self._pulls.get(scheduled.request_id)
         if pull is None:
-            if placement.work_ahead_s(place.worker) > placement.LEAD_S:
+            if placement.work_ahead_s(place.worker) > _LEAD_S:
                 return None
             if place.kv_source is None or place.num_pulled_tokens < _SHORT_TOKENS:
                 return place

@@ -13,9 +13,6 @@ Policy = Literal["affine", "least_loaded"]
 
 # What workers are taken to do where none of them has measured anything.
 _PREFILL_TOKEN_S = 1 / 4_000
-# A worker is given no more streams while what it pulls and computes before takes longer than this:
-# those that share its memory's bandwidth would all be late.
-LEAD_S = 0.05
 _DECODE_STEP_S = 0.02
 _BATCH_GROWTH = 0.5
 # A wait for a slot is predicted from means; it counts this many times more, since a cached prefix
@@ -158,14 +155,6 @@ def predicted_ttft_s(
     expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
     soon = _predict(worker, resources, num_cached_tokens, expected, _speeds_of([worker]))
     return soon.prefill_s + soon.slot_s + soon.step_s + soon.adapter_s
-
-
-def with_time(workers: list[WorkerView], resources: ResourceRequest) -> list[WorkerView]:
-    """Those with room for a stream that have no more work before it than it can wait for; all,
-    where there are none. How many streams a worker decodes says little of how soon it comes to
-    one more: among equals all would go to the same one."""
-    ready = [one for one in workers if work_ahead_s(one) <= LEAD_S and one.fits(resources)]
-    return ready or workers
 
 
 def work_ahead_s(worker: WorkerView) -> float:

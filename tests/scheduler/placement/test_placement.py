@@ -91,20 +91,6 @@ def test_somebody_who_makes_way_is_the_second_choice() -> None:
     assert placement.choose([batch], ResourceRequest(100, 100, Tier.BATCH), {}, 100.0) is None
 
 
-def test_a_stream_that_leaves_goes_to_those_who_have_time_for_it() -> None:
-    """At 10,000 tokens a second 400 tokens take 40 ms, and 600 take 60."""
-    workers = pair(outstanding_prompt_tokens=600)
-    assert [one.worker_id for one in placement.with_time(workers, _NEED)] == ["b-1"]
-    workers = pair(outstanding_prompt_tokens=400)
-    assert placement.with_time(workers, _NEED) == workers
-
-
-def test_where_nobody_has_time_or_room_all_are_asked() -> None:
-    busy = view("b-1", **(_SIZE | _SPEEDS | {"outstanding_prompt_tokens": 600}))
-    full = view("a-1", **(_SIZE | _SPEEDS | {"max_tokens_per_request": 1_000}))
-    assert placement.with_time([full, busy], _NEED) == [full, busy]
-
-
 def test_a_worker_without_measurements_is_taken_to_be_like_the_others() -> None:
     workers = pair(prefill_tokens_per_s=0.0, decode_step_ms=0.0)
     assert chosen(workers) == "a-1", "a tie, nearly"
