@@ -1,13 +1,15 @@
 """Where prefill and decode apart pay: fleets of 128 H200 in virtual time, by how they are split.
 
     python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--jobs 2] [--save]
+    python -m benchmarks.simulated_roles --only long --rates 45 --fleets "32 + 96, switching"
 
 The real scheduler with simulated workers, as ``millrace simulate`` has it, so the figures do not
 depend on the machine, and are no measurement of a GPU. Each worker is one H200 with a Llama 70B in
 fp8; what a step takes is derived from the data sheet, the model's shape and two assumed shares of
 what the device could do (``device``). Each load arrives at random at several rates; of each fleet
 the requests that came in a window count, with as much load before and behind them. Goodput is how
-many of those per second were answered within the load's limits.
+many of those per second were answered within the load's limits. Where roles are switched
+(``scheduler.switch_roles``), the window begins when the load has been there for 30 s.
 
   chat   short prompts and answers of log-normal lengths, in the manner of ShareGPT
   long   prompts of 8,192 tokens
@@ -59,6 +61,8 @@ _LAYERS, _WIDTH, _KV_WIDTH = 80, 8_192, 8 * 128
 _NUM_SLOTS, _CHUNK_TOKENS, _BLOCK_TOKENS = 256, 4_096, 16
 # 400 Gbit/s, and what Millrace's own TCP reached for such blocks (results/kv_transfer.json).
 _FAST_LINK, _TCP_LINK = 50e9, 1.6e9
+# Of the load before the window, where roles are switched.
+_WARM_UP_S = 30.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +79,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 class Fleet(NamedTuple):
     """``num_prefill`` of the workers compute prompts (0: all do both), in chunks of so many
-    tokens."""
+    tokens. ``switches``: that is at first, and schedulers change it."""
 
     num_prefill: int
     chunk_tokens: int = _CHUNK_TOKENS
     link_bytes_per_s: float = _FAST_LINK
+    switches: bool = False
 
     def num_prefill_of(self, num_workers: int) -> int:
         """In the fleet's proportion."""
@@ -97,6 +102,8 @@ class Fleet(NamedTuple):
             parts.append(f"chunks of {self.chunk_tokens}")
         if self.link_bytes_per_s != _FAST_LINK:
             parts.append(f"{self.link_bytes_per_s / 1e9:g} GB/s")
+        if self.switches:
+            parts.append("switching")
         return ", ".join(parts)
 
 
@@ -111,9 +118,9 @@ class Case(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet under one rate. Of the requests of the window but for ``itl_ms_p99``, the moves and
-    the utilisation, which are of the whole run. ``goodput`` is the share that kept the limits,
-    ``goodput_per_s`` that of the offered rate."""
+    """One fleet under one rate. Of the requests of the window but for ``itl_ms_p99``, the moves,
+    the switches and the utilisation, by role at first, which are of the whole run. ``goodput`` is
+    the share that kept the limits, ``goodput_per_s`` that of the offered rate."""
 
     load: str
     fleet: str
@@ -126,6 +133,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms_p99: float
     goodput: float
     goodput_per_s: float
+    roles_switched: int
     streams_moved: int
     tokens_pulled: int
     utilisation: dict[WorkerRole, float]
@@ -182,6 +190,9 @@ FLEETS = (
     Fleet(64),
     Fleet(96),
     Fleet(64, _CHUNK_TOKENS, _TCP_LINK),
+    Fleet(32, switches=True),
+    Fleet(64, switches=True),
+    Fleet(96, switches=True),
 )
 
 
@@ -232,7 +243,7 @@ def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
     return Settings(
         config=Config(
             nats=NatsConfig(ack_wait_s=120.0),
-            scheduler=SchedulerConfig(lease_extend_s=40.0),
+            scheduler=SchedulerConfig(lease_extend_s=40.0, switch_roles=fleet.switches),
             worker=WorkerConfig(
                 heartbeat_s=0.5, lease_extend_s=40.0, prefix_report_s=0.5, engine=engine
             ),
@@ -245,13 +256,15 @@ def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
     )
 
 
-def trace_of(load: Load, rate_per_s: float, window_s: float) -> list[TraceRequest]:
-    """The window, with as much before and behind it."""
+def trace_of(
+    load: Load, rate_per_s: float, window_s: float, warm_up_s: float
+) -> list[TraceRequest]:
+    """The window, with as much load behind it, and for ``warm_up_s`` before it."""
     return synthesise(
         Recipe(
             kind=Kind.POISSON,
             rate_per_s=rate_per_s,
-            duration_s=3 * window_s,
+            duration_s=warm_up_s + 2 * window_s,
             tenants=(TenantShare(name="t1"),),
             input_tokens=parse_spread(load.input_tokens),
             output_tokens=parse_spread(load.output_tokens),
@@ -267,11 +280,15 @@ def run(case: Case) -> Row:
     gc.set_threshold(50_000, 50, 100)
     load, fleet, rate_per_s, window_s, num_workers = case
     settings = settings_for(load, fleet, num_workers)
+    begins_s = max(_WARM_UP_S, window_s) if fleet.switches else window_s
+    trace = trace_of(load, rate_per_s, window_s, begins_s)
     begun_s = time.perf_counter()
-    result = simulate(trace_of(load, rate_per_s, window_s), settings, parse_policies("fair")[0])
+    result = simulate(trace, settings, parse_policies("fair")[0])
     took_s = time.perf_counter() - begun_s
     within = [
-        outcome for outcome in result.outcomes if window_s <= outcome.request.at_s < 2 * window_s
+        outcome
+        for outcome in result.outcomes
+        if begins_s <= outcome.request.at_s < begins_s + window_s
     ]
     report = policy_report("fair", replace(result, outcomes=within), settings)
     goodput = report.overall.goodput or 0.0
@@ -287,6 +304,7 @@ def run(case: Case) -> Row:
         itl_ms_p99=_at(report.itl_ms, "p99"),
         goodput=round(goodput, 4),
         goodput_per_s=round(goodput * report.overall.num_requests / window_s, 2),
+        roles_switched=report.num_role_changes,
         streams_moved=sum(report.streams_moved.values()),
         tokens_pulled=report.num_pulled_tokens,
         utilisation={role: round(share, 3) for role, share in report.utilisation_by_role.items()},
@@ -322,7 +340,8 @@ def _line(row: Row) -> str:
         f"{row.load:<5} {row.rate_per_s:>6g}/s  {row.fleet:<22} good {row.goodput_per_s:>8,.1f}/s "
         f"({row.goodput:>6.1%})  TTFT {row.ttft_ms_p50:>7,.0f} {row.ttft_ms_p99:>8,.0f}  "
         f"TPOT {row.tpot_ms_p50:>5.1f} {row.tpot_ms_p99:>6.1f}  ITL p99 {row.itl_ms_p99:>6.1f}  "
-        f"moved {row.streams_moved:>6,}  {used}  ({row.took_s:.0f} s)"
+        f"moved {row.streams_moved:>6,}  switched {row.roles_switched:>3}  {used}  "
+        f"({row.took_s:.0f} s)"
     )
 
 
@@ -331,6 +350,7 @@ def main() -> int:
     parser = command_parser("simulated_roles", __doc__)
     parser.add_argument("--only", choices=[load.name for load in LOADS])
     parser.add_argument("--rates", help="requests per second instead of each load's own")
+    parser.add_argument("--fleets", help="those with such names alone, joined by semicolons")
     parser.add_argument("--window", type=float, help="seconds instead of each load's own")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--smoke", action="store_true", help="16 workers, one rate, a moment")
@@ -342,13 +362,13 @@ def main() -> int:
         Case(load, fleet, rate_per_s, arguments.window or load.window_s, _NUM_WORKERS)
         for load in loads
         for rate_per_s in _rates(load, arguments.rates)
-        for fleet in FLEETS
+        for fleet in _fleets(arguments.fleets)
     ]
     if arguments.smoke:
         cases = [
             Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16)
             for load in loads
-            for fleet in FLEETS
+            for fleet in _fleets(arguments.fleets)
         ]
     rows: list[Row] = []
     with ProcessPoolExecutor(arguments.jobs) as processes:
@@ -358,6 +378,17 @@ def main() -> int:
     results = Results(device=_device(), loads=tuple(loads), rows=tuple(rows))
     write_json(_RESULT if arguments.save else None, results)
     return 0
+
+
+def _fleets(given: str | None) -> list[Fleet]:
+    """All, or those that are named. Raises SystemExit for a name that none has."""
+    by_name = {fleet.name(_NUM_WORKERS): fleet for fleet in FLEETS}
+    if given is None:
+        return list(by_name.values())
+    names = [name.strip() for name in given.split(";")]
+    if unknown := set(names) - by_name.keys():
+        raise SystemExit(f"--fleets: no {'; '.join(unknown)}; there are {'; '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
 def _rates(load: Load, given: str | None) -> tuple[float, ...]:

@@ -187,7 +187,7 @@ _CHANNELS = (
         "Commands to a worker",
         "receive",
         (WorkerCommand,),
-        "Dispatch, cancel, replay and drain.",
+        "Dispatch, cancel, replay, drain, pull ahead and change of role.",
         answer=WorkerReply,
     ),
     _Channel(

@@ -62,6 +62,7 @@ ALL_RESUMES = "resume.*.*"
 ALL_HANDOVERS = "handover.*.*"
 ALL_WORKER_COMMANDS = "ctl.worker.*"
 ALL_WORKER_NAMES = f"$KV.{WORKERS_BUCKET}.name.*"
+ALL_ROLE_TURNS = f"$KV.{WORKERS_BUCKET}.roles.*"
 ALL_CANCELS = "ctl.cancel.*"
 ALL_ENDED = "ctl.ended.*"
 ALL_PREFILLED = "ctl.prefilled.*"
@@ -302,6 +303,11 @@ def worker_entry(worker_id: str) -> str:
 def worker_name(name: str) -> str:
     """The key of the lease on a worker's name, in the same bucket."""
     return f"$KV.{WORKERS_BUCKET}.name.{_bucket_key(name)}"
+
+
+def role_turn(model: str) -> str:
+    """The key of the turn to change the roles of a model's workers, in the same bucket."""
+    return f"$KV.{WORKERS_BUCKET}.roles.{_bucket_key(model)}"
 
 
 def _bucket_key(text: str) -> str:

@@ -53,6 +53,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "millrace workers list": ("millrace workers list --json",),
     "millrace workers drain": ("millrace workers drain worker-1 --timeout 60",),
     "millrace workers move": ("millrace workers move worker-1 --to worker-2",),
+    "millrace workers role": ("millrace workers role worker-2 prefill",),
     "millrace publish": (
         'millrace publish --prompt "What is a KV cache?" --stream',
         "millrace publish --file question.txt --no-wait --tenant acme --tier pro",

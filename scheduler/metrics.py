@@ -28,6 +28,12 @@ class SchedulerMetrics(Collector):
         yield from self._workers()
         yield from self._outcomes()
         yield from self._rollouts()
+        yield _counter(
+            "millrace_scheduler_role_switches",
+            "Workers that this scheduler gave another role: prefill or decode",
+            ["model", "result"],
+            self._scheduler.roles.num_changes.items(),
+        )
         yield from self._times()
 
     def _queues(self) -> Iterator[Metric]:

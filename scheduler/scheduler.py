@@ -17,6 +17,7 @@ from millrace.runtime.tasks import Tasks, wait_unless_done
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
+from millrace.scheduler.dispatch.role_watch import RoleWatch
 from millrace.scheduler.fleet.fleet import Departed, Departure
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
@@ -105,6 +106,7 @@ class Scheduler:
             self._num_waiting,
             clock,
         )
+        self.roles = RoleWatch(self.context, self.dispatchers)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -127,6 +129,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             self._services.spawn(self._lease_recovery.run(), "recover leases")
             self.rollouts.start()
+            self.roles.start()
             self.ready.set()
             await wait_unless_done(stopping, loops)
             for dispatcher in self.models.all_dispatchers():
@@ -137,6 +140,7 @@ class Scheduler:
         finally:
             await self.models.close()
             await self.rollouts.close()
+            await self.roles.close()
             await self._services.close()
             await self._answers.close(_GOODBYE_TIMEOUT_S)
             self.model_cache.close()

@@ -93,14 +93,24 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
     token_ids: tuple[int, ...] = ()
 
 
-WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm
+class SetRole(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="set_role"):
+    """Prefer other work from now on, until another one comes or the worker starts again. What runs
+    goes on: of a worker that is for prompts now, the streams may go on at those that decode. With
+    ``from_role``, only if that is what it is now: of several schedulers that ask the same, one
+    gets it."""
+
+    role: WorkerRole
+    from_role: WorkerRole | None = None
+
+
+WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's answer to a command.
 
     ``reason`` is a stable word when it did not comply: ``full``, ``draining``, ``wrong_model``,
-    ``stale_epoch``, ``unknown_request`` or ``bad_request``.
+    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role`` or ``bad_request``.
     """
 
     ok: bool
@@ -156,9 +166,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests whose prompts a worker of the role ``prefill`` has computed, and whose first tokens
-    it has sent: others may go on with them. From it to the schedulers. Where one is lost, the
-    request ends where it is."""
+    """Requests whose prompts a worker of the role ``prefill`` has computed, also before it was
+    one, and whose first tokens it has sent: others may go on with them. From it to the schedulers.
+    Where one is lost, the request ends where it is."""
 
     worker_id: str
     request_ids: tuple[str, ...]
@@ -230,8 +240,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     It computes on ``num_devices``, all of them at a time: what is measured is of the group.
     ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
     not say), since a stream moves only among the same ones. ``role`` is what work it is
-    preferred for. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none over);
-    it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far), and
+    preferred for now. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none
+    over); it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far), and
     ``outstanding_pull_tokens`` are on their way to it, which are not among those to be computed.
     ``adapters`` are in its ``max_adapters`` slots (0: it takes none); ``adapter_load_ms`` is what
     the last ones took to load (0: none was).

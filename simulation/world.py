@@ -36,7 +36,8 @@ _MAX_PAYLOAD_BYTES = 1 << 30
 class Result:
     """What happened: the outcomes in the trace's order, and every incarnation of a worker, whose
     times count from the trace's 0; it ended at ``end_s``. ``streams_moved`` went on elsewhere while
-    their worker lived, by how the next one got their context: ``pulled`` or ``computed``."""
+    their worker lived, by how the next one got their context: ``pulled`` or ``computed``. The
+    scheduler changed workers' roles ``num_role_changes`` times."""
 
     outcomes: list[RequestOutcome]
     incarnations: list[WorkerIncarnation]
@@ -44,6 +45,7 @@ class Result:
     end_s: float
     streams_moved: dict[str, int]
     num_pulled_tokens: int
+    num_role_changes: int
     inter_token: InterTokenLatencies
 
 
@@ -116,6 +118,7 @@ async def _simulate(
         end_s - LEAD_S,
         dict(moves),
         fleet.network.num_pulled_tokens,
+        scheduler.roles.num_changes.total(),
         outcomes.inter_token,
     )
 

@@ -135,6 +135,11 @@ class WorkerDirectory:
             )
             return HeldName(NameLease(holder=""), revision)
 
+    async def take_role_turn(self, model: str) -> bool:
+        """Whether the caller may change the roles of a model's workers now: of several who ask one
+        may, and then nobody for ``ENTRY_TTL_S``. Raises BusUnavailableError."""
+        return await self._bucket.put_after(subjects.role_turn(model), b"", 0) is not None
+
     async def report_prefixes(self, report: PrefixReport) -> None:
         """Tell the schedulers what a worker's prefix cache holds; at most once. Raises
         PayloadTooLargeError for a report that the server would not take."""

@@ -129,6 +129,7 @@ def _scheduler() -> Grants:
             subjects.ALL_CANCELS,
             subjects.ALL_RESUMES,
             subjects.ALL_QUEUE_STATUS,
+            subjects.ALL_ROLE_TURNS,
             *_each("STREAM.UPDATE", subjects.STREAMS),
             *_each("STREAM.INFO", (jobs, subjects.WORKERS_STREAM)),
             *_each("STREAM.MSG.GET", (jobs,)),

@@ -78,6 +78,7 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
             subjects.WORKERS_STREAM,
             subjects.ALL_WORKERS,
             subjects.ALL_WORKER_NAMES,
+            subjects.ALL_ROLE_TURNS,
             max_age_s=ENTRY_TTL_S,
             storage="memory",
             max_msgs_per_subject=1,

@@ -112,6 +112,11 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
     )
     group.add_argument(
+        "--switch-roles",
+        action="store_true",
+        help="have schedulers change the roles that --workers gives, by the load of each",
+    )
+    group.add_argument(
         "--gateways", type=int, default=1, help="gateways that share the port (default: 1)"
     )
     group.add_argument(
@@ -171,6 +176,8 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     first = arguments.workers or FirstWorkers(1)
     if first.roles:
         _check_roles(config)
+    elif arguments.switch_roles:
+        raise ConfigError("--switch-roles takes --workers with roles, such as prefill:1,decode:2.")
     num_workers = num_first(config.scheduler.autoscale, first.number)
     return Plan(
         data=data,
@@ -231,7 +238,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
         catalogue=arguments.catalogue or config.catalogue,
         log_level=arguments.log_level or config.log_level,
         gateway=msgspec.structs.replace(config.gateway, **front),
-        scheduler=_scheduler(config.scheduler, arguments.autoscale),
+        scheduler=_scheduler(config.scheduler, arguments),
         worker=msgspec.structs.replace(config.worker, engine=engine),
     )
 
@@ -245,10 +252,12 @@ def _is_port_fixed(arguments: argparse.Namespace, config: Config) -> bool:
     )
 
 
-def _scheduler(config: SchedulerConfig, bounds: str | None) -> SchedulerConfig:
-    if bounds is None:
+def _scheduler(config: SchedulerConfig, arguments: argparse.Namespace) -> SchedulerConfig:
+    if arguments.switch_roles:
+        config = msgspec.structs.replace(config, switch_roles=True)
+    if arguments.autoscale is None:
         return config
-    fewest, most = parse_bounds(bounds, _MOST_WORKERS)
+    fewest, most = parse_bounds(arguments.autoscale, _MOST_WORKERS)
     autoscale = msgspec.structs.replace(config.autoscale, min_workers=fewest, max_workers=most)
     return msgspec.structs.replace(config, autoscale=autoscale)
 

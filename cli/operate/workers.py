@@ -1,4 +1,4 @@
-"""``millrace workers``: who serves what, and streams that go on elsewhere."""
+"""``millrace workers``: who serves what and in which role, and streams that go on elsewhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
 from millrace.cli.store_access import print_json
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 
 if TYPE_CHECKING:
     from millrace.bus.api import Bus
-    from millrace.schemas.control import WorkerStatus
+    from millrace.schemas.control import WorkerCommand, WorkerStatus
 
 _COMMAND_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.1
@@ -32,8 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace workers`` and its commands."""
     parser = subparsers.add_parser(
         "workers",
-        help="see the workers, and have their streams go on elsewhere",
-        description="See the workers of a running system, and have their streams go on elsewhere.",
+        help="see the workers, change their roles, and have their streams go on elsewhere",
+        description="See the workers of a running system, change their roles, and have their "
+        "streams go on elsewhere.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="workers_command", required=True)
 
@@ -68,6 +70,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     move.add_argument("--to", metavar="OTHER", help="to this worker alone")
     _add_where(move, _move)
 
+    role = commands.add_parser(
+        "role",
+        help="have a worker prefer other work",
+        description="Have a worker prefer prompts, streams behind them, or both alike, while it "
+        "serves. What it runs goes on. When it is started again, it has the role of its "
+        "configuration; with scheduler.switch_roles, schedulers may change it, too.",
+    )
+    role.add_argument("name", metavar="NAME")
+    role.add_argument("role", choices=[one.value for one in WorkerRole])
+    _add_where(role, _set_role)
+
 
 def _add_where(
     parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
@@ -100,10 +113,8 @@ def _drain(arguments: argparse.Namespace) -> int:
         from millrace.schemas.control import Drain
 
         worker = await _find(bus, arguments.name)
-        command = Drain(reason="millrace workers drain")
-        reply = await bus.control.command(worker.worker_id, command, _COMMAND_TIMEOUT_S)
-        if reply is None or not reply.ok:
-            why = "it does not answer" if reply is None else reply.message
+        why = await _command(bus, worker, Drain(reason="millrace workers drain"))
+        if why:
             raise MillraceError(f"{worker.name} cannot be drained: {why}")
         print(f"{worker.name} takes no new work", flush=True)
         left = _num_held(worker)
@@ -142,6 +153,22 @@ def _move(arguments: argparse.Namespace) -> int:
     return _on_bus(arguments, move)
 
 
+def _set_role(arguments: argparse.Namespace) -> int:
+    async def set_role(bus: Bus) -> int:
+        from millrace.schemas.control import SetRole
+
+        worker = await _find(bus, arguments.name)
+        role = WorkerRole(arguments.role)
+        why = await _command(bus, worker, SetRole(role=role))
+        if why:
+            raise MillraceError(f"The role of {worker.name} cannot be changed: {why}")
+        before = "as before" if worker.role is role else f"it was {worker.role}"
+        print(f"the role of {worker.name} is {role}; {before}")
+        return 0
+
+    return _on_bus(arguments, set_role)
+
+
 # --- what workers say -----------------------------------------------------------------------------
 
 
@@ -160,6 +187,14 @@ async def _find(bus: Bus, name: str) -> WorkerStatus:
             return status
     names = ", ".join(status.name for status in workers) or "none"
     raise NoSuchWorkerError(f"There is no worker {name!r:.200}. Workers: {names}.")
+
+
+async def _command(bus: Bus, worker: WorkerStatus, command: WorkerCommand) -> str:
+    """Why a worker does not do as it is told; empty: it does."""
+    reply = await bus.control.command(worker.worker_id, command, _COMMAND_TIMEOUT_S)
+    if reply is None:
+        return "it does not answer"
+    return "" if reply.ok else reply.message or reply.reason
 
 
 async def _num_left(bus: Bus, worker: WorkerStatus) -> int:

@@ -85,6 +85,11 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         "prompts apart from streams (docs/kv-cache.md)",
     )
     group.add_argument(
+        "--switch-roles",
+        action="store_true",
+        help="have the scheduler change the roles that --workers gives, by the load of each",
+    )
+    group.add_argument(
         "--kv-bytes-per-token",
         type=float,
         metavar="N",

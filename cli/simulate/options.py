@@ -43,6 +43,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError("--seed must be between 0 and 2^63 - 1")
     num_workers, roles = _workers(arguments.workers)
+    if arguments.switch_roles and not roles:
+        raise ConfigError("--switch-roles takes --workers with roles, such as prefill:1,decode:2")
     gpus = arguments.gpus_per_worker
     return Settings(
         config=_config_of(arguments),
@@ -77,6 +79,8 @@ def _config_of(arguments: argparse.Namespace) -> Config:
     }
     if arguments.max_queued_jobs is not None:
         scheduler["max_queued_jobs"] = _count("--max-queued-jobs", arguments.max_queued_jobs)
+    if arguments.switch_roles:
+        scheduler["switch_roles"] = True
     if arguments.autoscale is not None:
         start_s = worker.engine.simulation.start_s
         scheduler["autoscale"] = _autoscale(

@@ -12,6 +12,7 @@ from millrace.scheduler.dispatch.placement_round import Place, PlacementRound
 from millrace.scheduler.dispatch.warming import Warming
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.schemas.engines import WorkerRole
 
 _PAUSE_S = 0.02
 # So many that wait for a worker's time are looked at, as others may have time for the next.
@@ -93,6 +94,8 @@ class Migration:
                 left = self._prefilled[worker_id]
                 if worker is None or worker.status.draining or worker.status.engine_down:
                     return  # they leave for that reason
+                if worker.status.role is not WorkerRole.PREFILL:
+                    return  # its role was changed: they may stay
                 left.intersection_update(worker.runs)
                 is_full = self._hand_on_some(worker, left)
                 if not left:

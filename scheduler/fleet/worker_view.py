@@ -328,6 +328,13 @@ class WorkerView:
         """It has said how long its steps take."""
         return self.decode_step_s > 0
 
+    @property
+    def step_growth(self) -> float:
+        """How many times longer its steps are than with one request; 1 if nothing was measured."""
+        batch = min(self.num_held, self.status.max_num_sequences)
+        alone_s = self._steps.at(1)
+        return max(self._steps.at(batch) / alone_s, 1.0) if alone_s and batch else 1.0
+
     def run_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """How long a request takes in a full batch, each slot of which gets another prompt
         meanwhile. Of a worker that is measured."""

@@ -121,6 +121,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     status_interval_s: float = 0.25
     """How often the scheduler announces its queues to the gateways, and looks for what to shed."""
 
+    switch_roles: bool = False
+    """Whether schedulers change the roles of a model's workers (``worker.role``) that are
+    ``prefill`` or ``decode``, where one role is short of workers and the other is not. See
+    docs/kv-cache.md."""
+
     tiers: TierPolicies = TierPolicies()
     """Policy of each tier."""
 

@@ -102,6 +102,7 @@ def policy_report(name: str, result: Result, settings: Settings) -> PolicyReport
         num_runs_moved=sum(max(0, outcome.num_runs - 1) for outcome in result.outcomes),
         streams_moved=result.streams_moved,
         num_pulled_tokens=result.num_pulled_tokens,
+        num_role_changes=result.num_role_changes,
         num_preemptions=sum(batch.num_preemptions for batch in batches),
         cost=_cost(result.incarnations, overall, settings),
         timeline=_timeline(columns, result.incarnations, span_s),

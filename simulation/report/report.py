@@ -95,13 +95,14 @@ class Bin(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one policy came to. ``utilisation`` is the share of the workers' time in which they
-    computed, of all and by role; ``num_runs_moved`` counts runs beyond the first of a request.
+    computed, of all and by the role that they began with; ``num_runs_moved`` counts runs beyond
+    the first of a request.
 
     ``itl_ms`` are the gaps between one token and the next of all streams, to half a percent.
     ``goodput_requests_per_s`` are requests that kept the SLO, as ``requests_per_s`` are all that
     were answered; None without an SLO. ``streams_moved`` went on elsewhere while their worker
     lived, with blocks that were ``pulled`` or ``computed`` again; ``num_pulled_tokens`` came to
-    workers from the KV caches of others."""
+    workers from the KV caches of others; ``num_role_changes`` were made by the scheduler."""
 
     policy: str
     end_s: float
@@ -121,6 +122,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     num_runs_moved: int
     streams_moved: dict[str, int]
     num_pulled_tokens: int
+    num_role_changes: int
     num_preemptions: int
     cost: Cost
     timeline: tuple[Bin, ...]

@@ -104,6 +104,7 @@ def _totals(report: Report) -> list[Row]:
     rows += [
         (title, _count(name))
         for name, title in (
+            ("num_role_changes", "roles switched"),
             ("num_deaths", "workers that died"),
             ("num_runs_moved", "runs beyond the first"),
             ("num_preemptions", "preemptions"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from millrace.schemas.control import Prefilled, Pulled, Warm, WorkerReply
 from millrace.schemas.engines import WorkerRole
@@ -108,6 +108,12 @@ class SimulatedMoves:
             self.on_pulled()
         if pulled or prefilled:
             self._context.spawn(self._publish(pulled, [run.request_id for run in prefilled]))
+
+    def hand_on(self, runs: Iterable[Run]) -> None:
+        """Of those that run, the streams may go on elsewhere if the worker is for prompts now."""
+        request_ids = [run.request_id for run in runs if run.first_token_ns]
+        if request_ids and self.role is WorkerRole.PREFILL:
+            self._context.spawn(self._publish({}, request_ids))
 
     async def _publish(self, pulled: dict[str, list[str]], prefilled: list[str]) -> None:
         control = self._context.bus.control

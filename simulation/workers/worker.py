@@ -15,6 +15,7 @@ from millrace.schemas.control import (
     Ended,
     Replay,
     Served,
+    SetRole,
     Warm,
     WorkerCommand,
     WorkerReply,
@@ -154,6 +155,18 @@ class SimulatedWorker:
             case Warm():
                 apart = self._config.prefix_scope == "tenant"
                 return await self._moves.warm(command, apart=apart)
+            case SetRole():
+                return await self._set_role(command)
+
+    async def _set_role(self, command: SetRole) -> WorkerReply:
+        moves = self._moves
+        if command.from_role not in (None, moves.role):
+            return _no("stale_role", f"the role is {moves.role} here")
+        if moves.role is not command.role:
+            moves.role = command.role
+            await self._heartbeats.announce()
+            moves.hand_on(self.runs.values())
+        return WorkerReply(ok=True)
 
     def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:
         known = self.runs.get(dispatch.job.request_id)

@@ -23,11 +23,13 @@ from millrace.schemas.control import (
     QueueStatus,
     Replay,
     ResumePoint,
+    SetRole,
     TelemetryAnswer,
     TelemetryQuery,
     WorkerCommand,
     WorkerReply,
 )
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import PayloadTooLargeError
 from millrace.schemas.jobs import Job
 from tests.bus.conftest import Broker
@@ -39,6 +41,7 @@ COMMANDS: list[WorkerCommand] = [
     Cancel(request_id="r1", reason=CancelReason.DEADLINE, below_epoch=2),
     Replay(request_id="r1", from_index=4, reply="g"),
     Drain(reason="update"),
+    SetRole(role=WorkerRole.PREFILL, from_role=WorkerRole.DECODE),
 ]
 
 

@@ -19,6 +19,7 @@ from millrace.schemas.control import (
     Prefilled,
     Replay,
     Served,
+    SetRole,
     Warm,
     WorkerCommand,
     WorkerReply,
@@ -74,11 +75,13 @@ class ScriptedWorker:
         self.transfer: TransferEndpoint | None = None
         self.pull_tokens_per_s = 0.0
         self.prefill_tokens_per_s = 0.0
+        self.outstanding_prompt_tokens = 0
         self.answer = AnswerTimes(status=Status.DONE)
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
         self.warmed: list[Warm] = []
         self.warms_when: asyncio.Event | None = None
+        self.set_roles: list[WorkerRole] = []
         self.refuses_to_warm = False
         self.outstanding_pull_tokens = 0
         self.cancels: list[Cancel] = []
@@ -140,6 +143,7 @@ class ScriptedWorker:
             pull_tokens_per_s=self.pull_tokens_per_s,
             outstanding_pull_tokens=self.outstanding_pull_tokens,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
+            outstanding_prompt_tokens=self.outstanding_prompt_tokens,
             draining=self.draining,
             engine_down=self.engine_down,
             retired=retired,
@@ -224,6 +228,13 @@ class ScriptedWorker:
                 self.warmed.append(command)
                 if self.warms_when is not None:
                     await self.warms_when.wait()
+                return WorkerReply(ok=True)
+            case SetRole():
+                if command.from_role not in (None, self.role):
+                    return WorkerReply(ok=False, reason="stale_role")
+                self.role = command.role
+                self.set_roles.append(command.role)
+                await self.announce()
                 return WorkerReply(ok=True)
             case Replay() | Drain():
                 return WorkerReply(ok=False, reason="bad_request")

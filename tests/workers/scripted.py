@@ -22,6 +22,7 @@ from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig, WorkerConfig
 from millrace.schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import RequestRecord, WorkerSample
@@ -286,7 +287,8 @@ class Bench:
 async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
     """A worker that serves; it is stopped at the end unless the test did so."""
     num_devices = settings.pop("num_devices", 1)
-    engine = EngineConfig(max_num_sequences=settings.pop("max_num_sequences", 4))
+    kind = settings.pop("kind", EngineKind.REAL)
+    engine = EngineConfig(kind=kind, max_num_sequences=settings.pop("max_num_sequences", 4))
     config = WorkerConfig(engine=engine, **settings)
     one = Bench(model, config, num_devices)
     await one.peer.frames.subscribe(GATEWAY, one.on_frame)

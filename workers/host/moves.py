@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from millrace.schemas.control import Prefilled, Pulled, Warm, WorkerReply
-from millrace.schemas.engines import WorkerRole
+from millrace.schemas.control import Prefilled, Pulled, SetRole, Warm, WorkerReply
+from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.workers.host.capacity import OK, rejected
 from millrace.workers.host.context import WorkerContext
@@ -27,13 +27,14 @@ class StreamMoves:
     """Remembers which streams have left and may still pull their blocks from here, and tells the
     workers that others came from once they need nothing more. A worker of the role ``prefill``
     tells the schedulers which of its streams may go on elsewhere. Each notice goes out once, and
-    may be lost.
+    may be lost. ``role`` is the configured one until another is set.
 
     ``on_pulled`` is called when a stream has what it came for, or has had it brought ahead of it:
     there is time for the next one."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self.role = context.config.role
         self.on_pulled: Callable[[], None] = lambda: None
         self._departures = Departures(context.clock)
         self._pulled: defaultdict[str, list[str]] = defaultdict(list)
@@ -76,10 +77,35 @@ class StreamMoves:
             self.on_pulled()
             self._pulled[source.worker_id].append(generation.request_id)
             self._has_pending.set()
-        is_prefilled = generation.phase is Phase.DECODING and generation.beams is None
-        if is_prefilled and self._context.config.role is WorkerRole.PREFILL:
+        if self.role is WorkerRole.PREFILL:
+            self._note_prefilled(generation)
+
+    def _note_prefilled(self, generation: Generation) -> None:
+        if generation.phase is Phase.DECODING and generation.beams is None:
             self._prefilled.append(generation.request_id)
             self._has_pending.set()
+
+    # --- roles ---
+
+    def set_role(self, command: SetRole) -> WorkerReply:
+        """Have another role, unless the engine takes none."""
+        kind = self._context.config.engine.kind
+        if kind is not EngineKind.REAL:
+            return rejected(
+                "no_roles", f"roles are for Millrace's own engine, and {kind} runs here"
+            )
+        if command.from_role not in (None, self.role):
+            return rejected("stale_role", f"the role is {self.role} here")
+        if self.role is not command.role:
+            logger.info("the role changes", extra={"role": command.role, "before": self.role})
+            self.role = command.role
+        return OK
+
+    def hand_on(self, generations: Iterable[Generation]) -> None:
+        """Of those that run, the streams may go on elsewhere if the worker is for prompts now."""
+        if self.role is WorkerRole.PREFILL:
+            for generation in generations:
+                self._note_prefilled(generation)
 
     def _note_pull(self, generation: Generation) -> None:
         timing = generation.timing

@@ -79,7 +79,7 @@ class Requests:
             self._clock,
             generations,
             _STALL_BEATS * config.heartbeat_s,
-            self._held,
+            self.held,
             self._on_lost,
         )
         self._device_times = DeviceTimes()
@@ -389,9 +389,10 @@ class Requests:
         )
 
     def held_leases(self) -> Iterator[str]:
-        for generation in self._held():
+        for generation in self.held():
             yield generation.lease.handle
 
-    def _held(self) -> Iterator[Generation]:
+    def held(self) -> Iterator[Generation]:
+        """Those whose lease is kept."""
         yield from self._running.values()
         yield from self._finalizer.generations()

@@ -23,6 +23,7 @@ from millrace.schemas.control import (
     Dispatch,
     Drain,
     Replay,
+    SetRole,
     Warm,
     WorkerCommand,
     WorkerReply,
@@ -180,6 +181,17 @@ class Worker:
                 return WorkerReply(ok=True)
             case Warm():
                 return await self.requests.moves.warm(command)
+            case SetRole():
+                return await self._set_role(command)
+
+    async def _set_role(self, command: SetRole) -> WorkerReply:
+        moves = self.requests.moves
+        before, reply = moves.role, moves.set_role(command)
+        if moves.role is not before:
+            # Schedulers hear of the role before they hear of streams that leave because of it.
+            await self._status.announce()
+            moves.hand_on(self.requests.held())
+        return reply
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from millrace.bus.api import Bus
@@ -99,3 +101,14 @@ async def test_prefixes_are_told_to_all_who_watch(bus: Bus, broker: Broker) -> N
     await bus.workers.report_prefixes(reports[0])
     await eventually(lambda: len(seen) == 3)
     assert also_seen == reports
+
+
+async def test_of_several_schedulers_one_may_change_roles_and_nobody_again_at_once(
+    bus: Bus, broker: Broker
+) -> None:
+    other = await broker.connect("scheduler")
+    turns = await asyncio.gather(*(one.workers.take_role_turn("demo") for one in (bus, other)))
+    assert sorted(turns) == [False, True]
+    assert not await bus.workers.take_role_turn("demo")
+    assert await other.workers.take_role_turn("large.1 é")
+    assert await bus.workers.known() == []

@@ -61,6 +61,7 @@ TABLE = (
     (subjects.prefix_report("w"), "W", "S"),
     (subjects.worker_entry("w"), "W", ""),
     (subjects.worker_name("w"), "W", ""),
+    (subjects.role_turn("m"), "S", ""),
     (subjects.TELEMETRY, "GO", "T"),
     (subjects.result("acme", "r"), "SW", "GOA"),
     (subjects.result("shop", "r"), "SW", "GO"),

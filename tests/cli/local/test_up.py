@@ -83,6 +83,15 @@ def test_autoscaling_says_how_many_workers_there_are_at_first(
     assert (autoscale.min_workers, autoscale.max_workers) == bounds
 
 
+def test_roles_are_switched_where_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    arguments = ["up", "--workers", "prefill:1,decode:2"]
+    plan = _plan(build_parser().parse_args(arguments), tmp_path)
+    assert not plan.config.scheduler.switch_roles
+    plan = _plan(build_parser().parse_args([*arguments, "--switch-roles"]), tmp_path)
+    assert plan.config.scheduler.switch_roles
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -93,6 +102,7 @@ def test_autoscaling_says_how_many_workers_there_are_at_first(
         (["--config", "settings.yaml"], "min_workers is 3"),
         (["--autoscale", "1:2", "--workers", "prefill:1,decode:1"], "do not go with --autoscale"),
         (["--engine", "simulated", "--workers", "prefill:1"], "Millrace's own engine"),
+        (["--workers", "2", "--switch-roles"], "--switch-roles takes --workers with roles"),
         (["--workers", "0"], "--workers must be at least 1"),
     ],
 )

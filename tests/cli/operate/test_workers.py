@@ -14,7 +14,14 @@ from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.cli.main import main
 from millrace.schemas.config import NatsConfig
-from millrace.schemas.control import Drain, MoveStreams, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.control import (
+    Drain,
+    MoveStreams,
+    SetRole,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.transfer import TransferEndpoint
 
@@ -122,6 +129,42 @@ async def test_move_tells_the_schedulers_and_counts_what_left(
     assert await millrace("move", "worker-1", "--to", "worker-2", nats_url=url) == 0
     assert moves == [MoveStreams(worker_id="worker-1-1", to_worker_id="worker-2-1")]
     assert capsys.readouterr().out == "3 of 3 requests left worker-1 to worker-2\n"
+
+
+async def test_role_tells_the_worker_and_says_what_it_was(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[WorkerCommand] = []
+
+    async def obey(command: WorkerCommand) -> WorkerReply:
+        commands.append(command)
+        return WorkerReply(ok=True)
+
+    await bus.control.serve_commands("worker-1-1", obey)
+    await bus.workers.announce(_status("worker-1", role=WorkerRole.DECODE))
+    url = nats_config.url
+    assert await millrace("role", "worker-1", "prefill", nats_url=url) == 0
+    assert capsys.readouterr().out == "the role of worker-1 is prefill; it was decode\n"
+    assert await millrace("role", "worker-1", "decode", nats_url=url) == 0
+    assert capsys.readouterr().out == "the role of worker-1 is decode; as before\n"
+    assert commands == [SetRole(role=WorkerRole.PREFILL), SetRole(role=WorkerRole.DECODE)]
+
+
+async def test_role_says_why_a_worker_keeps_its_own(
+    bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(_: WorkerCommand) -> WorkerReply:
+        return WorkerReply(ok=False, reason="no_roles", message="roles are not for vllm")
+
+    await bus.control.serve_commands("worker-1-1", refuse)
+    for name in ("worker-1", "worker-2"):
+        await bus.workers.announce(_status(name))
+    url = nats_config.url
+    assert await millrace("role", "worker-1", "prefill", nats_url=url) == 2
+    said = capsys.readouterr().err
+    assert "The role of worker-1 cannot be changed: roles are not for vllm" in said
+    assert await millrace("role", "worker-2", "prefill", nats_url=url) == 2
+    assert "it does not answer" in capsys.readouterr().err
 
 
 async def test_names_that_nobody_has_and_workers_of_other_models(

@@ -17,6 +17,7 @@ from millrace.schemas.records import Status
 from millrace.simulation.report.measure import policy_report
 from millrace.simulation.settings import Failure, KvLink, Settings
 from millrace.simulation.traces.trace import TraceRequest, write_trace
+from millrace.simulation.world import Result
 from tests.cli.simulate.simulating import make_load, make_request, make_settings, run_trace
 
 _PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -157,6 +158,49 @@ def test_what_a_drained_worker_runs_pulls_its_blocks_before_that_is_gone() -> No
     _check_all_done(result.outcomes)
 
 
+def _late_share(result: Result, from_s: float) -> float:
+    """Of the requests after a time those whose first token took longer than 2 s."""
+    later = [one for one in result.outcomes if one.request.at_s >= from_s]
+    return sum(one.first_s - one.sent_s > 2.0 for one in later) / len(later)
+
+
+def test_a_wrong_split_is_mended_while_it_serves() -> None:
+    # 4 prompts a second of 1 s each are for 5 workers, and there are 2 for them. Those that decode
+    # have a quarter of their slots taken.
+    trace = make_load(240, 0.25, prompt_tokens=1_000, output_tokens=400)
+    roles = [_PREFILL] * 2 + [_DECODE] * 6
+    stays = run_trace(trace, _settings(*roles))
+    settings = _settings(*roles, scheduler=SchedulerConfig(switch_roles=True))
+    switched = run_trace(trace, settings)
+    _check_all_done(switched.outcomes)
+    assert stays.num_role_changes == 0
+    assert 2 <= switched.num_role_changes <= 5
+    assert _late_share(stays, 40.0) > 0.4
+    assert _late_share(switched, 40.0) == 0
+    assert policy_report("fair", switched, settings).num_role_changes == switched.num_role_changes
+
+
+def test_a_load_that_a_split_carries_switches_nothing() -> None:
+    trace = make_load(100, 0.5, prompt_tokens=1_000, output_tokens=40)
+    scheduler = SchedulerConfig(switch_roles=True)
+    result = run_trace(trace, _settings(*[_PREFILL] * 4, *[_DECODE] * 4, scheduler=scheduler))
+    _check_all_done(result.outcomes)
+    assert result.num_role_changes == 0
+
+
+@pytest.mark.parametrize("dead", [1, 3])
+def test_every_request_ends_once_while_roles_change_and_workers_die(dead: int) -> None:
+    trace = make_load(160, 0.15, prompt_tokens=800, output_tokens=400)
+    settings = _settings(
+        _PREFILL, _DECODE, _DECODE, _DECODE, _DECODE,
+        failures=(Failure(worker=dead, at_s=9.0),), restart_s=1.0,
+        scheduler=SchedulerConfig(switch_roles=True),
+    )  # fmt: skip
+    result = run_trace(trace, settings)
+    assert result.num_role_changes >= 1
+    _check_all_done(result.outcomes)
+
+
 def test_the_report_tells_of_roles() -> None:
     trace = make_load(60, 0.1, prompt_tokens=400, output_tokens=80)
     settings = _settings(_PREFILL, _DECODE)
@@ -228,6 +272,7 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--workers demo=prefill:1", "have no roles"),
         ("--workers=-3", "between 1 and"),
         ("--workers prefill:1,decode:1 --autoscale 1:4", "--autoscale"),
+        ("--workers 4 --switch-roles", "--switch-roles"),
         ("--link-gbytes-per-s 0", "--link-gbytes-per-s"),
         ("--kv-bytes-per-token nan", "--kv-bytes-per-token"),
         ("--pull-overhead soon", "--pull-overhead"),
@@ -253,3 +298,16 @@ def test_roles_take_blocks_that_can_be_pulled(
     running = f"simulate --trace {_trace_file(tmp_path)} --config {config}"
     assert main([*running.split(), "--workers", "prefill:1,decode:1"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_command_says_how_often_roles_were_switched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    running = f"simulate --trace {_trace_file(tmp_path)} --workers prefill:1,decode:3"
+    running += f" --prefill-tokens-per-s 5000 --switch-roles --json {path}"
+    assert main(running.split()) == 0
+    assert "roles switched" in capsys.readouterr().out
+    report = json.loads(path.read_bytes())
+    assert report["setup"]["scheduler"]["switch_roles"] is True
+    assert report["policies"][0]["num_role_changes"] >= 1

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from millrace.registry.served import ServedModel
-from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled, Warm
-from millrace.schemas.engines import WorkerRole
+from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled, SetRole, Warm
+from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource, TransferEndpoint
@@ -219,3 +219,62 @@ async def test_others_tell_nothing_of_the_kind(demo: ServedModel) -> None:
         b.engine.emit("r1:1", [20])
         await b.settle(0.5)
         assert not told
+
+
+# --- roles that change ---
+
+
+async def test_a_worker_that_is_for_prompts_now_says_so_and_lets_its_streams_go_on(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo, role=WorkerRole.DECODE) as b:
+        heard: list[Prefilled] = []
+        await b.peer.control.subscribe_prefilled(heard.append)
+        for request_id in ("r1", "r2", "r3"):
+            assert (await b.dispatch(b.job(request_id))).ok
+        b.engine.emit("r1:1", [20])
+        b.engine.emit("r2:1", [20], FinishReason.LENGTH)
+        b.engine.emit("r3:1")
+        await b.settle(1.0)
+        assert not heard
+        assert (await b.command(SetRole(role=WorkerRole.PREFILL))).ok
+        assert b.statuses[-1].role is WorkerRole.PREFILL
+        await eventually(lambda: bool(heard))
+        assert heard == [Prefilled(worker_id=b.worker.worker_id, request_ids=("r1",))]
+        assert (await b.command(SetRole(role=WorkerRole.PREFILL))).ok
+        b.engine.emit("r3:1", [20])
+        await eventually(lambda: len(heard) == 2)
+        assert heard[1].request_ids == ("r3",)
+
+
+async def test_what_a_worker_that_decodes_now_runs_stays(demo: ServedModel) -> None:
+    async with bench(demo, role=WorkerRole.PREFILL) as b:
+        heard: list[Prefilled] = []
+        await b.peer.control.subscribe_prefilled(heard.append)
+        assert (await b.dispatch()).ok
+        b.engine.emit("r1:1")
+        assert (await b.command(SetRole(role=WorkerRole.DECODE))).ok
+        b.engine.emit("r1:1", [20])
+        b.engine.emit("r1:1", [21], FinishReason.LENGTH)
+        await b.ended()
+        assert not heard
+        await b.settle(2.0)
+        assert b.statuses[-1].role is WorkerRole.DECODE
+
+
+async def test_of_two_who_ask_for_the_same_change_one_gets_it(demo: ServedModel) -> None:
+    async with bench(demo, role=WorkerRole.DECODE) as b:
+        asked = SetRole(role=WorkerRole.PREFILL, from_role=WorkerRole.DECODE)
+        replies = await asyncio.gather(b.command(asked), b.command(asked))
+        assert sorted((reply.ok, reply.reason) for reply in replies) == [
+            (False, "stale_role"),
+            (True, ""),
+        ]
+
+
+async def test_an_engine_that_takes_no_roles_refuses_them(demo: ServedModel) -> None:
+    async with bench(demo, kind=EngineKind.VLLM) as b:
+        refused = await b.command(SetRole(role=WorkerRole.PREFILL))
+        assert (refused.ok, refused.reason) == (False, "no_roles")
+        assert "vllm" in refused.message
+        assert b.worker.requests.moves.role is WorkerRole.BOTH

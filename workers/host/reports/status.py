@@ -8,6 +8,7 @@ from typing import Protocol
 
 from millrace.runtime.clock import until_beat_s
 from millrace.schemas.control import QueueStatus, WorkerStatus
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import WorkerSample
@@ -31,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pulls(Protocol):
-    """What the reporter asks of what comes from other workers; ``moves.StreamMoves`` is it."""
+    """What the reporter asks of what comes from other workers, and goes to them;
+    ``moves.StreamMoves`` is it."""
+
+    @property
+    def role(self) -> WorkerRole: ...
 
     @property
     def pull_tokens_per_s(self) -> float: ...
@@ -132,7 +137,7 @@ class StatusReporter:
             max_adapters=stats.max_adapters,
             adapter_load_ms=stats.adapter_load_ms,
             num_devices=self._engine.num_devices,
-            role=self._config.role,
+            role=self._load.moves.role,
             transfer=self._engine.transfer_endpoint,
             pull_tokens_per_s=self._load.moves.pull_tokens_per_s,
             outstanding_pull_tokens=stats.outstanding_pull_tokens,
@@ -280,7 +285,7 @@ class StatusReporter:
             currency=self._entry.prices.currency,
             energy_j=None if energy is None else energy.counted_j - self._sampled_energy.counted_j,
             charged_j=None if energy is None else energy.charged_j - self._sampled_energy.charged_j,
-            role=self._config.role,
+            role=self._load.moves.role,
             pulled_tokens=(stats.num_pulled_blocks - before.num_pulled_blocks) * block_size,
             served_tokens=(stats.num_served_blocks - before.num_served_blocks) * block_size,
             num_devices=num_devices,
