@@ -1,12 +1,14 @@
 """What clients see of streams whose KV cache moves, in a whole system on this machine.
 
     python -m benchmarks.kv_moves [--streams 20] [--tokens 2000] [--save]
+    python -m benchmarks.kv_moves --only roles --tokens 8000 --beside 16 --save
 
   drain   so many streams with contexts of so many tokens are on one of two workers, which is then
           drained: the longest time for which each stands still, less what the longest gap of one
           was undisturbed, p50 and p99; with blocks that move, and without (engine.transfer: false)
-  roles   prompts of so many tokens enter beside 8 streams: one worker for prompts and one that
-          decodes, against two that do both: the streams' gaps p99, the prompts' TTFT p50
+  roles   six prompts of so many tokens enter one after the other beside 8 streams, which make a
+          quarter as many tokens: one worker for prompts and one that decodes, against two that do
+          both: the streams' gaps p99, the prompts' TTFT p50
 
 A Llama of 100M parameters with random weights; the workers share the cores of one machine, which
 those of a cluster do not. The goals: 60 and 150 ms; 0.4 and 1.2 times.
@@ -37,8 +39,10 @@ from benchmarks.support.machine_rates import cpu_name
 from tests.support.system import System
 
 _RESULT = Path(__file__).parent / "results" / "kv_moves.json"
+_LONG_RESULT = _RESULT.with_name("kv_moves_long.json")
 _MODEL = "moved"
-_NUM_BESIDE, _NUM_PROMPTS = 8, 6
+_NUM_PROMPTS = 6
+_USUAL_TOKENS = 2_000
 _MAX_TOKENS = 1_500
 _UNDISTURBED_S, _AFTER_S = 4.0, 6.0
 _TIMEOUT_S = 300.0
@@ -67,6 +71,7 @@ class Results(msgspec.Struct, kw_only=True):
     cpu: str
     streams: int
     tokens: int
+    beside: int = 8
     drain: dict[str, DrainFigures]
     roles: dict[str, RoleFigures]
 
@@ -171,8 +176,9 @@ async def _drain(system: System, num_streams: int, num_tokens: int) -> DrainFigu
     )
 
 
-async def _beside_prompts(system: System, num_tokens: int) -> RoleFigures:
-    beside = [_Stream(seed, 32, 500) for seed in range(1_000, 1_000 + _NUM_BESIDE)]
+async def _beside_prompts(system: System, num_tokens: int, num_beside: int) -> RoleFigures:
+    num_made = num_tokens // 4
+    beside = [_Stream(seed, 32, num_made) for seed in range(1_000, 1_000 + num_beside)]
     prompts = [_Stream(seed, num_tokens, 16) for seed in range(2_000, 2_000 + _NUM_PROMPTS)]
     async with httpx.AsyncClient(base_url=system.http, timeout=_TIMEOUT_S) as http:
         begin_s = time.perf_counter()
@@ -185,7 +191,7 @@ async def _beside_prompts(system: System, num_tokens: int) -> RoleFigures:
         await asyncio.gather(*running)
         over_s = time.perf_counter()
     gaps = [gap for stream in beside for gap in stream.gaps_s(prompted_s, end_s)]
-    num_out = 500 * len(beside) + (num_tokens + 16) * len(prompts)
+    num_out = num_made * len(beside) + (num_tokens + 16) * len(prompts)
     return RoleFigures(
         gap_p99_ms=1e3 * percentile(gaps, 0.99),
         ttft_p50_ms=1e3 * statistics.median(one.times_s[0] - one.sent_s for one in prompts),
@@ -197,12 +203,18 @@ def main() -> None:
     """Print a line for each system."""
     parser = command_parser("kv_moves", __doc__)
     parser.add_argument("--streams", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=2_000, help="of each context")
+    parser.add_argument("--tokens", type=int, default=_USUAL_TOKENS, help="of each context")
+    parser.add_argument("--beside", type=int, default=8, help="streams beside prompts")
     parser.add_argument("--only", choices=("drain", "roles"))
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULT}")
+    parser.add_argument("--save", action="store_true", help=f"write {_RESULT.parent}")
     arguments = parser.parse_args()
     results = Results(
-        cpu=cpu_name(), streams=arguments.streams, tokens=arguments.tokens, drain={}, roles={}
+        cpu=cpu_name(),
+        streams=arguments.streams,
+        tokens=arguments.tokens,
+        beside=arguments.beside,
+        drain={},
+        roles={},
     )
     with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder))
@@ -215,10 +227,13 @@ def main() -> None:
         for name, workers in (("apart", "prefill:1,decode:1"), ("mixed", "2")):
             if arguments.only != "drain":
                 with _system(model, "--workers", workers) as system:
-                    figures = asyncio.run(_beside_prompts(system, arguments.tokens))
+                    figures = asyncio.run(
+                        _beside_prompts(system, arguments.tokens, arguments.beside)
+                    )
                 results.roles[name] = figures
                 print(f"roles, {name}: {figures}", flush=True)
-    write_json(_RESULT if arguments.save else None, results)
+    long = arguments.only == "roles" and arguments.tokens > _USUAL_TOKENS
+    write_json((_LONG_RESULT if long else _RESULT) if arguments.save else None, results)
 
 
 if __name__ == "__main__":
