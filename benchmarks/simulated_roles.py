@@ -108,13 +108,15 @@ class Fleet(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A fleet of so many workers under one rate."""
+    """A fleet of so many workers under one rate. Those that switch roles have the load for
+    ``warm_up_s`` at least before the window."""
 
     load: Load
     fleet: Fleet
     rate_per_s: float
     window_s: float
     num_workers: int
+    warm_up_s: float = _WARM_UP_S
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,9 +280,9 @@ def run(case: Case) -> Row:
     """In a process that has nothing else to do."""
     logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
     gc.set_threshold(50_000, 50, 100)
-    load, fleet, rate_per_s, window_s, num_workers = case
+    load, fleet, rate_per_s, window_s, num_workers, warm_up_s = case
     settings = settings_for(load, fleet, num_workers)
-    begins_s = max(_WARM_UP_S, window_s) if fleet.switches else window_s
+    begins_s = max(warm_up_s, window_s) if fleet.switches else window_s
     trace = trace_of(load, rate_per_s, window_s, begins_s)
     begun_s = time.perf_counter()
     result = simulate(trace, settings, parse_policies("fair")[0])
@@ -366,7 +368,7 @@ def main() -> int:
     ]
     if arguments.smoke:
         cases = [
-            Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16)
+            Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16, warm_up_s=1.0)
             for load in loads
             for fleet in _fleets(arguments.fleets)
         ]
