@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.arrivals import Arrivals
 from millrace.workers.engine.kv.block_file import BlockFile
@@ -79,8 +78,7 @@ class Tiers:
             self.keep_in_store(objects, config)
         if config.transfer:
             identity = transfer_identity(path, config, cache, is_row_exact=is_row_exact)
-            transport = config.transfer_transport
-            self.exchange_with_peers(identity, config.transfer_address, transport=transport)
+            self.exchange_with_peers(identity, config.transfer_address)
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
@@ -95,11 +93,7 @@ class Tiers:
         self.arrivals.add_tier(self.objects.tier)
 
     def exchange_with_peers(
-        self,
-        identity: str,
-        address: str = "",
-        folder: Path | None = None,
-        transport: TransferTransport = "plain",
+        self, identity: str, address: str = "", folder: Path | None = None
     ) -> None:
         """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
         ConfigError."""
@@ -113,7 +107,6 @@ class Tiers:
             split_of(identity, self._cache),
             address=address,
             folder=folder,
-            transport=transport,
             monotonic=self._monotonic,
         )
         self.arrivals.add_tier(self.exchange.tier)
