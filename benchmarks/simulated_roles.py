@@ -29,6 +29,15 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.derived_h200 import (
+    BLOCK_TOKENS,
+    NUM_SLOTS,
+    Device,
+    device_of,
+    kv_bytes_per_token,
+    num_blocks,
+    simulation_of,
+)
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.schemas.config import (
@@ -36,7 +45,6 @@ from millrace.schemas.config import (
     EngineConfig,
     NatsConfig,
     SchedulerConfig,
-    SimulationConfig,
     WorkerConfig,
 )
 from millrace.schemas.engines import EngineKind, WorkerRole
@@ -52,13 +60,7 @@ _RESULT = Path(__file__).parent / "results" / "simulated_roles.json"
 _NUM_WORKERS = 128
 _SEED = 1
 
-# NVIDIA's data sheet of an H200 SXM, dense, and how much of it is taken to be reached.
-_BYTES_PER_S, _FP8_FLOP_PER_S, _MEMORY_BYTES = 4.8e12, 1_979e12, 141e9
-_BANDWIDTH_SHARE, _FLOP_SHARE, _MEMORY_SHARE = 0.8, 0.5, 0.9
-# The shape of a Llama 3 70B; a step reads all but the table of embeddings.
-_PARAMETERS, _EMBEDDING = 70.55e9, 128_256 * 8_192
-_LAYERS, _WIDTH, _KV_WIDTH = 80, 8_192, 8 * 128
-_NUM_SLOTS, _CHUNK_TOKENS, _BLOCK_TOKENS = 256, 4_096, 16
+_CHUNK_TOKENS = 4_096
 # 400 Gbit/s, and what Millrace's own TCP reached for such blocks (results/kv_transfer.json).
 _FAST_LINK, _TCP_LINK = 50e9, 1.6e9
 # Of the load before the window, where roles are switched.
@@ -142,21 +144,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is taken to do, all of it derived, of prompts by load."""
-
-    name: str
-    step_ms: float
-    step_ms_per_sequence: float
-    step_ms_per_kv_token: float
-    prefill_tokens_per_s: dict[str, float]
-    num_blocks: int
-    kv_bytes_per_token: int
-    link_bytes_per_s: float
-    bandwidth_share: float
-    flop_share: float
-
-
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
@@ -198,45 +185,16 @@ FLEETS = (
 )
 
 
-def kv_bytes_per_token() -> int:
-    """Keys and values of all layers, in fp8."""
-    return 2 * _LAYERS * _KV_WIDTH
-
-
-def simulation_of(load: Load) -> SimulationConfig:
-    """What steps take of one H200. A step reads the weights and the KV cache; prompts are bound by
-    products, 2 FLOP a parameter and token, and 4 a layer, number and token attended to. What a
-    sequence adds is the line from a step of one, which is bound by reading, to one of all slots,
-    which is bound by products where these take longer."""
-    bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
-    num_read = _PARAMETERS - _EMBEDDING
-    read_ms = num_read / bytes_per_s * 1e3
-    full_ms = _NUM_SLOTS * 2 * num_read / flop_per_s * 1e3
-    token_flop = 2 * num_read + 4 * _LAYERS * _WIDTH * load.mean_context
-    return SimulationConfig(
-        prefill_tokens_per_s=flop_per_s / token_flop,
-        step_ms=read_ms,
-        step_ms_per_sequence=max(full_ms - read_ms, 0.0) / _NUM_SLOTS,
-        step_ms_per_kv_token=kv_bytes_per_token() / bytes_per_s * 1e3,
-    )
-
-
-def num_blocks() -> int:
-    """Of the KV cache, in what the weights leave of the memory."""
-    free_bytes = _MEMORY_BYTES * _MEMORY_SHARE - _PARAMETERS
-    return int(free_bytes / (kv_bytes_per_token() * _BLOCK_TOKENS))
-
-
 def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
     """``num_workers`` in the fleet's proportion."""
     num_prefill = fleet.num_prefill_of(num_workers)
     engine = EngineConfig(
         kind=EngineKind.SIMULATED,
-        simulation=simulation_of(load),
-        max_num_sequences=_NUM_SLOTS,
+        simulation=simulation_of(load.mean_context),
+        max_num_sequences=NUM_SLOTS,
         max_batch_tokens=fleet.chunk_tokens,
         num_blocks=num_blocks(),
-        block_size_tokens=_BLOCK_TOKENS,
+        block_size_tokens=BLOCK_TOKENS,
     )
     roles: tuple[WorkerRole, ...] = ()
     if num_prefill:
@@ -319,21 +277,7 @@ def _at(of: Percentiles | None, share: str) -> float:
 
 
 def _device() -> Device:
-    simulation = simulation_of(LOADS[0])
-    return Device(
-        name="H200 SXM, Llama 70B in fp8, KV cache in fp8; derived, not measured",
-        step_ms=simulation.step_ms,
-        step_ms_per_sequence=simulation.step_ms_per_sequence,
-        step_ms_per_kv_token=simulation.step_ms_per_kv_token,
-        prefill_tokens_per_s={
-            load.name: simulation_of(load).prefill_tokens_per_s for load in LOADS
-        },
-        num_blocks=num_blocks(),
-        kv_bytes_per_token=kv_bytes_per_token(),
-        link_bytes_per_s=_FAST_LINK,
-        bandwidth_share=_BANDWIDTH_SHARE,
-        flop_share=_FLOP_SHARE,
-    )
+    return device_of({load.name: load.mean_context for load in LOADS}, _FAST_LINK)
 
 
 def _line(row: Row) -> str:
