@@ -1,4 +1,4 @@
-"""What an H200 with a Llama 70B in fp8 is taken to do. No GPU was measured: all of it is derived."""
+"""What an H200 with a Llama 70B in fp8 is taken to do: derived, as no GPU was measured."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def kv_bytes_per_token() -> int:
 
 
 def simulation_of(mean_context: int) -> SimulationConfig:
-    """What steps take of one H200, where a token of a prompt attends to so many in the mean. A step reads the weights and the KV cache; prompts are bound by
-    products, 2 FLOP a parameter and token, and 4 a layer, number and token attended to. What a
-    sequence adds is the line from a step of one, which is bound by reading, to one of all slots,
-    which is bound by products where these take longer."""
+    """What steps take of one H200, where a token of a prompt attends to so many in the mean. A step
+    reads the weights and the KV cache; prompts are bound by products, 2 FLOP a parameter and token,
+    and 4 a layer, number and token attended to. What a sequence adds is the line from a step of
+    one, which is bound by reading, to one of all slots, which is bound by products where these take
+    longer."""
     bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
     num_read = _PARAMETERS - _EMBEDDING
     read_ms = num_read / bytes_per_s * 1e3
