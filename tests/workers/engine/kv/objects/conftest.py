@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from millrace.workers.engine.kv.objects.opening import open_store
-from tests.workers.engine.kv.objects.s3_server import (
-    BUCKET,
-    FaultyS3,
-    S3Server,
-    s3_environment,
-    s3_server,
-)
+from tests.support.engine.s3 import BUCKET, S3Server, s3_environment
+from tests.workers.engine.kv.objects.faulty_s3 import FaultyS3
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -32,7 +27,9 @@ class StoreUnderTest(NamedTuple):
 
 @pytest.fixture(scope="package")
 def moto() -> Iterator[S3Server]:
-    yield from s3_server()
+    server = S3Server()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(params=["memory", "folder", "s3"])

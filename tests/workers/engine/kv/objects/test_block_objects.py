@@ -20,7 +20,7 @@ from millrace.workers.engine.kv.objects.block_objects import (
 )
 from millrace.workers.engine.kv.objects.opening import open_store
 from tests.workers.engine.kv.objects.conftest import TIMEOUT_S, StoreUnderTest
-from tests.workers.engine.kv.objects.s3_server import FaultyS3
+from tests.workers.engine.kv.objects.faulty_s3 import FaultyS3
 
 _BLOCK_BYTES = 100
 _RUN = 4

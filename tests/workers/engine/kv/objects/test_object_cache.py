@@ -15,6 +15,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.admission import check_config
 from millrace.workers.engine.sequence_group import make_sequence_group
 from millrace.workers.engine.settings import check_parted_blocks
+from tests.support.engine.s3 import BUCKET
 from tests.workers.engine.kv.objects.conftest import StoreUnderTest
 from tests.workers.engine.kv.objects.object_world import (
     BLOCK_BYTES,
@@ -23,7 +24,6 @@ from tests.workers.engine.kv.objects.object_world import (
     World,
     ask,
 )
-from tests.workers.engine.kv.objects.s3_server import BUCKET
 from tests.workers.engine.support import drain, prompt, request
 
 _RUN_TOKENS = 16 * BLOCKS_PER_OBJECT

@@ -11,8 +11,9 @@ import pytest
 
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.kv.objects.opening import open_store
+from tests.support.engine.s3 import BUCKET, S3Server, s3_environment
+from tests.workers.engine.kv.objects.faulty_s3 import FaultyS3
 from tests.workers.engine.kv.objects.object_world import HISTORY, World, ask
-from tests.workers.engine.kv.objects.s3_server import BUCKET, FaultyS3, S3Server, s3_environment
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
 _TIMEOUT_S = 0.3

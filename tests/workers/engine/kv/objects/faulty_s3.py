@@ -1,68 +1,15 @@
-"""A real S3 server on this machine, in a process of its own, and one before it that misbehaves."""
+"""What is before an S3 server and misbehaves."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import subprocess
-import sys
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
-from tests.support.servers import die_with_parent, free_port
-
-_STARTS_WITHIN_S = 30.0
-BUCKET = "blocks"
 _FORBIDDEN = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 _NOT_FORWARDED = {"host", "connection", "content-length", "transfer-encoding"}
-
-
-class S3Server:
-    """It has one bucket, and forgets all when it ends."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
-        )
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._wait()
-        made = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(made).close()
-
-    def _wait(self) -> None:
-        until_s = time.monotonic() + _STARTS_WITHIN_S
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/moto-api/").close()
-            except (urllib.error.URLError, OSError):
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(0.02)
-            else:
-                return
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-def s3_environment(url: str) -> dict[str, str]:
-    """What the environment of those says that use a server at ``url``."""
-    return {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-    }
 
 
 class FaultyS3:
@@ -154,10 +101,3 @@ class FaultyS3:
             request.send_header("Content-Length", size or str(len(contents)))
             request.end_headers()
             request.wfile.write(contents)
-
-
-def s3_server() -> Iterator[S3Server]:
-    """For a fixture."""
-    server = S3Server()
-    yield server
-    server.kill()
