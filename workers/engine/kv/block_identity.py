@@ -11,6 +11,7 @@ import torch
 
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.cache import KVCache
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -25,6 +26,25 @@ def block_identity(path: Path, config: EngineConfig, cache: KVCache, *, is_row_e
         return ""
     weights = weights_fingerprint(path, config.quantization, config.kv_cache_dtype)
     return weights and f"{weights};{_identity(config, cache)};own products: {is_row_exact}"
+
+
+def kept_identity(
+    setting: str, path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+) -> str:
+    """The same for blocks that are kept beyond this process, as ``setting`` says. Raises
+    ConfigError if there can be none."""
+    if not (config.prefix_cache and config.host_cache_bytes):
+        raise ConfigError(
+            f"engine.{setting} needs engine.prefix_cache, to find blocks again, and "
+            "engine.host_cache_bytes, through which they come and go."
+        )
+    identity = block_identity(path, config, cache, is_row_exact=is_row_exact)
+    if not identity:
+        raise ConfigError(
+            f"engine.{setting} is for weights that can be told from others, which random ones "
+            "cannot."
+        )
+    return identity
 
 
 def transfer_identity(

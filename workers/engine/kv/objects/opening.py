@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.kv.block_identity import block_identity
+from millrace.workers.engine.kv.block_identity import kept_identity
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.kv.objects.block_objects import BlockObjects
 
@@ -31,17 +31,7 @@ def block_objects(
     """The objects of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact``
     as for ``block_identity``. Nothing is asked of the store. Raises ConfigError if there can be
     none."""
-    if not (config.prefix_cache and config.host_cache_bytes):
-        raise ConfigError(
-            "engine.object_cache_url needs engine.prefix_cache, to find blocks again, and "
-            "engine.host_cache_bytes, through which they come and go."
-        )
-    identity = block_identity(path, config, cache, is_row_exact=is_row_exact)
-    if not identity:
-        raise ConfigError(
-            "engine.object_cache_url is for weights that can be told from others, which random "
-            "ones cannot."
-        )
+    identity = kept_identity("object_cache_url", path, config, cache, is_row_exact=is_row_exact)
     num_layers, _, layer_bytes = cache.blocks.shape
     timeout_s = config.object_cache_timeout_s
     return BlockObjects(
