@@ -14,6 +14,7 @@ from millrace.bus.api import Bus
 from millrace.schemas.frames import TERMINAL_FRAMES, Delta, Done, Frame, Usage
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.sampling import SamplingParams
+from tests.support.waiting import eventually
 
 
 @dataclass
@@ -93,6 +94,27 @@ async def ask_websocket(url: str, question: str, **options: Any) -> Answer:
                 case "error":
                     raise AssertionError(message)
     raise AssertionError("the socket closed before the answer was done")
+
+
+async def ask_many(
+    http: httpx.AsyncClient, websocket: str, question: str, count: int, **options: Any
+) -> list[asyncio.Task[Answer]]:
+    """So many questions, each its own, by either door in turn; once all of their streams are
+    open."""
+    tasks = [
+        asyncio.create_task(
+            ask_websocket(websocket, f"{question} {number}", **options)
+            if number % 2
+            else ask_sse(http, f"{question} {number}", **options)
+        )
+        for number in range(count)
+    ]
+
+    async def all_run() -> bool:
+        return bool((await http.get("/healthz")).json()["open_streams"] >= count)
+
+    await eventually(all_run)
+    return tasks
 
 
 async def ask_nats(bus: Bus, request_id: str, question: str, **sampling: Any) -> Answer:

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.clients import Answer, ask_sse, ask_websocket
+from tests.e2e.clients import Answer, ask_many
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -43,20 +43,7 @@ def _ranks(system: System) -> list[psutil.Process]:
 
 
 async def _ask_all(system: System, http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
-    tasks = [
-        asyncio.create_task(
-            ask_websocket(system.websocket, f"What is a rank? {i}", **LONG)
-            if i % 2
-            else ask_sse(http, f"What is a rank? {i}", **LONG)
-        )
-        for i in range(NUM_STREAMS)
-    ]
-
-    async def all_run() -> bool:
-        return bool((await http.get("/healthz")).json()["open_streams"] >= NUM_STREAMS)
-
-    await eventually(all_run)
-    return tasks
+    return await ask_many(http, system.websocket, "What is a rank?", NUM_STREAMS, **LONG)
 
 
 async def test_streams_go_on_whichever_rank_is_killed(group: System) -> None:

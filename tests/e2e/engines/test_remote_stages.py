@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.clients import Answer, ask_sse, ask_websocket
+from tests.e2e.clients import Answer, ask_many
 from tests.support.engine.stages import Stages
 from tests.support.servers import free_port
 from tests.support.system import System
@@ -62,20 +62,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 async def _ask_all(system: System, http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
-    tasks = [
-        asyncio.create_task(
-            ask_websocket(system.websocket, f"What is a host? {i}", **LONG)
-            if i % 2
-            else ask_sse(http, f"What is a host? {i}", **LONG)
-        )
-        for i in range(NUM_STREAMS)
-    ]
-
-    async def all_run() -> bool:
-        return bool((await http.get("/healthz")).json()["open_streams"] >= NUM_STREAMS)
-
-    await eventually(all_run)
-    return tasks
+    return await ask_many(http, system.websocket, "What is a host?", NUM_STREAMS, **LONG)
 
 
 async def test_streams_go_on_when_the_other_host_loses_a_stage(hosts: Hosts) -> None:

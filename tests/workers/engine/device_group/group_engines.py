@@ -8,24 +8,11 @@ from typing import Any
 from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.device_group.runner import DeviceGroupRunner
 from millrace.workers.engine.engine import Engine
+from tests.workers.engine.group import shapes
 
-# With 4 ranks, two have each head of keys and values; MLPs divide by what kernels lay out together.
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-MOE: dict[str, Any] = SHAPE | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
+# Few layers: each of the steps that are recorded has them.
+SHAPE: dict[str, Any] = shapes.SHAPE | {"num_hidden_layers": 2}
+MOE: dict[str, Any] = shapes.MOE | {"num_hidden_layers": 2}
 
 
 def load(path: Path, ranks: int, **changes: Any) -> Engine:

@@ -25,30 +25,13 @@ from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineSta
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
+from tests.workers.engine.group.shapes import MOE, SHAPE
 from tests.workers.engine.support import (
     drain,
     prompt,
     request,
     tokens_by_request,
 )
-
-# As the compiled kernels take them, in float32 with one rank's tokens for as many ranks as there
-# are heads; with 4 ranks, two have each head of keys and values.
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-MOE: dict[str, Any] = SHAPE | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
 
 
 def load(path: Path, ranks: int, **changes: Any) -> Engine:

@@ -28,7 +28,8 @@ from tests.support.servers import free_port
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
-from tests.workers.engine.group.test_group import SHAPE, ask_all, load, runner_of
+from tests.workers.engine.group.shapes import SHAPE
+from tests.workers.engine.group.test_group import ask_all, load, runner_of
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
 TOKEN = "stages-of-tests"
