@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ class ToldStep(NamedTuple):
     is_recorded: bool
 
 
-class DeviceSteps:
+class DeviceSteps(ABC):
     """Owns a share of the weights, of the KV cache's memory and of what stays on the device from
     step to step.
 
@@ -117,6 +118,7 @@ class DeviceSteps:
             *(warm_s, num_recorded, shapes[0].num_tokens, watch.lap_s()),
         )
 
+    @abstractmethod
     def _warm_up_rest(self) -> None:
         """Have those kernels ready that steps have besides."""
 
@@ -194,6 +196,7 @@ class DeviceSteps:
             self._tensors.last_tokens.index_copy_(0, sections.state_rows, tokens[:count])
         return states
 
+    @abstractmethod
     def _choose(
         self,
         wanted: torch.Tensor,
@@ -203,4 +206,3 @@ class DeviceSteps:
     ) -> None:
         """Choose a token from the logits of each of the rows ``wanted`` [num_sampled, hidden_size],
         into ``chosen``; see ``DeviceSampler.sample``."""
-        raise NotImplementedError

@@ -10,14 +10,13 @@ from typing import NoReturn
 
 import torch
 
-from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.device.steps import DeviceSteps, StepParts, ToldStep
 from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
 from millrace.workers.engine.device_group.messages import WantedLogits, decode
 from millrace.workers.engine.device_group.ranks import DeviceRanks
 from millrace.workers.engine.group.control_socket import ControlSocket
 from millrace.workers.engine.group.control_wire import (
-    AdapterLoaded,
     JoinDevices,
     LoadAdapter,
     Started,
@@ -36,6 +35,9 @@ class MemberSteps(DeviceSteps):
     def __init__(self, parts: StepParts, *, ranks: DeviceRanks) -> None:
         super().__init__(parts, num_logits=0)
         self._ranks = ranks
+
+    def _warm_up_rest(self) -> None:
+        """Rank 0 alone samples."""
 
     def compute(self, step: ToldStep) -> None:
         """A step, on this rank's device."""
@@ -122,21 +124,13 @@ class DeviceMember:
         while True:
             message = self._control.receive()
             if isinstance(message, LoadAdapter):
-                self._control.send(AdapterLoaded(message.number, self._load_adapter(message)))
+                self._control.answer(message, self._load_adapter)
 
-    def _load_adapter(self, load: LoadAdapter) -> str:
-        """Why it could not be read, empty if it was. Steps that were posted before may have the
-        adapter that was in its slot."""
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        """Once no step that was posted before can have the adapter that was in its slot."""
         with self._is_done:
             self._is_done.wait_for(lambda: self._num_done >= load.num_posted)
-        try:
-            self._steps.load_adapter(load)
-        except MillraceError as error:
-            return error.message
-        except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
-            _log.exception("a rank could not load an adapter")
-            return f"{type(error).__name__}: {error}"
-        return ""
+        self._steps.load_adapter(load)
 
     def abort(self, why: str) -> None:
         """End the group."""

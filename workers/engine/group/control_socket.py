@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Callable
 
+from millrace.schemas.errors import MillraceError
 from millrace.workers.engine.group.control_wire import (
     MAX_PACKET_BYTES,
+    AdapterLoaded,
     FromMember,
+    LoadAdapter,
     ToMember,
     pack,
     to_member_decoder,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class ControlSocket:
@@ -30,6 +37,18 @@ class ControlSocket:
         if not packet:
             os._exit(0)
         return to_member_decoder.decode(packet)
+
+    def answer(self, load: LoadAdapter, read: Callable[[LoadAdapter], None]) -> None:
+        """Have an adapter read, and say that it is there, or why it is not."""
+        error = ""
+        try:
+            read(load)
+        except MillraceError as refused:
+            error = refused.message
+        except Exception as failed:  # noqa: BLE001 (whatever it is, rank 0 is told)
+            _log.exception("a rank could not load an adapter")
+            error = f"{type(failed).__name__}: {failed}"
+        self.send(AdapterLoaded(load.number, error))
 
     def send(self, message: FromMember) -> None:
         try:

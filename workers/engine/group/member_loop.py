@@ -12,13 +12,11 @@ from typing import NoReturn
 import torch
 
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.schemas.errors import MillraceError
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.batch import FlatBatch
 from millrace.workers.engine.eager.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.workers.engine.group.control_socket import ControlSocket
 from millrace.workers.engine.group.control_wire import (
-    AdapterLoaded,
     BlocksChecked,
     DropAdapter,
     Join,
@@ -142,7 +140,7 @@ class Member:
         while True:
             message = control.receive()
             if isinstance(message, LoadAdapter):
-                control.send(AdapterLoaded(message.number, self._load_adapter(message)))
+                control.answer(message, self._load_adapter)
             elif isinstance(message, DropAdapter):
                 self._adapters.pop(message.number, None)
 
@@ -153,15 +151,7 @@ class Member:
         for link in self._links:
             link.abort(why)
 
-    def _load_adapter(self, load: LoadAdapter) -> str:
-        """Why it could not be read, empty if it was."""
-        try:
-            self._adapters[load.number] = load_adapter_weights(
-                self._decoder, self._config, load.adapter, load.max_rank, self._shard
-            )
-        except MillraceError as error:
-            return error.message
-        except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
-            _log.exception("a rank could not load an adapter")
-            return f"{type(error).__name__}: {error}"
-        return ""
+    def _load_adapter(self, load: LoadAdapter) -> None:
+        self._adapters[load.number] = load_adapter_weights(
+            self._decoder, self._config, load.adapter, load.max_rank, self._shard
+        )

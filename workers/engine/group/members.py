@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from millrace.runtime.process import python_command, python_environment
@@ -44,7 +45,7 @@ _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
 _log = logging.getLogger(__name__)
 
 
-class Member:
+class Member(ABC):
     """One rank, as rank 0 sees it: the socket to it."""
 
     name = ""
@@ -68,13 +69,13 @@ class Member:
             packet = b""
         return from_member_decoder.decode(packet) if packet else None
 
+    @abstractmethod
     def how_it_ended(self) -> str:
         """Of one whose socket is closed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait_ended(self) -> None:
         """Of one that was told to, by its socket."""
-        raise NotImplementedError
 
 
 class MemberProcess(Member):
