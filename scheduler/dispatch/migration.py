@@ -93,7 +93,7 @@ class Migration:
         status = worker.status
         if status.role is not WorkerRole.PREFILL or status.draining or status.engine_down:
             return
-        computed = self._prefilled.get(worker.worker_id, frozenset())
+        computed = self._prefilled.get(worker.worker_id, set())
         placement_round = PlacementRound(self._context, self._model)
         for scheduled in self._movable(worker):
             is_fixed = scheduled.job.sampling.use_beam_search or not scheduled.can_be_pulled

@@ -21,7 +21,8 @@ def test_without_roles_all_have_both() -> None:
 
 
 def test_one_to_three() -> None:
-    shares, present = RoleShares((PREFILL, DECODE, DECODE, DECODE)), []
+    shares = RoleShares((PREFILL, DECODE, DECODE, DECODE))
+    present: list[WorkerRole] = []
     for _ in range(8):
         present.append(shares.next(present))
     assert [role is PREFILL for role in present].count(True) == 2
@@ -37,7 +38,8 @@ def test_one_to_three() -> None:
 def test_each_role_is_within_one_worker_of_its_share(
     mix: tuple[WorkerRole, ...], number: int
 ) -> None:
-    shares, present = RoleShares(mix), []
+    shares = RoleShares(mix)
+    present: list[WorkerRole] = []
     for _ in range(number):
         present.append(shares.next(present))
     _check(mix, present)
