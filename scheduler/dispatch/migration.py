@@ -103,9 +103,11 @@ class Migration:
     def _bring_ahead(
         self, scheduled: ScheduledJob, worker: WorkerView, placement_round: PlacementRound
     ) -> None:
-        cached = self._context.prefixes.cached_tokens((worker,), scheduled.prefix_keys)
-        num_tokens = cached.get(worker.worker_id, 0)
-        if not self._warming.is_worth_more(scheduled, num_tokens, worker):
+        warming, prefixes = self._warming, self._context.prefixes
+        if not warming.is_worth_more(scheduled, scheduled.resources.num_context_tokens, worker):
+            return  # nor is what is there of it, which takes longer to find out
+        cached = prefixes.cached_tokens((worker,), scheduled.prefix_keys)
+        if not warming.is_worth_more(scheduled, cached.get(worker.worker_id, 0), worker):
             return
         warm_worker_id = self._warming.worker_of(scheduled)
         place = placement_round.find_decoder_ahead(scheduled, worker, warm_worker_id)

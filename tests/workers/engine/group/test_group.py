@@ -299,7 +299,7 @@ def _runs(pid: int) -> bool:
         ),
         ({"pipeline_parallel": 2, "collectives": "gloo"}, "linked by shared memory"),
         ({"kv_cache_dtype": "fp8"}, "for the kernels of a GPU"),
-        ({"speculation": "eagle3=/nowhere"}, "a head reads the whole embedding"),
+        ({"speculation": "eagle3=/nowhere"}, "/nowhere"),
         ({"kv_cache_bytes": 1000, "num_blocks": 0}, "kv_cache_bytes is 1000, but one block"),
         ({"start_timeout_s": 0.001}, r"rank 1 \(process \d+\) was not loaded within the 0.001 s"),
     ],

@@ -85,6 +85,7 @@ def _rows_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         {"num_blocks": 40, "block_size_tokens": 8},
         {"num_blocks": 24, "block_size_tokens": 8, "kv_cache_dtype": "int8"},
         {"quantization": "int8"},
+        {"tensor_parallel": 2},
     ],
 )
 def test_nothing_changes(world: _World, settings: dict[str, Any]) -> None:
@@ -158,6 +159,12 @@ def test_it_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
     requests = _texts(0.2, 45, n=3)
     known = run(load(copier.target, "off"), requests)
     assert _share(copier.engine(), requests, known) > 0.5
+
+
+def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
+    requests = _texts(0.0)
+    known = run(load(copier.target, "off"), requests)
+    assert _share(copier.engine(tensor_parallel=2), requests, known) > 0.5
 
 
 @pytest.mark.parametrize("num_tokens", [290, 304, 305])
