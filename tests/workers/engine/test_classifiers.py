@@ -19,6 +19,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import save_classifier
 from tests.workers.engine.conftest import MakeEngine
+from tests.workers.engine.group.shapes import SHAPE
 from tests.workers.engine.support import drain, last_by_request, prompt, request
 
 PROMPTS = [prompt(seed, length) for seed, length in ((1, 100), (2, 1), (3, 33), (4, 16), (5, 47))]
@@ -76,7 +77,7 @@ def test_labels_are_those_of_transformers(
     "ranks", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}], ids=str
 )
 def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, int]) -> None:
-    save_classifier(tmp_path, "Llama", 3)
+    save_classifier(tmp_path, "Llama", 3, **SHAPE)
     config = EngineConfig(
         num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1
     )
