@@ -194,11 +194,6 @@ def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
     check_engine(engine)
     check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
-    if engine.pipeline_parallel > 1 and config.classifier is not None:
-        raise ConfigError(
-            "engine.pipeline_parallel: the labels of a classifier are computed by one stage; leave "
-            "it out."
-        )
 
 
 def has_shared_memory(engine: EngineConfig) -> bool:
