@@ -34,6 +34,7 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
 
 _RESULT = Path(__file__).parent / "results" / "disk_reload.json"
+_STORES_RESULT = _RESULT.with_name("disk_reload_stores.json")
 _BLOCK_TOKENS = 16
 _LAYERS = 32
 _BLOCK_BYTES_8B = _LAYERS * _BLOCK_TOKENS * 2 * 8 * 128 * 2
@@ -273,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements; the median counts")
     parser.add_argument("--stores", action="store_true", help="measure object stores, too")
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULT.name}")
+    parser.add_argument("--save", action="store_true", help="write the result file")
     add_model_arguments(parser)
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=parsed.folder) as made, measured_model(parsed) as model:
@@ -289,12 +290,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result.stores = measure_stores(
                 model, folder / "store", parsed.tokens - 100, parsed.repeats
             )
-    file, engine = result.file, result.engine
+    blocks, engine = result.file, result.engine
     print(result.cpu)
     print(
-        f"  {parsed.tokens} tokens of an 8B shape, {file.size_bytes / 1e6:.0f} MB: from the disk "
-        f"{file.cold_ms:.0f} ms (a plain read {file.plain_cold_ms:.0f}), from the page cache "
-        f"{file.warm_ms:.0f} ms (a plain read {file.plain_warm_ms:.0f})"
+        f"  {parsed.tokens} tokens of an 8B shape, {blocks.size_bytes / 1e6:.0f} MB: from the disk "
+        f"{blocks.cold_ms:.0f} ms (a plain read {blocks.plain_cold_ms:.0f}), from the page cache "
+        f"{blocks.warm_ms:.0f} ms (a plain read {blocks.plain_warm_ms:.0f})"
     )
     print(
         f"  first token of {parsed.tokens - 100} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: "
@@ -307,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"objects: {store.found_ms:.0f} ms, looked for in vain {store.absent_ms:.0f} ms, "
             f"computed {store.computed_ms:.0f} ms; written within {store.written_ms:.0f} ms"
         )
-    write_json(_RESULT if parsed.save else None, result)
+    file = _STORES_RESULT if parsed.stores else _RESULT
+    write_json(file if parsed.save else None, result)
 
 
 if __name__ == "__main__":

@@ -40,19 +40,6 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
         "else ngram where a row is computed the same in all company)",
     )
     add_ranks(group)
-    group.add_argument(
-        "--remote-stages",
-        type=int,
-        metavar="N",
-        help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
-        "--join (default: 0)",
-    )
-    group.add_argument(
-        "--stages-address",
-        metavar="HOST:PORT",
-        help="where these join; beyond this machine with a token, in a file that "
-        "MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE names (default: 127.0.0.1:7500)",
-    )
 
 
 def add_ranks(group: argparse._ArgumentGroup) -> None:
@@ -77,6 +64,43 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="give each rank some experts of a mixture whole, rather than a slice of all",
     )
+    group.add_argument(
+        "--remote-stages",
+        type=int,
+        metavar="N",
+        help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
+        "--join (default: 0)",
+    )
+    group.add_argument(
+        "--stages-address",
+        metavar="HOST:PORT",
+        help="where these join; beyond this machine with a token (default: 127.0.0.1:7500)",
+    )
+    group.add_argument(
+        "--stages-token-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the token that these have to know",
+    )
+
+
+def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of ``add_ranks`` say of an engine's settings. Raises ConfigError."""
+    from millrace.runtime.tls import read_setting_file
+
+    given = {
+        "tensor_parallel": arguments.tensor_parallel,
+        "pipeline_parallel": arguments.pipeline_parallel,
+        "expert_parallel": arguments.expert_parallel,
+        "remote_stages": arguments.remote_stages,
+        "stages_address": arguments.stages_address,
+    }
+    file = arguments.stages_token_file
+    if file is not None:
+        given["stages_token"] = token = read_setting_file("--stages-token-file", str(file)).strip()
+        if not token:
+            raise ConfigError(f"--stages-token-file: {file} is empty.")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def add_other_engine(group: argparse._ArgumentGroup) -> None:
@@ -100,11 +124,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     given = {
         "quantization": arguments.quantization,
         "speculation": arguments.speculation,
-        "tensor_parallel": arguments.tensor_parallel,
-        "pipeline_parallel": arguments.pipeline_parallel,
-        "expert_parallel": arguments.expert_parallel,
-        "remote_stages": arguments.remote_stages,
-        "stages_address": arguments.stages_address,
+        **told_ranks(arguments),
         **_of_other_engine(arguments),
     }
     told = {name: value for name, value in given.items() if value is not None}

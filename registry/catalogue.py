@@ -126,17 +126,7 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     if (value := getattr(self.engine, name))
                 }
             config = msgspec.structs.replace(config, **given)
-        if config.quantization is None:
-            config = msgspec.structs.replace(config, quantization=self.quantization)
-        if config.speculation is None:
-            config = msgspec.structs.replace(config, speculation=self.speculation)
-        if config.tensor_parallel == config.pipeline_parallel == 1:
-            config = msgspec.structs.replace(
-                config,
-                tensor_parallel=self.parallel.tensor,
-                pipeline_parallel=self.parallel.pipeline,
-                expert_parallel=self.parallel.experts or config.expert_parallel,
-            )
+        config = self.described(config)
         check_quantization(config.quantization, config.kind)
         check_speculation(config.speculation, config.kind)
         check_parallel(
@@ -145,6 +135,22 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_remote_stages(config.remote_stages, config.kind)
         check_transfer(config.transfer, config.transfer_address, config.kind)
         return config
+
+    def described(self, config: EngineConfig) -> EngineConfig:
+        """Settings of an engine that computes the model, with the quantization, the speculation and
+        the devices that the catalogue says, where they say none."""
+        given: dict[str, Any] = {}
+        if config.quantization is None:
+            given["quantization"] = self.quantization
+        if config.speculation is None:
+            given["speculation"] = self.speculation
+        if config.tensor_parallel == config.pipeline_parallel == 1:
+            given |= {
+                "tensor_parallel": self.parallel.tensor,
+                "pipeline_parallel": self.parallel.pipeline,
+                "expert_parallel": self.parallel.experts or config.expert_parallel,
+            }
+        return msgspec.structs.replace(config, **given)
 
     @property
     def is_local(self) -> bool:

@@ -36,6 +36,7 @@ from millrace.schemas.control import (
     Ended,
     MoveStreams,
     Prefilled,
+    PrefixReport,
     WorkerStatus,
 )
 from millrace.schemas.errors import BusUnavailableError, MillraceError
@@ -154,7 +155,7 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        subscriptions.append(await bus.workers.watch_prefixes(self.context.prefixes.apply))
+        subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
@@ -214,6 +215,13 @@ class Scheduler:
         dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
         if worker is not None and dispatcher is not None:
             dispatcher.hand_on(worker, prefilled.request_ids)
+
+    def _on_prefixes(self, report: PrefixReport) -> None:
+        self.context.prefixes.apply(report)
+        worker = self.context.fleet.get(report.worker_id)
+        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
+        if worker is not None and dispatcher is not None:
+            dispatcher.bring_ahead(worker)
 
     def _on_silent(self, worker_id: str) -> None:
         self._on_departed(self.context.fleet.give_up(worker_id))

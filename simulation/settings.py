@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -10,6 +10,7 @@ from millrace.bench.settings import Slo
 from millrace.schemas.config import Config
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.role_shares import RoleShares
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +37,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation, of each policy alike.
 
     ``num_workers`` is by model, "" for each model of the trace that is not named; ``roles`` are
-    those of each model's first workers, others have ``config.worker.role``. A worker that
-    dies, at ``failures`` or after a random time of ``mtbf_s`` in the mean (0: never), is started
-    anew ``restart_s`` later; to start takes a worker ``config.worker.engine.simulation.start_s``.
+    those of each model's first workers, in whose shares others get theirs (empty: all have
+    ``config.worker.role``). A worker that dies, at ``failures`` or after a random time of
+    ``mtbf_s`` in the mean (0: never), is started anew ``restart_s`` later; to start takes a worker
+    ``config.worker.engine.simulation.start_s``.
     With ``config.scheduler.autoscale.max_workers`` the scheduler says how many workers there are.
     Requests that are not answered ``drain_s`` after the last arrival are unfinished.
     ``gpus_per_worker`` are paid for (None: those that its engine computes on).
@@ -74,9 +76,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             return float(self.config.worker.engine.tensor_parallel)
         return self.gpus_per_worker
 
-    def role_of(self, index: int) -> WorkerRole:
-        """Of a model's worker, counted from 0."""
-        return self.roles[index] if index < len(self.roles) else self.config.worker.role
+    def role_of(self, index: int, present: Sequence[WorkerRole]) -> WorkerRole:
+        """Of a model's next worker, counted from 0, beside others of the ``present`` roles."""
+        if not self.roles:
+            return self.config.worker.role
+        return self.roles[index] if index < len(self.roles) else self.role_shares.next(present)
+
+    @property
+    def role_shares(self) -> RoleShares:
+        """How the workers of a model share roles out."""
+        return RoleShares(self.roles, self.config.scheduler.switch_roles)
 
     @property
     def moves_blocks(self) -> bool:
@@ -103,5 +112,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 "--workers: with roles streams go on elsewhere with blocks that are pulled, which "
                 "takes worker.engine.prefix_cache and no worker.engine.transfer: false"
             )
-        if self.roles and self.config.scheduler.autoscale.max_workers:
-            raise ConfigError("--workers: roles do not go with --autoscale; give a number")

@@ -13,7 +13,9 @@ from millrace.bus.fleet.desired_replicas import DesiredReplicas
 from millrace.cli.local.supervisor import Process, StartError
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
-from millrace.schemas.control import QueueStatus
+from millrace.schemas.control import QueueStatus, WorkerStatus
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.role_shares import RoleShares
 
 # How long after a start that failed another one is tried: the first time, and at most.
 _FIRST_PAUSE_S = 1.0
@@ -28,6 +30,16 @@ class Processes(Protocol):
     async def remove(self, name: str) -> None: ...
 
 
+class Workers(Protocol):
+    """Of the workers, what is needed here."""
+
+    def new_worker(self, name: str, model: str, role: WorkerRole) -> Process: ...
+
+    def status(self, name: str) -> WorkerStatus | None: ...
+
+    def shares(self, model: str) -> RoleShares: ...
+
+
 class _State(Enum):
     STARTING = auto()
     UP = auto()
@@ -36,11 +48,13 @@ class _State(Enum):
 
 @dataclass
 class _Place:
-    """A worker process, from before its start until it is gone."""
+    """A worker process, from before its start until it is gone. ``role`` is what it is started
+    with."""
 
     name: str
     model: str
     state: _State
+    role: WorkerRole
     starting: asyncio.Task[None] | None = None
 
 
@@ -50,24 +64,21 @@ class WorkerScaler:
 
     New workers start at once, side by side. Those of a model are stopped one after the other, as
     each drains: its streams go to the others meanwhile. First are those that are not there yet,
-    then those that hold least, of these the youngest. A name is free again when its process is
-    gone. A start that fails is said, and tried again later.
+    then those that hold least, of these the youngest. Where workers have roles, those that come and
+    go keep to their model's shares. A name is free again when its process is gone. A start that
+    fails is said, and tried again later.
     """
 
     def __init__(
         self,
         processes: Processes,
-        new_worker: Callable[[str, str], Process],
-        num_held: Callable[[str], int],
+        workers: Workers,
         max_workers: int,
         clock: Clock,
         say: Callable[[str], None],
     ) -> None:
-        """``new_worker`` makes a process of a name and a model; ``num_held`` is how many requests
-        the worker of a name holds."""
         self._processes = processes
-        self._new_worker = new_worker
-        self._num_held = num_held
+        self._workers = workers
         self._max_workers = max_workers
         self._clock = clock
         self._say = say
@@ -78,10 +89,10 @@ class WorkerScaler:
         self._tasks = Tasks()
         self._closed = False
 
-    def adopt(self, name: str, model: str) -> None:
-        """Take over a worker that is up, or being started."""
+    def adopt(self, name: str, model: str, role: WorkerRole) -> None:
+        """Take over a worker that is up, or being started, with a role."""
         self._released.discard(model)
-        self._places[name] = _Place(name, model, _State.UP)
+        self._places[name] = _Place(name, model, _State.UP, role)
 
     def names(self) -> Collection[str]:
         """Of all that are here, come or go."""
@@ -119,18 +130,30 @@ class WorkerScaler:
             and len(here) == len(places)
             and self._desired.is_settled(status.model, now_s)
         ):
-            self._stop(self._least_needed(here), desired)
+            self._stop(self._least_needed(self._in_spare_role(here)), desired)
 
     async def close(self) -> None:
         """Start and stop nothing more; what is there stays to the supervisor."""
         self._closed = True
         await self._tasks.close()
 
+    def _in_spare_role(self, places: list[_Place]) -> list[_Place]:
+        roles = [self._role(place) for place in places]
+        spare = self._workers.shares(places[0].model).spare(roles)
+        return [place for place, role in zip(places, roles, strict=True) if role is spare]
+
+    def _role(self, place: _Place) -> WorkerRole:
+        status = self._workers.status(place.name) if place.state is _State.UP else None
+        return place.role if status is None else status.role
+
+    def _num_held(self, place: _Place) -> int:
+        status = self._workers.status(place.name) if place.state is _State.UP else None
+        return 0 if status is None else status.num_running + status.num_waiting
+
     def _least_needed(self, places: list[_Place]) -> _Place:
         def rank(indexed: tuple[int, _Place]) -> tuple[bool, int, int]:
             age, place = indexed
-            is_up = place.state is _State.UP
-            return is_up, self._num_held(place.name) if is_up else 0, -age
+            return place.state is _State.UP, self._num_held(place), -age
 
         return min(enumerate(places), key=rank)[1]
 
@@ -138,7 +161,9 @@ class WorkerScaler:
         names = (f"worker-{number}" for number in itertools.count(1))
         name = next(name for name in names if name not in self._places)
         self._say(f"{name} is starting: {_are(desired)} wanted for {model}")
-        place = self._places[name] = _Place(name, model, _State.STARTING)
+        present = [self._role(place) for place in self._places.values() if place.model == model]
+        role = self._workers.shares(model).next(present)
+        place = self._places[name] = _Place(name, model, _State.STARTING, role)
         place.starting = self._tasks.spawn(self._bring_up(place), f"start {name}")
 
     def _stop(self, place: _Place, desired: int) -> None:
@@ -148,7 +173,8 @@ class WorkerScaler:
 
     async def _bring_up(self, place: _Place) -> None:
         try:
-            await self._processes.start(self._new_worker(place.name, place.model))
+            process = self._workers.new_worker(place.name, place.model, place.role)
+            await self._processes.start(process)
         except (StartError, OSError) as error:
             self._say(str(error))
             self._pause(place.model)

@@ -41,6 +41,7 @@ from millrace.runtime.tasks import first_error
 from millrace.schemas.config import Config, RedisConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
+from millrace.schemas.role_shares import RoleShares
 
 # For others on this machine that may read our files: addresses with passwords in them.
 NATS_URL_FILE = "nats.url"
@@ -71,7 +72,8 @@ class Plan:
     """What to run: ``models`` are catalogue names, each with ``num_workers`` workers at first, and
     then as many as the schedulers want if ``config`` has ``scheduler.autoscale.max_workers``.
 
-    ``roles`` are those of a model's first workers; others have both. ``config`` is what the user
+    ``roles`` are those of a model's first workers, in whose shares others get theirs; workers of
+    models that are added have both. ``config`` is what the user
     set; the addresses in it are chosen when the stack starts. ``port_is_fixed``: the gateway's port
     was asked for, and no other will do. ``serving`` is what the models are, and what others are
     added from. ``adapters`` are offered from the start, beside those that were added before.
@@ -327,11 +329,12 @@ class Stack:
         await asyncio.gather(*(self.supervisor.start(part) for part in parts))
 
     def _first_workers(self) -> list[Process]:
+        shares = RoleShares(self.plan.roles, self.plan.config.scheduler.switch_roles)
         return [
             process
             for model in self.plan.models
             for process in self._pool.new_workers(
-                model, self.live.changes.num_workers(model), self.plan.roles
+                model, self.live.changes.num_workers(model), shares
             )
         ]
 

@@ -206,8 +206,6 @@ def _check_roles(config: Config) -> None:
             "--workers: roles are for Millrace's own engine, from which blocks can be pulled; give "
             "a number."
         )
-    if config.scheduler.autoscale.max_workers:
-        raise ConfigError("--workers: roles do not go with --autoscale; give a number.")
 
 
 def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:

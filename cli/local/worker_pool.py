@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from millrace.bus.api import Bus
@@ -14,6 +14,7 @@ from millrace.cli.local.supervisor import Process, StartError
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.engines import WorkerRole
+from millrace.schemas.role_shares import NO_ROLES, RoleShares
 
 NewWorker = Callable[[str, str, WorkerRole], Process]
 
@@ -30,28 +31,30 @@ class WorkerPool:
         say: Callable[[str], None],
     ) -> None:
         """``new_worker`` makes a process of a name, a model and a role."""
+        self.new_worker = new_worker
         self._processes = processes
-        self._new_worker = new_worker
         self._run_dir = run_dir
         self._say = say
         self._models: dict[str, str] = {}  # of the workers that were started here, by name
+        self._roles: dict[str, WorkerRole] = {}
+        self._shares: dict[str, RoleShares] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._scaler: WorkerScaler | None = None
 
-    def new_workers(
-        self, model: str, count: int, roles: Sequence[WorkerRole] = ()
-    ) -> list[Process]:
+    def new_workers(self, model: str, count: int, shares: RoleShares = NO_ROLES) -> list[Process]:
         """As many workers for the model, under names that are free, not started so far; the first
-        of them in the given roles."""
+        of them in the roles that come first."""
+        self._shares[model] = shares
         made = []
         for index in range(count):
-            role = roles[index] if index < len(roles) else WorkerRole.BOTH
+            present = [self._roles[name] for name, of in self._models.items() if of == model]
+            role = shares.first[index] if index < len(shares.first) else shares.next(present)
             names = (f"worker-{number}" for number in itertools.count(1))
             name = next(name for name in names if not self._is_taken(name))
-            self._models[name] = model
+            self._models[name], self._roles[name] = model, role
             if self._scaler is not None:
-                self._scaler.adopt(name, model)
-            made.append(self._new_worker(name, model, role))
+                self._scaler.adopt(name, model, role)
+            made.append(self.new_worker(name, model, role))
         return made
 
     def note(self, status: WorkerStatus) -> None:
@@ -61,6 +64,10 @@ class WorkerPool:
     def status(self, name: str) -> WorkerStatus | None:
         """What the worker of that name told last."""
         return self._statuses.get(name)
+
+    def shares(self, model: str) -> RoleShares:
+        """How the workers of a model share its roles out."""
+        return self._shares.get(model, NO_ROLES)
 
     async def is_there(self, name: str) -> bool:
         """Whether the process that was started last under the name has told that it serves."""
@@ -76,14 +83,13 @@ class WorkerPool:
         """Have as many workers from now on as the schedulers want."""
         scaler = self._scaler = WorkerScaler(
             self._processes,
-            lambda name, model: self._new_worker(name, model, WorkerRole.BOTH),
-            self._num_held,
+            self,
             max_workers,
             SystemClock(),
             self._say,
         )
         for name, model in self._models.items():
-            scaler.adopt(name, model)
+            scaler.adopt(name, model, self._roles[name])
         await bus.control.subscribe_queue_status(scaler.on_queue)
 
     async def start(self, model: str, count: int) -> None:
@@ -104,14 +110,15 @@ class WorkerPool:
         await asyncio.gather(*(self._processes.remove(name) for name in names))
         for name in names:
             self._models.pop(name, None)
+            self._roles.pop(name, None)
             self._statuses.pop(name, None)
         return len(names)
 
     def num_held(self, model: str) -> int:
         """How many requests the workers of a model have, as they told last."""
         return sum(
-            self._num_held(name)
-            for name, status in self._statuses.items()
+            status.num_running + status.num_waiting
+            for status in self._statuses.values()
             if status.model == model and not status.retired
         )
 
@@ -123,7 +130,3 @@ class WorkerPool:
     def _is_taken(self, name: str) -> bool:
         scaled = () if self._scaler is None else self._scaler.names()
         return name in self._models or name in scaled
-
-    def _num_held(self, name: str) -> int:
-        status = self._statuses.get(name)
-        return 0 if status is None else status.num_running + status.num_waiting

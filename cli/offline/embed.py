@@ -19,7 +19,6 @@ from millrace.cli.offline.engine_options import (
     load_served,
     open_output,
     print_start_of_engine,
-    quantized_as,
 )
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
@@ -63,15 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
     it is to be answered."""
     from millrace.workers.engine.threads.choice import configure_threads
 
-    config = engine_config(arguments)
+    config = engine_config(arguments, speculation="off")
+    served = load_served(arguments)
+    config = served.entry.described(config)
     # Before anything imports torch: it reads its thread settings once.
     configure_threads(config, shared=False)
     from millrace.cli.offline.embed_file import read_texts
     from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
     from millrace.workers.engine.engine import Engine
 
-    served = load_served(arguments)
-    config = quantized_as(config, served)
     defaults = read_embedding_defaults(served.path)
     chosen = arguments.pooling or served.entry.pooling or defaults.pooling
     if chosen is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from millrace.cli.engine_arguments import add_ranks
+from millrace.cli.engine_arguments import add_ranks, told_ranks
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
@@ -188,9 +188,6 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         quantization=arguments.quantization,
         device=arguments.device,
         num_threads=arguments.threads,
-        tensor_parallel=arguments.tensor_parallel or 1,
-        pipeline_parallel=arguments.pipeline_parallel or 1,
-        expert_parallel=bool(arguments.expert_parallel),
         kernels=arguments.kernels,
         load_format=arguments.load_format,
         gpu_memory_fraction=arguments.gpu_memory_fraction,
@@ -198,22 +195,9 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
         deterministic=arguments.deterministic,
         cuda_graphs=not arguments.no_cuda_graphs,
         overlap=not arguments.no_overlap,
+        **told_ranks(arguments),
         **others,
     )
-
-
-def quantized_as(config: EngineConfig, served: ServedModel) -> EngineConfig:
-    """``config``, with the quantization that the catalogue gives the model where no option does."""
-    quantization = config.quantization or served.entry.quantization
-    return msgspec.structs.replace(config, quantization=quantization)
-
-
-def speculating_as(
-    config: EngineConfig, speculation: str | None, served: ServedModel
-) -> EngineConfig:
-    """``config``, with the speculation of the option, else that of the catalogue."""
-    chosen = served.entry.speculation if speculation is None else speculation
-    return msgspec.structs.replace(config, speculation=chosen)
 
 
 def print_start_of_engine() -> None:

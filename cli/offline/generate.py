@@ -22,8 +22,6 @@ from millrace.cli.offline.engine_options import (
     load_served,
     open_output,
     print_start_of_engine,
-    quantized_as,
-    speculating_as,
 )
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import SPECULATIONS, speculation_option
@@ -106,13 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
         num_blocks=arguments.num_blocks,
         host_cache_bytes=arguments.host_cache_bytes,
         prefix_cache=not arguments.no_prefix_cache,
+        speculation=arguments.speculation,
     )
+    served = load_served(arguments)
+    config = served.entry.described(config)
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
     from millrace.cli.offline.batch_file import read_requests
 
-    served = load_served(arguments)
-    config = speculating_as(quantized_as(config, served), arguments.speculation, served)
     adapters = _adapters(arguments, served, config)
     if adapters:
         slots = min(len(adapters), _MOST_SLOTS)

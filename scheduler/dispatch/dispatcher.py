@@ -175,6 +175,12 @@ class Dispatcher:
         if not self._stopped and self._context.bus.connected:
             self._migration.hand_on(worker, request_ids)
 
+    def bring_ahead(self, worker: WorkerView) -> None:
+        """Have workers that decode pull what a worker has computed of prompts that it goes on
+        with."""
+        if not self._stopped and self._context.bus.connected:
+            self._migration.bring_ahead(worker)
+
     def _migrate(self, scheduled: ScheduledJob, place: Place) -> None:
         self.runner.take_from_worker(scheduled, has_source=place.kv_source is not None)
         self._send(scheduled, place)

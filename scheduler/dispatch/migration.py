@@ -87,6 +87,35 @@ class Migration:
         self._prefilled[worker_id] = set(request_ids)
         self._context.tasks.spawn(self._hand_on(worker_id), f"hand on from {worker_id}")
 
+    def bring_ahead(self, worker: WorkerView) -> None:
+        """Have what a worker for prompts has computed so far pulled where the streams will go on,
+        while it computes the rest. To be called when it has told what it has."""
+        status = worker.status
+        if status.role is not WorkerRole.PREFILL or status.draining or status.engine_down:
+            return
+        computed = self._prefilled.get(worker.worker_id, set())
+        placement_round = PlacementRound(self._context, self._model)
+        for scheduled in self._movable(worker):
+            is_fixed = scheduled.job.sampling.use_beam_search or not scheduled.can_be_pulled
+            if not is_fixed and scheduled.request_id not in computed:
+                self._bring_ahead(scheduled, worker, placement_round)
+
+    def _bring_ahead(
+        self, scheduled: ScheduledJob, worker: WorkerView, placement_round: PlacementRound
+    ) -> None:
+        warming, prefixes = self._warming, self._context.prefixes
+        if not warming.is_worth_more(scheduled, scheduled.resources.num_context_tokens, worker):
+            return  # nor is what is there of it, which takes longer to find out
+        cached = prefixes.cached_tokens((worker,), scheduled.prefix_keys)
+        if not warming.is_worth_more(scheduled, cached.get(worker.worker_id, 0), worker):
+            return
+        warm_worker_id = self._warming.worker_of(scheduled)
+        place = placement_round.find_decoder_ahead(scheduled, worker, warm_worker_id)
+        if place is not None:
+            self._warming.pull_ahead(scheduled, place)
+        elif warm_worker_id:
+            self._warming.forget(scheduled)
+
     async def _hand_on(self, worker_id: str) -> None:
         try:
             while self._context.bus.connected and not self._stopped:

@@ -74,12 +74,27 @@ class PlacementRound:
         """The place for a stream that goes on where there is time for it, behind a prompt that a
         worker has computed; of those alone that decode by their role, or at ``to_worker_id``."""
         workers = self._workers(scheduled)
-        candidates = [
+        candidates = self._decoders(workers, away_from, to_worker_id)
+        return self._choose(scheduled, candidates, workers, away_from.worker_id)
+
+    def find_decoder_ahead(
+        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
+    ) -> Place | None:
+        """As ``find_decoder``, for a prompt that is being computed: what there is of it so far can
+        be pulled."""
+        workers = self._workers(scheduled)
+        candidates = self._decoders(workers, away_from, to_worker_id)
+        return self._choose(scheduled, candidates, workers)
+
+    @staticmethod
+    def _decoders(
+        workers: list[WorkerView], away_from: WorkerView, to_worker_id: str
+    ) -> list[WorkerView]:
+        return [
             worker
             for worker in roles.decoders(workers)
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
-        return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:
         if scheduled.ran_before:
@@ -92,7 +107,7 @@ class PlacementRound:
         scheduled: ScheduledJob,
         candidates: list[WorkerView],
         workers: list[WorkerView],
-        left_worker_id: str,
+        left_worker_id: str = "",
         expected_output_tokens: float | None = None,
     ) -> Place | None:
         """The best of the candidates, for which any of the workers may hold blocks; None: it makes

@@ -23,19 +23,27 @@ _SHORT_TOKENS = 64
 _MAX_GAP_S = 0.1
 # As long as an engine waits for blocks at most, and a little more for the way.
 _TIMEOUT_S = 2.5
+# What takes less time to pull is not pulled before its prompt has been computed.
+_AHEAD_S = 0.02
 
 
 @dataclass(slots=True)
 class _Pull:
+    """Of the first ``num_tokens`` of a stream, or, ``is_ahead``, of a prompt that is being computed
+    and has more to come."""
+
     scheduled: ScheduledJob
     worker_id: str
+    num_tokens: int
+    is_ahead: bool = False
     is_over: bool = False
     has_come: bool = False
 
 
 class Warming:
     """Has workers pull the KV cache of streams that are to leave others, while these go on there.
-    A stream then stands still for the tokens alone that it has made meanwhile.
+    A stream then stands still for the tokens alone that it has made meanwhile. Of a long prompt
+    what has been computed is pulled while the rest is.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -68,12 +76,29 @@ class Warming:
         now_s = self._context.clock.monotonic()
         if not pull.is_over or self._busy_until_s.get(pull.worker_id, now_s) > now_s:
             return None
+        if pull.is_ahead and _num_at(place) - pull.num_tokens >= _SHORT_TOKENS:
+            self._begin(scheduled, place)
+            return None
         del self._pulls[scheduled.request_id]
         if not pull.has_come:
             return place
-        num_there = place.num_cached_tokens + place.num_pulled_tokens
+        num_there = _num_at(place)
         self._note_left(place.worker, num_there, now_s)
         return place._replace(num_cached_tokens=num_there, num_pulled_tokens=0)
+
+    def is_worth_more(self, scheduled: ScheduledJob, num_tokens: int, holder: WorkerView) -> bool:
+        """Whether to pull ahead what a ``holder`` has by now of a prompt that it computes, its
+        first ``num_tokens``: not while it pulls some of them, nor for what comes at once later."""
+        pull = self._pulls.get(scheduled.request_id)
+        if pull is not None and not pull.is_over:
+            return False
+        num_more = num_tokens - (pull.num_tokens if pull is not None else 0)
+        return num_more * pull_token_s(holder, placement.prefill_token_s(holder)) >= _AHEAD_S
+
+    def pull_ahead(self, scheduled: ScheduledJob, place: Place) -> None:
+        """Have a place pull what there is so far of a prompt. Its stream leaves for there."""
+        if place.kv_source is not None and placement.work_ahead_s(place.worker) <= _LEAD_S:
+            self._begin(scheduled, place, is_ahead=True)
 
     def _note_left(self, worker: WorkerView, num_tokens: int, now_s: float) -> None:
         """A worker brings what came from its main memory to its device before it goes on with a
@@ -82,9 +107,10 @@ class Warming:
         later = {one: until_s for one, until_s in self._busy_until_s.items() if until_s > now_s}
         self._busy_until_s = later | {worker.worker_id: now_s + min(took_s, _MAX_GAP_S)}
 
-    def _begin(self, scheduled: ScheduledJob, place: Place) -> None:
+    def _begin(self, scheduled: ScheduledJob, place: Place, *, is_ahead: bool = False) -> None:
         worker, request_id = place.worker, scheduled.request_id
-        pull = self._pulls[request_id] = _Pull(scheduled, worker.worker_id)
+        pull = _Pull(scheduled, worker.worker_id, _num_at(place), is_ahead)
+        self._pulls[request_id] = pull
         worker.await_pull(place.num_pulled_tokens)
         assert place.kv_source is not None
         name = f"warm {worker.worker_id} for {request_id}"
@@ -95,7 +121,7 @@ class Warming:
         control, job = self._context.bus.control, pull.scheduled.job
         try:
             token_ids: tuple[int, ...] = ()
-            if job.reply:  # else it begins again behind its prompt
+            if job.reply and not pull.is_ahead:  # else it begins again behind its prompt
                 point = await control.resume_point(
                     job.reply, job.request_id, self._context.config.resume_timeout_s
                 )
@@ -116,3 +142,8 @@ class Warming:
             for request_id, pull in self._pulls.items()
             if not pull.is_over or pull.scheduled.phase is Phase.RUNNING
         }
+
+
+def _num_at(place: Place) -> int:
+    """How many of the tokens are at a place once what is pulled has come."""
+    return place.num_cached_tokens + place.num_pulled_tokens

@@ -118,9 +118,10 @@ class Fleet:
     def _new_place(self, model: str) -> _Place:
         number = len(self._all) + 1
         rng = random.Random(f"{self._settings.seed} worker {number}")
-        role = self._settings.role_of(len(self._places[model]))
+        places = self._places[model]
+        role = self._settings.role_of(len(places), _roles(places))
         place = _Place(f"worker-{number}", model, role, rng.random(), rng, number)
-        self._places[model].append(place)
+        places.append(place)
         self._all.append(place)
         return place
 
@@ -215,12 +216,17 @@ class Fleet:
         here = [place for place in places if place.wanted]
         for _ in range(desired - len(here)):
             free = next((p for p in places if not p.wanted and p.incarnation is None), None)
+            if free is not None:
+                free.role = self._settings.role_of(len(places), _roles(places))
             place = free or self._new_place(model)
             place.wanted = True
             self._spawn(self._begin(place, self._latency.start_s))
         # Those that hold least go first: they are gone soonest, and move least.
         here.sort(key=lambda place: (place.worker is not None, _num_runs(place), -place.number))
-        for place in here[: max(0, len(here) - desired)]:
+        while len(here) > desired:
+            spare = self._settings.role_shares.spare([_role(place) for place in here])
+            place = next(place for place in here if _role(place) is spare)
+            here.remove(place)
             place.wanted = False
             if place.worker is not None:
                 self._spawn(self._drain(place, place.worker))
@@ -235,3 +241,13 @@ class Fleet:
 
 def _num_runs(place: _Place) -> int:
     return 0 if place.worker is None else len(place.worker.runs)
+
+
+def _role(place: _Place) -> WorkerRole:
+    """That of now."""
+    return place.role if place.worker is None else place.worker.role
+
+
+def _roles(places: list[_Place]) -> list[WorkerRole]:
+    """Of those that are wanted."""
+    return [_role(place) for place in places if place.wanted]

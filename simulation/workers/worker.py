@@ -20,6 +20,7 @@ from millrace.schemas.control import (
     WorkerCommand,
     WorkerReply,
 )
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.frames import Delta, Frame
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
@@ -74,6 +75,11 @@ class SimulatedWorker:
         self._step: asyncio.TimerHandle | None = None
         self._subscriptions: list[Subscription] = []
         self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def role(self) -> WorkerRole:
+        """What it is preferred for by now."""
+        return self._moves.role
 
     # --- start and end ---
 

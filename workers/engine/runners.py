@@ -35,6 +35,8 @@ from millrace.workers.engine.settings import (
 )
 from millrace.workers.engine.types import RunnerFigures
 from millrace.workers.kernels.operations import WeightSize
+from millrace.workers.models.dummy import DummyTensors
+from millrace.workers.models.loader import load_embedding
 
 
 class DraftRunner(Protocol):
@@ -120,7 +122,7 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
         _check_on_device(engine)
         return None
     if head_path is not None and target.is_row_exact and isinstance(target, ModelRunner):
-        return HeadRunner.load(Path(head_path), target)
+        return HeadRunner.load(Path(head_path), target, _whole_embedding(path, target, engine))
     folder = _draft_folder(path, engine)
     if folder is None or not target.is_row_exact or target.num_stages > 1:
         return None
@@ -150,12 +152,16 @@ def _check_group(engine: EngineConfig) -> None:
         )
     if has_device_ranks(engine):
         _check_on_device(engine)
-        return
-    if eagle3_of(engine.speculation) is not None:
-        raise ConfigError(
-            "engine.speculation: a head reads the whole embedding, of which each rank of a group "
-            "has a part; choose a draft or ngram."
-        )
+
+
+def _whole_embedding(path: Path, target: ModelRunner, engine: EngineConfig) -> torch.Tensor:
+    """That of a target's checkpoint, of which each rank of a group has a part."""
+    if engine.tensor_parallel == 1:
+        return target.embedding
+    own = target.embedding
+    is_dummy = engine.load_format == "dummy"
+    source = DummyTensors(own.dtype, own.device) if is_dummy else None
+    return load_embedding(path, target.config, own.dtype, own.device, source)
 
 
 def _check_on_device(engine: EngineConfig) -> None:

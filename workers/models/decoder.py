@@ -59,8 +59,9 @@ class DecoderWeights(NamedTuple):
     float32, where there is one. A rank of several has the embeddings and the logits of its
     ``vocabulary_range`` only, and its own heads and slices of the rest; norms, routers and the
     classifier are on every rank. A stage has its layers; only the first one has embeddings, others
-    have [0, hidden_size] of the same dtype and device; only the last one has a ``head``, a
-    ``classifier`` and the ``final_norm``, of which others have [0]."""
+    have [0, hidden_size] of the same dtype and device; only the last one has a ``head``
+    and the ``final_norm``, of which others have [0]; the first and the last have a
+    ``classifier``."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -85,7 +86,8 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     One rank of several runs what ``shard_config`` says, with the rank's ``weights``, beside all
     others of ``collectives``: each runs the same batches, and has the same hidden states. A stage
     runs its layers: the first one by ``forward``, each other by ``forward_hidden`` of what came out
-    of the one before it; ``normed``, ``logits`` and ``labels`` are the last one's.
+    of the one before it; ``normed`` and ``logits`` are the last one's, and ``labels`` also the
+    first one's.
     """
 
     def __init__(

@@ -149,8 +149,7 @@ def load_weights(
             _log.warning(sentence)
     else:
         index = source
-    # Checkpoints of embedding models leave the prefix out.
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
+    prefix = _prefix(index)
     quantization = config.quantization if source is None else None
     reader = WeightReader(index, dtype, device, makers, quantization, shard)
     embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
@@ -170,13 +169,35 @@ def load_weights(
             head = linear_of(weight, None, makers, quantize_head)
         else:
             reader.skip_weight(_HEAD)
-        if config.classifier is not None:
-            shape = (len(config.classifier.labels), config.hidden_size)
-            classifier = reader.tensor(_CLASSIFIER, shape).float()
+    # The first stage has what leaves the last one, and pools it.
+    if config.classifier is not None and (shard.is_first or shard.is_last):
+        shape = (len(config.classifier.labels), config.hidden_size)
+        classifier = reader.tensor(_CLASSIFIER, shape).float()
     _skip_other_stages(reader, config, prefix)
     reader.refuse_leftovers()
     release_free_memory()
     return DecoderWeights(embedding, tuple(layers), final_norm, head, classifier)
+
+
+def load_embedding(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: TensorSource | None = None,
+) -> torch.Tensor:
+    """[vocab_size, hidden_size], whole, from ``source`` or the checkpoint at ``path``. Raises
+    CheckpointError."""
+    index: TensorSource = open_tensors(path) if source is None else source
+    makers = Makers(Projection, partial(DequantizedLinear, dtype=dtype), None, None)
+    quantization = config.quantization if source is None else None
+    reader = WeightReader(index, dtype, device, makers, quantization, WHOLE_MODEL)
+    return _embedding(reader, config, _prefix(index))
+
+
+def _prefix(index: TensorSource) -> str:
+    """Checkpoints of embedding models leave it out."""
+    return _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
 
 
 def _embedding(reader: WeightReader, config: ModelConfig, prefix: str) -> torch.Tensor:
@@ -200,7 +221,7 @@ def _skip_other_stages(reader: WeightReader, config: ModelConfig, prefix: str) -
     if not shard.is_last:
         reader.skip(prefix + _FINAL_NORM)
         reader.skip_weight(_HEAD)
-        if config.classifier is not None:
+        if config.classifier is not None and not shard.is_first:
             reader.skip(_CLASSIFIER)
 
 

@@ -9,9 +9,12 @@ import pytest
 
 from millrace.cli.local.autoscale import WorkerScaler
 from millrace.cli.local.supervisor import Process, StartError
-from millrace.schemas.control import QueueStatus
+from millrace.schemas.control import QueueStatus, WorkerStatus
+from millrace.schemas.engines import WorkerRole
+from millrace.schemas.role_shares import RoleShares
 from tests.support.manual_clock import ManualClock
 
+_PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 # Longer than a figure of the schedulers counts.
 LATER_S = 4.0
 
@@ -55,6 +58,35 @@ class Processes:
         self.stopping[name].set_result(None)
 
 
+class Workers:
+    """What they are told to be, and what they tell: nothing before ``held`` or ``roles`` has it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        self.roles: dict[str, WorkerRole] = {}
+        self.started: dict[str, WorkerRole] = {}
+        self.role_shares = RoleShares()
+
+    def new_worker(self, name: str, model: str, role: WorkerRole) -> Process:
+        self.started[name] = role
+        return Process(name=name, command=(model,))
+
+    def status(self, name: str) -> WorkerStatus | None:
+        if name not in self.held and name not in self.roles:
+            return None
+        return WorkerStatus(
+            worker_id=f"{name}-id",
+            name=name,
+            model="demo",
+            max_num_sequences=8,
+            num_running=self.held.get(name, 0),
+            role=self.roles.get(name, self.started.get(name, WorkerRole.BOTH)),
+        )
+
+    def shares(self, model: str) -> RoleShares:
+        return self.role_shares if model == "demo" else RoleShares()
+
+
 class Rig:
     """A scaler of two models that may have 4 workers each, and begins with worker-1 of ``demo``."""
 
@@ -62,17 +94,10 @@ class Rig:
         self.clock = ManualClock()
         self.processes = Processes()
         self.processes.up.add("worker-1")
-        self.held: dict[str, int] = {}
+        self.workers = Workers()
         self.said: list[str] = []
-        self.scaler = WorkerScaler(
-            self.processes,
-            lambda name, model: Process(name=name, command=(model,)),
-            lambda name: self.held.get(name, 0),
-            4,
-            self.clock,
-            self.said.append,
-        )
-        self.scaler.adopt("worker-1", "demo")
+        self.scaler = WorkerScaler(self.processes, self.workers, 4, self.clock, self.said.append)
+        self.scaler.adopt("worker-1", "demo", WorkerRole.BOTH)
 
     async def hear(self, desired: int, model: str = "demo", after_s: float = 0.0) -> None:
         """A scheduler publishes its figure every second for ``after_s``, and then."""
@@ -150,7 +175,7 @@ async def test_a_scheduler_that_starts_anew_stops_nothing_at_first(rig: Rig) -> 
 
 async def test_the_least_loaded_is_stopped_then_the_youngest(rig: Rig) -> None:
     await rig.has_up("worker-2", "worker-3", "worker-4")
-    rig.held = {"worker-1": 5, "worker-2": 1, "worker-3": 3, "worker-4": 3}
+    rig.workers.held = {"worker-1": 5, "worker-2": 1, "worker-3": 3, "worker-4": 3}
     await rig.hear(1, after_s=LATER_S)
     assert list(rig.processes.stopping) == ["worker-2"]
     rig.processes.stopped("worker-2")
@@ -171,7 +196,7 @@ async def test_one_drains_after_the_other(rig: Rig) -> None:
 async def test_a_start_that_is_not_wanted_any_more_is_given_up(rig: Rig) -> None:
     await rig.has_up("worker-2")
     await rig.hear(3, after_s=LATER_S)
-    rig.held = {"worker-1": 0, "worker-2": 0}
+    rig.workers.held = {"worker-1": 0, "worker-2": 0}
     await rig.hear(2, after_s=LATER_S)
     assert rig.processes.starting == {}
     assert rig.processes.up == {"worker-1", "worker-2"}
@@ -235,3 +260,29 @@ async def test_a_closed_one_starts_and_stops_nothing(rig: Rig) -> None:
     assert rig.processes.starting == {}
     await rig.hear(4, after_s=1.0)
     assert len(rig.processes.starts) == 2
+
+
+async def test_workers_that_come_and_go_keep_the_shares_of_roles(rig: Rig) -> None:
+    rig.workers.role_shares = RoleShares((_PREFILL, _DECODE))
+    rig.scaler.adopt("worker-1", "demo", _PREFILL)
+    await rig.has_up("worker-2", "worker-3", "worker-4")
+    assert list(rig.workers.started.values()) == [_DECODE, _PREFILL, _DECODE]
+    await rig.hear(1, after_s=LATER_S)
+    assert list(rig.processes.stopping) == ["worker-4"], "prompts are left one of two"
+    rig.processes.stopped("worker-4")
+    await rig.hear(1)
+    assert list(rig.processes.stopping) == ["worker-3"]
+
+
+async def test_roles_that_were_changed_count_as_they_are(rig: Rig) -> None:
+    rig.workers.role_shares = RoleShares((_PREFILL, _DECODE))
+    rig.scaler.adopt("worker-1", "demo", _PREFILL)
+    rig.workers.roles["worker-1"] = _DECODE
+    await rig.has_up("worker-2")
+    assert rig.workers.started == {"worker-2": _PREFILL}
+
+
+async def test_a_model_of_no_roles_has_workers_for_both(rig: Rig) -> None:
+    rig.workers.role_shares = RoleShares((_PREFILL, _DECODE))
+    await rig.hear(1, model="large")
+    assert rig.workers.started == {"worker-2": WorkerRole.BOTH}

@@ -100,7 +100,7 @@ def test_roles_are_switched_where_that_is_asked_for(tmp_path: Path) -> None:
         (["--autoscale", "1:1000"], "between 1 and 256, got 1000"),
         (["--autoscale", "1:2", "--workers", "3"], "--workers 3 is more"),
         (["--config", "settings.yaml"], "min_workers is 3"),
-        (["--autoscale", "1:2", "--workers", "prefill:1,decode:1"], "do not go with --autoscale"),
+        (["--autoscale", "1:2", "--workers", "prefill:1,decode:2"], "--workers 3 is more"),
         (["--engine", "simulated", "--workers", "prefill:1"], "Millrace's own engine"),
         (["--workers", "2", "--switch-roles"], "--switch-roles takes --workers with roles"),
         (["--workers", "0"], "--workers must be at least 1"),

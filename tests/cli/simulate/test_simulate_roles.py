@@ -201,6 +201,27 @@ def test_every_request_ends_once_while_roles_change_and_workers_die(dead: int) -
     _check_all_done(result.outcomes)
 
 
+def test_workers_that_come_and_go_keep_the_shares_of_roles() -> None:
+    # 8 prompts a second of 0.4 s each, and then nearly none.
+    trace = [
+        *make_load(240, 0.125, prompt_tokens=400, output_tokens=100),
+        *(make_request(30.0 + 4.0 * number, prompt_tokens=400) for number in range(30)),
+    ]
+    autoscale = AutoscaleConfig(
+        min_workers=2, max_workers=12, cold_start_s=1.0, scale_down_after_s=10.0
+    )
+    settings = _settings(_PREFILL, _DECODE, scheduler=SchedulerConfig(autoscale=autoscale))
+    result = run_trace(trace, settings)
+    _check_all_done(result.outcomes)
+    roles = Counter(one.role for one in result.incarnations)
+    assert abs(roles[_PREFILL] - roles[_DECODE]) <= 1
+    assert roles.total() > 4
+    end_s = max(one.gone_s or 0.0 for one in result.incarnations)
+    left = Counter(one.role for one in result.incarnations if one.gone_s == end_s)
+    assert left == {_PREFILL: 1, _DECODE: 1}
+    assert result.streams_moved["pulled"] > 100
+
+
 def test_the_report_tells_of_roles() -> None:
     trace = make_load(60, 0.1, prompt_tokens=400, output_tokens=80)
     settings = _settings(_PREFILL, _DECODE)
@@ -271,7 +292,6 @@ def test_a_plain_count_moves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("--workers prefill=1,decode", "have no roles"),
         ("--workers demo=prefill:1", "have no roles"),
         ("--workers=-3", "between 1 and"),
-        ("--workers prefill:1,decode:1 --autoscale 1:4", "--autoscale"),
         ("--workers 4 --switch-roles", "--switch-roles"),
         ("--link-gbytes-per-s 0", "--link-gbytes-per-s"),
         ("--kv-bytes-per-token nan", "--kv-bytes-per-token"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -263,19 +264,31 @@ async def test_a_move_goes_nowhere_without_room(world: World) -> None:
     assert len(first.running) == 1, "it was asked for once"
 
 
-async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) -> None:
-    first = await _serving(world, "a", num_slots=1)
-    await _run(world, first, "r1")
+async def _tell_cached(
+    world: World,
+    worker: ScriptedWorker,
+    token_ids: Sequence[int],
+    *,
+    num_blocks: int,
+    number: int = 1,
+) -> None:
+    """The worker's report of that number: so many blocks of these tokens are all that it has."""
     keys: list[bytes] = []
-    extend_keys(keys, root_key(""), PROMPT, num_blocks=3, block_size_tokens=16)
+    extend_keys(keys, root_key(""), token_ids, num_blocks=num_blocks, block_size_tokens=16)
     report = PrefixReport(
-        worker_id=first.worker_id,
+        worker_id=worker.worker_id,
         model="m",
-        number=1,
+        number=number,
         whole=True,
         added=b"".join(key[:REPORTED_BYTES] for key in keys),
     )
     await MemoryBus(world.broker).workers.report_prefixes(report)
+
+
+async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) -> None:
+    first = await _serving(world, "a", num_slots=1)
+    await _run(world, first, "r1")
+    await _tell_cached(world, first, PROMPT, num_blocks=3)
     second = await _serving(world, "b")
     second.prefill_tokens_per_s, second.pull_tokens_per_s = 1_000.0, 100_000.0
     await second.announce()
@@ -289,26 +302,30 @@ async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) 
     assert second.running["r3"].kv_source is None, "all of it is asked for"
 
 
-async def _in_role(world: World, name: str, role: WorkerRole) -> ScriptedWorker:
+async def _in_role(
+    world: World, name: str, role: WorkerRole, pull_tokens_per_s: float = 400_000.0
+) -> ScriptedWorker:
     worker = await _serving(world, name)
     worker.role = role
-    worker.prefill_tokens_per_s, worker.pull_tokens_per_s = 400.0, 400_000.0
+    worker.prefill_tokens_per_s, worker.pull_tokens_per_s = 400.0, pull_tokens_per_s
     await worker.announce()
     return worker
 
 
-async def _with_roles(world: World) -> tuple[ScriptedWorker, ScriptedWorker]:
+async def _with_roles(
+    world: World, pull_tokens_per_s: float = 400_000.0
+) -> tuple[ScriptedWorker, ScriptedWorker]:
     """A worker for prompts and one that decodes already, which a long prompt would hold up."""
-    decoding = await _in_role(world, "d", WorkerRole.DECODE)
+    decoding = await _in_role(world, "d", WorkerRole.DECODE, pull_tokens_per_s)
     await world.client.jobs.publish(job("busy"))
     await world.until(lambda: "busy" in decoding.running)
-    prefilling = await _in_role(world, "p", WorkerRole.PREFILL)
+    prefilling = await _in_role(world, "p", WorkerRole.PREFILL, pull_tokens_per_s)
     return prefilling, decoding
 
 
 async def _ask_long(world: World, *names: str) -> None:
     for name in names:
-        await world.client.jobs.publish(job(name, prompt_token_ids=tuple(range(1, 401))))
+        await world.client.jobs.publish(job(name, prompt_token_ids=LONG))
 
 
 async def test_a_long_prompt_is_computed_apart_and_its_stream_goes_on_where_it_decodes(
@@ -326,6 +343,64 @@ async def test_a_long_prompt_is_computed_apart_and_its_stream_goes_on_where_it_d
     assert source is not None
     assert (source.worker_id, source.num_tokens) == (prefilling.worker_id, 400)
     assert not prefilling.running
+
+
+SLOW_PULL = 4_000.0
+
+
+async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
+    world: World,
+) -> None:
+    prefilling, decoding = await _with_roles(world, SLOW_PULL)
+    decoding.warms_when = asyncio.Event()
+    await _ask_long(world, "r1")
+    await world.until(lambda: "r1" in prefilling.running)
+    await _tell_cached(world, prefilling, LONG, num_blocks=4)
+    await world.pass_s(0.2)
+    assert not decoding.warmed, "that comes at once later"
+    await _tell_cached(world, prefilling, LONG, num_blocks=10, number=2)
+    await world.pass_real(lambda: bool(decoding.warmed))
+    await _tell_cached(world, prefilling, LONG, num_blocks=20, number=3)
+    await world.pass_s(0.2)
+    assert len(decoding.warmed) == 1, "it pulls what there was"
+    decoding.warms_when.set()
+    await world.pass_s(0.1)
+    await _tell_cached(world, prefilling, LONG, num_blocks=22, number=4)
+    await world.pass_real(lambda: len(decoding.warmed) == 2)
+    assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 352]
+    assert {(warm.job.request_id, warm.token_ids) for warm in decoding.warmed} == {("r1", ())}
+    assert "r1" in prefilling.running, "its prompt is not computed so far"
+    await prefilling.tell_prefilled("r1")
+    await world.pass_real(lambda: "r1" in decoding.running)
+    assert len(decoding.warmed) == 2, "what is missing is little"
+
+
+async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leaves(
+    world: World,
+) -> None:
+    prefilling, decoding = await _with_roles(world, SLOW_PULL)
+    await _ask_long(world, "r1")
+    await world.until(lambda: "r1" in prefilling.running)
+    await _tell_cached(world, prefilling, LONG, num_blocks=10)
+    await world.pass_real(lambda: bool(decoding.warmed))
+    await prefilling.tell_prefilled("r1")
+    await world.pass_real(lambda: "r1" in decoding.running)
+    assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 399]
+
+
+async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_gone(
+    world: World,
+) -> None:
+    prefilling, decoding = await _with_roles(world, SLOW_PULL)
+    await _ask_long(world, "r1")
+    await world.until(lambda: "r1" in prefilling.running)
+    await _tell_cached(world, prefilling, LONG, num_blocks=10)
+    await world.pass_real(lambda: bool(decoding.warmed))
+    await decoding.kill()
+    other = await _in_role(world, "e", WorkerRole.DECODE, SLOW_PULL)
+    await world.pass_s(5.0)
+    await prefilling.tell_prefilled("r1")
+    await world.pass_real(lambda: "r1" in other.running)
 
 
 async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.checkpoints import save_classifier
 from tests.workers.engine.conftest import MakeEngine
+from tests.workers.engine.group.shapes import SHAPE
 from tests.workers.engine.support import drain, last_by_request, prompt, request
 
 PROMPTS = [prompt(seed, length) for seed, length in ((1, 100), (2, 1), (3, 33), (4, 16), (5, 47))]
@@ -69,6 +71,28 @@ def test_labels_are_those_of_transformers(
     assert last["warm0"].num_cached_tokens == 96, "the last token alone is needed"
     stats = engine.stats()
     assert (stats.num_free_blocks, stats.outstanding_tokens) == (128, 0)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"pipeline_parallel": 2},
+        {"tensor_parallel": 2, "pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "kernels": "reference"},
+    ],
+    ids=str,
+)
+def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, Any]) -> None:
+    save_classifier(tmp_path, "Llama", 3, **SHAPE)
+    config = EngineConfig(
+        num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1
+    )
+    engine = Engine.load(tmp_path, msgspec.structs.replace(config, **ranks))
+    for i, token_ids in enumerate(PROMPTS):
+        engine.add(classify(f"r{i}", token_ids))
+    last = last_by_request(drain(engine))
+    for i, token_ids in enumerate(PROMPTS):
+        check(tmp_path, token_ids, last[f"r{i}"])
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])

@@ -24,7 +24,7 @@ from millrace.workers.engine.device_group.patience import Patience
 from millrace.workers.engine.device_group.pipeline import PipelineGroupRunner
 from millrace.workers.engine.device_group.runner import DeviceGroupRunner
 from millrace.workers.engine.group.control_wire import JoinDevices, Started
-from millrace.workers.engine.group.loading import check_ranks, check_stages, has_shared_memory
+from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
 from millrace.workers.engine.group.making import num_ranks
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.settings import choose_device, with_device_defaults
@@ -104,7 +104,6 @@ def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> N
             "leave it out."
         )
     check_ranks(engine)
-    check_stages(config, engine)
     if engine.remote_stages:
         raise ConfigError(
             "engine.remote_stages: the stages of other hosts compute on CPUs, by the kernels "

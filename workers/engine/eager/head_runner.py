@@ -58,11 +58,12 @@ class HeadRunner:
         self._head = head
 
     @classmethod
-    def load(cls, path: Path, target: ModelRunner) -> HeadRunner:
+    def load(cls, path: Path, target: ModelRunner, embedding: torch.Tensor) -> HeadRunner:
         """Load a head for a target whose rows are exact, which keeps the features for it from now
-        on. Raises CheckpointError or ConfigError."""
+        on, and whose whole ``embedding`` [vocab_size, hidden_size] is given. Raises
+        CheckpointError or ConfigError."""
         config, tensors = read_eagle_head(path, target.config)
-        embedding, device = target.embedding, target.host_device
+        device = target.host_device
         if not suits(config, embedding.dtype, device):
             raise ConfigError(
                 f"engine.speculation: the compiled kernels do not compute the head {path}, with "

@@ -11,6 +11,7 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.workers.adapters.rows import AdapterWeights, RowAdapters
 from millrace.workers.adapters.weights import LayerSlices
 from millrace.workers.engine.batch import FlatBatch
+from millrace.workers.engine.eager.fused_decoder import FusedDecoder
 from millrace.workers.engine.eager.loading import AnyDecoder
 from millrace.workers.engine.group.ranks import RankLostError, Ranks
 from millrace.workers.engine.group.step_wire import encode_logits, encode_step
@@ -76,19 +77,29 @@ class LeadDecoder:
 
     def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor:
         """See ``Decoder.forward``. Raises RankLostError."""
-        own = None
+        with self._step(batch, adapters):
+            return self._decoder.forward(batch, _own(adapters))
+
+    def forward_with_features(
+        self, batch: FlatBatch, adapters: RowAdapters | None, layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``FusedDecoder.forward_with_features``, of whose layers every rank has the whole
+        hidden states; of one stage, whose rows are exact. Raises RankLostError."""
+        assert isinstance(self._decoder, FusedDecoder), "rows are exact by steps of one call"
+        with self._step(batch, adapters):
+            return self._decoder.forward_with_features(batch, _own(adapters), layers)
+
+    @contextmanager
+    def _step(self, batch: FlatBatch, adapters: RowAdapters | None) -> Iterator[None]:
+        """The other ranks of the stage compute the same meanwhile."""
         numbers = adapter_numbers(adapters)
-        if adapters is not None:
-            weights = [one.own for one in adapters.weights if isinstance(one, GroupAdapter)]
-            own = RowAdapters(weights, adapters.of_rows)
         message = [] if self._ranks is None else encode_step(batch, numbers)
         with self.together():
             if self._ranks is not None:
                 self._ranks.post(*message)
-            hidden = self._decoder.forward(batch, own)
+            yield
             if self._ranks is not None:
                 self._ranks.check()
-        return hidden
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Decoder.normed``."""
@@ -118,6 +129,14 @@ class LeadDecoder:
         except Exception as error:
             self._abort(str(error))
             raise RankLostError(f"the group of ranks failed: {error}") from error
+
+
+def _own(adapters: RowAdapters | None) -> RowAdapters | None:
+    """Rank 0's slices."""
+    if adapters is None:
+        return None
+    weights = [one.own for one in adapters.weights if isinstance(one, GroupAdapter)]
+    return RowAdapters(weights, adapters.of_rows)
 
 
 def adapter_numbers(adapters: RowAdapters | None) -> list[int]:

@@ -193,17 +193,7 @@ def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
     check_ranks(engine)
     check_engine(engine)
     check_remote_stages(engine)
-    check_stages(config, engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
-
-
-def check_stages(config: ModelConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for what several stages do not compute, wherever they are."""
-    if engine.pipeline_parallel > 1 and config.classifier is not None:
-        raise ConfigError(
-            "engine.pipeline_parallel: the labels of a classifier are computed by one stage; leave "
-            "it out."
-        )
 
 
 def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:

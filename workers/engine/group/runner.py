@@ -13,9 +13,10 @@ import torch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
-from millrace.workers.engine.batch import build_batch
+from millrace.workers.engine.batch import FlatBatch, build_batch
 from millrace.workers.engine.eager.loading import load_adapter_weights
 from millrace.workers.engine.eager.runner import ModelRunner, nothing_chosen
+from millrace.workers.engine.features import give_features
 from millrace.workers.engine.group.lead_decoder import GroupAdapter, LeadDecoder
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.group.pipeline import Pipeline
@@ -96,6 +97,14 @@ class GroupRunner(ModelRunner):
         return figures._replace(
             num_exchanges=num_exchanges, num_exchanged_bytes=num_bytes, exchange_wait_s=waited_s
         )
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        layers = self._feature_layers
+        if not layers:
+            return super()._forward(batch)
+        hidden, features = self._lead.forward_with_features(batch, batch.adapters, layers)
+        give_features(batch, features)
+        return hidden
 
     def note_lost(self, why: str) -> None:
         """A rank has ended; for any thread."""

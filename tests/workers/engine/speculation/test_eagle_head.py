@@ -55,6 +55,11 @@ def _runner(target: Path) -> ModelRunner:
     )
 
 
+def _load_head(head: Path, target: Path) -> HeadRunner:
+    runner = _runner(target)
+    return HeadRunner.load(head, runner, runner.embedding)
+
+
 def _sequence(token_ids: list[int], num_blocks: int = 8) -> Sequence:
     one = Sequence(request("r", token_ids, max_tokens=40), arrival=0, key=1, max_total_tokens=2000)
     one.block_table = list(range(3, 3 + num_blocks))
@@ -115,7 +120,7 @@ def test_a_head_computes_what_the_definition_says(
     config, tensors = _LAYOUTS[layout]
     save_head(tmp_path / "head", config, tensors)
     runner = _runner(target)
-    head = HeadRunner.load(tmp_path / "head", runner)
+    head = HeadRunner.load(tmp_path / "head", runner, runner.embedding)
     token_ids = prompt(4, 75, 400)
     one = _sequence(token_ids)
     for num_tokens in (40, 20, 15):
@@ -302,7 +307,7 @@ def test_other_tensors_are_refused_by_name(target: Path, tmp_path: Path, kind: s
     tensors, sentence = _TENSORS[kind]
     save_head(tmp_path, HEAD, tensors)
     with pytest.raises(CheckpointError) as refusal:
-        HeadRunner.load(tmp_path, _runner(target))
+        _load_head(tmp_path, target)
     assert sentence in str(refusal.value)
 
 
@@ -311,14 +316,14 @@ def test_a_narrow_head_needs_an_embedding_of_its_own(target: Path, tmp_path: Pat
     del tensors["embed_tokens.weight"]
     save_head(tmp_path, config, tensors)
     with pytest.raises(CheckpointError, match=r"Tensor embed_tokens\.weight is missing"):
-        HeadRunner.load(tmp_path, _runner(target))
+        _load_head(tmp_path, target)
 
 
 def test_a_shape_that_the_kernels_do_not_have_is_refused(target: Path, tmp_path: Path) -> None:
     config, tensors = _layout({"head_dim": 16})
     save_head(tmp_path, config, tensors)
     with pytest.raises(ConfigError, match="heads of 16"):
-        HeadRunner.load(tmp_path, _runner(target))
+        _load_head(tmp_path, target)
 
 
 def test_pickled_tensors_are_refused(target_config: ModelConfig, tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ def test_it_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
     assert _share(copier.engine(), requests, known) > 0.5
 
 
+def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
+    requests = _texts(0.0)
+    without = load(copier.target, "off", tensor_parallel=2)
+    known, known_of_load = run(without, requests), run(without, _load(0))
+    engine = copier.engine(tensor_parallel=2)
+    assert _share(engine, requests, known) > 0.5
+    assert run(engine, _load(0)) == known_of_load
+
+
 @pytest.mark.parametrize("num_tokens", [290, 304, 305])
 def test_it_begins_behind_what_was_in_the_prefix_cache(copier: _World, num_tokens: int) -> None:
     engine = copier.engine()
