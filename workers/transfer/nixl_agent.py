@@ -3,6 +3,10 @@
 NIXL cannot take back a read that is under way: it may write to its target at any later time. So
 blocks are read into scratch memory and copied from there. Scratch of a read that was given up is
 used again only once that has ended.
+
+UCX has no thread here: one of NIXL's polls without a pause for as long as there is an agent. What
+UCX has to do is done while somebody waits for it: by ``finish`` where blocks are read, and by
+``progress`` where they are read from. An agent that nobody uses costs no time.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ SCRATCH_BYTES = 8 << 20
 _MAX_STRAYS = 8
 # Of a read that failed, parts may be under way: devices give up much sooner.
 _REST_S = 60.0
+# Whoever reads a peer's memory again waits so long for earlier reads of it that were given up: the
+# peer does its part of them meanwhile.
+_STRAYS_WAIT_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 250e-6
 _NAME_BYTES = 16
 _BACKEND = "UCX"
@@ -111,7 +118,10 @@ class NixlAgent:
         self.name = secrets.token_hex(_NAME_BYTES)
         self._registered: list[Any] = []
         strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        config = nixl.nixl_agent_config(backends=[_BACKEND], sync_mode=strict)
+        config = nixl.nixl_agent_config(
+            enable_prog_thread=False, backends=[_BACKEND], sync_mode=strict
+        )
+        self._agent: Any = None
         try:
             self._agent = nixl.nixl_agent(self.name, config)
             for blocks in regions:
@@ -131,13 +141,28 @@ class NixlAgent:
 
     def _register(self, data: npt.NDArray[np.uint8]) -> None:
         piece = (data.ctypes.data, data.nbytes, 0, "")
-        self._registered.append(self._agent.register_memory([piece], "DRAM", [_BACKEND]))
+        agent = self._open_agent()
+        self._registered.append(agent.register_memory([piece], "DRAM", [_BACKEND]))
 
-    def load(self, name: str, metadata: bytes) -> Remote:
+    def _open_agent(self) -> Any:
+        agent = self._agent
+        if agent is None:
+            raise PeerError("this engine reads no more")
+        return agent
+
+    def progress(self) -> None:
+        """Have UCX do now what is to be done here, without waiting for anything: peers whose reads
+        are no RDMA, or the first, need it."""
+        agent = self._agent
+        if agent is not None:
+            with suppress(*self._errors):
+                agent.get_new_notifs()  # nobody sends any
+
+    def load(self, name: str, metadata: bytes, deadline_s: float) -> Remote:
         """The agent of a peer, by what that says of itself, for one more user. Raises PeerError
-        unless it has that ``name``."""
+        unless it has that ``name``, and while earlier reads of it that failed have not ended."""
+        self._await_strays(name, min(deadline_s, time.monotonic() + _STRAYS_WAIT_S))
         with self._lock:
-            self._end_strays()
             remote = self._remotes.get(name)
             if remote is None or remote.is_broken:
                 if remote is not None:
@@ -146,11 +171,22 @@ class NixlAgent:
             remote.num_users += 1
             return remote
 
+    def _await_strays(self, name: str, until_s: float) -> None:
+        while True:
+            with self._lock:
+                self._end_strays()
+                remote = self._remotes.get(name)
+                is_read = remote is not None and remote.is_broken and remote.num_reads
+            if not is_read or time.monotonic() > until_s:
+                return
+            time.sleep(_LONGEST_PAUSE_S)
+
     def _load(self, name: str, metadata: bytes) -> Remote:
         if name == self.name:
             raise PeerError("it says that it is this engine")
+        agent = self._open_agent()
         try:
-            loaded = self._agent.add_remote_agent(metadata)
+            loaded = agent.add_remote_agent(metadata)
         except self._errors as error:
             self._remove(name)  # it may have been taken in by half
             raise PeerError(f"NIXL makes nothing of what it says: {error}") from error
@@ -181,6 +217,7 @@ class NixlAgent:
             self._agent.remove_remote_agent(name)
         except self._errors:
             return  # it is not known
+        self.progress()  # the connection is closed now
 
     def take_scratch(self, size_bytes: int) -> Scratch:
         """Memory to read into, to be given back unless a read into it is given up. Raises
@@ -207,8 +244,7 @@ class NixlAgent:
     def begin(self, remote: Remote, scratch: Scratch, theirs: Pieces, own: Pieces) -> Read:
         """Read ``theirs`` into ``own``, pieces of ``scratch`` of the same sizes. Raises PeerError,
         also for memory that the peer has not registered."""
-        agent = self._agent
-        self._count(remote, scratch)
+        agent = self._count(remote, scratch)
         try:
             handle = agent.initialize_xfer(
                 "READ",
@@ -231,12 +267,15 @@ class NixlAgent:
             raise PeerError(f"NIXL cannot read its memory: {error}") from error
         return read
 
-    def _count(self, remote: Remote, scratch: Scratch) -> None:
+    def _count(self, remote: Remote, scratch: Scratch) -> Any:
+        """One read more; the agent, which stays while it has not ended."""
         with self._lock:
+            agent = self._open_agent()
             if remote.is_broken:
                 self._free.append(scratch)
                 raise PeerError("NIXL has lost the connection to it")
             remote.num_reads += 1
+            return agent
 
     def finish(self, read: Read, deadline_s: float) -> None:
         """Wait until it is done. Raises PeerError if it fails or takes too long: it is given up
@@ -245,9 +284,9 @@ class NixlAgent:
         while True:
             state = self._state(read)
             if state == _DONE:
+                read.handle.release()
                 with self._lock:
                     read.remote.num_reads -= 1
-                read.handle.release()
                 return
             if state != _UNDER_WAY:
                 self._note_failed(read)
@@ -314,6 +353,7 @@ class NixlAgent:
             for memory in registered:
                 with suppress(*self._errors):
                     self._agent.deregister_memory(memory, [_BACKEND])
+            self._agent = None  # which ends it
 
 
 _kept: list[NixlAgent] = []

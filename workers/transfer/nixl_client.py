@@ -69,7 +69,7 @@ class NixlConnection:
         if any((address + one.size_bytes) >> _ADDRESS_BITS for address, one in regions):
             raise PeerError("its memory is where there can be none")
         self._shapes, self._addresses = said.shapes, said.addresses
-        self._remote: Remote | None = agent.load(name, said.metadata)
+        self._remote: Remote | None = agent.load(name, said.metadata, stream.deadline_s)
 
     def fileno(self) -> int:
         """See ``Connection``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ _FRAME_TIMEOUT_S = 2.0
 _IDLE_TIMEOUT_S = 300.0
 # Between two tries to accept where the system has no room for another connection.
 _ACCEPT_PAUSE_S = 0.1
+# While a peer reads by NIXL: how long UCX is called at short intervals, and the short and the later
+# ones.
+_BUSY_S, _BUSY_PAUSE_S, _PAUSE_MS = 0.02, 50e-6, 1
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,11 @@ def serve_peer(
     is_local = sock.family == socket.AF_UNIX
     if not is_local:
         stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    read_by: NixlAgent | None = None
     if by_nixl:
-        _tell_agent(stream, lender, agent)
+        read_by = _tell_agent(stream, lender, agent)
+        # Reads that were given up may be on their way since an earlier connection.
+        _let_read(stream, read_by, time.monotonic() + _FRAME_TIMEOUT_S)
     elif is_local:
         _hand_over(sock, lender)
     else:
@@ -133,6 +140,8 @@ def serve_peer(
             stream.allow(identity.loan_s)
             if is_local or by_nixl:
                 stream.send(wire.lent(places))
+                if read_by is not None:
+                    _let_read(stream, read_by, stream.deadline_s)
                 stream.receive_frame(wire.Kind.DONE)
             else:
                 _send_blocks(stream, lender, places)
@@ -155,14 +164,26 @@ def _hand_over(sock: socket.socket, lender: Lender) -> None:
         raise PeerError("it takes nothing")
 
 
-def _tell_agent(stream: Stream, lender: Lender, agent: NixlAgent | None) -> None:
-    """Say where the memory is, and how NIXL gets there."""
+def _tell_agent(stream: Stream, lender: Lender, agent: NixlAgent | None) -> NixlAgent:
+    """Say where the memory is, and how NIXL gets there: by this agent."""
     if agent is None:
         raise PeerError("it wants to read by NIXL, which is not used here")
     blocks = [region.blocks for region in lender.regions]
     shapes = [region.shape for region in lender.regions]
     addresses = [one.ctypes.data for one in blocks]
     stream.send(wire.agent(wire.Agent(shapes, addresses, agent.metadata)))
+    return agent
+
+
+def _let_read(stream: Stream, agent: NixlAgent, until_s: float) -> None:
+    """Have UCX do its part of what the peer reads, until that says something."""
+    begin_s = time.monotonic()
+    while not stream.hears(0) and (now_s := time.monotonic()) < until_s:
+        agent.progress()
+        if now_s - begin_s < _BUSY_S:
+            time.sleep(_BUSY_PAUSE_S)
+        else:
+            stream.hears(_PAUSE_MS)
 
 
 def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:

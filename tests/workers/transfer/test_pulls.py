@@ -51,6 +51,13 @@ def _agent() -> NixlAgent:
     return NixlAgent([])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ends_agent() -> Iterator[None]:
+    yield
+    _agent().close()
+    _agent.cache_clear()
+
+
 def _peers(split: BlockSplit = SPLIT, shape: BlockShape = SHAPE, way: str = "") -> Peers:
     return Peers(split, shape, this_host(), _agent() if way == "nixl" else None)
 
