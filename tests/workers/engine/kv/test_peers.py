@@ -123,14 +123,13 @@ def _goes_on_elsewhere(world: World, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "address", "transport"),
+    ("there", "here", "address"),
     [
-        ({"tensor_parallel": 2}, {}, "", "plain"),
-        ({"tensor_parallel": 2}, {}, "127.0.0.1:0", "nixl"),
-        ({}, {"pipeline_parallel": 2}, "127.0.0.1:0", "plain"),
-        ({"tensor_parallel": 2}, {"tensor_parallel": 4, "kv_cache_dtype": "int8"}, "", "plain"),
+        ({"tensor_parallel": 2}, {}, ""),
+        ({}, {"pipeline_parallel": 2}, "127.0.0.1:0"),
+        ({"tensor_parallel": 2}, {"tensor_parallel": 4, "kv_cache_dtype": "int8"}, ""),
     ],
-    ids=["two ranks to one", "by NIXL", "one rank to two stages", "two ranks to four of int8"],
+    ids=["two ranks to one", "one rank to two stages, by TCP", "two ranks to four of int8"],
 )
 def test_a_stream_goes_on_where_the_model_is_split_otherwise(
     exact_checkpoint: Path,
@@ -138,12 +137,10 @@ def test_a_stream_goes_on_where_the_model_is_split_otherwise(
     there: dict[str, Any],
     here: dict[str, Any],
     address: str,
-    transport: str,
 ) -> None:
     """Four ranks have each head of keys and values twice."""
     both: dict[str, Any] = {
         "transfer_any_ranks": True,
-        "transfer_transport": transport,
         "num_threads": 1,
         "dtype": "float32",
         "kv_cache_dtype": here.get("kv_cache_dtype", "auto"),
