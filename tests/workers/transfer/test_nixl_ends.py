@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_a_loan_that_ends_in_the_middle_of_a_pull(
         with pytest.raises(PeerError):
             pull(peers, served.nixl, 40, 0.5)
         assert time.monotonic() - begin_s < TIMEOUT_S
+    server = served._server
+    server._identity = replace(server._identity, loan_s=TIMEOUT_S)
     assert (pull(peers, served.nixl, 40) == served.shelf.regions[1].blocks).all()
     assert not num_reads(agent)
     peers.close()
