@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,rdma,dev]'
 	$(BIN)/python -m millrace.workers.kernels.build
 	@touch $(READY)
 

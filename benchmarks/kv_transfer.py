@@ -3,10 +3,11 @@
     python -m benchmarks.kv_transfer [--tokens 4096] [--save]
 
   blocks   those of so many tokens, of a 100M and an 8B Llama's shape in bfloat16, pulled from
-           another process: its memory mapped, and by TCP with checksums; beside a plain copy of as
-           many bytes in the same run, by one thread. The other process has an engine's cache,
-           tables and server, but no model: it lends what it is asked for as an engine at rest does.
-           From a group of two ranks, mapped too, they are re-sliced for one
+           another process: its memory mapped, by TCP with checksums, and read by NIXL, whose UCX
+           takes what shared memory there is, or is made to take TCP; beside a plain copy of as many
+           bytes in the same run, by one thread. The other process has an engine's cache, tables and
+           server, but no model: it lends what it is asked for as an engine at rest does. From a
+           group of two ranks, mapped too, they are re-sliced for one
   engine   the first token of a prompt of so many tokens whose blocks another worker's engine has,
            beside computing it: a Llama of 100M parameters with random weights, two processes
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +43,7 @@ from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 if TYPE_CHECKING:
     from millrace.workers.process.engine_process import EngineClient
+    from millrace.workers.transfer.nixl_agent import NixlAgent
 
 _RESULT = Path(__file__).parent / "results" / "kv_transfer.json"
 _LAYOUT = "blocks"
@@ -54,6 +58,8 @@ class BlockFigures(msgspec.Struct, kw_only=True):
     mapped_first: float
     tcp: float
     tcp_first: float
+    nixl: float
+    nixl_tcp: float
     resliced: float
     plain_copy: float
 
@@ -102,7 +108,7 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) 
         tables.pool.free((block,))
     bell = Bell()
     tiers = Tiers(tables, cache, memory, lambda _: 0.0, bell.ring, time.perf_counter)
-    tiers.exchange_with_peers(_LAYOUT, "127.0.0.1:0")
+    tiers.exchange_with_peers(_LAYOUT, "127.0.0.1:0", transport="nixl")
     pipe.send(tiers.endpoint)
     while not pipe.poll():
         bell.wait(0.01)
@@ -120,12 +126,13 @@ def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFig
         elsewhere = msgspec.structs.replace(endpoint, host="elsewhere")
         works = [
             *(_pull(shape, one, num_blocks) for one in (endpoint, elsewhere, of_two_ranks)),
+            *(_pull(shape, elsewhere, num_blocks, _agent(tls)) for tls in ("all", "tcp")),
             copy,
         ]
         # In turns: whatever else runs on the machine disturbs all of them.
         times = [[_seconds(work) for work in works] for _ in range(repeats + 1)]
     first = times[0]
-    mapped, tcp, resliced, plain = (
+    mapped, tcp, resliced, nixl, nixl_tcp, plain = (
         statistics.median(column) for column in zip(*times[1:], strict=True)
     )
     return BlockFigures(
@@ -134,6 +141,8 @@ def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFig
         mapped_first=size_bytes / first[0] / 1e9,
         tcp=size_bytes / tcp / 1e9,
         tcp_first=size_bytes / first[1] / 1e9,
+        nixl=size_bytes / nixl / 1e9,
+        nixl_tcp=size_bytes / nixl_tcp / 1e9,
         resliced=size_bytes / resliced / 1e9,
         plain_copy=size_bytes / plain / 1e9,
     )
@@ -159,8 +168,21 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
-def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Callable[[], None]:
-    """Pulls all blocks into memory of its own."""
+@cache
+def _agent(tls: str) -> NixlAgent:
+    """One that has UCX use such transports."""
+    from millrace.workers.transfer.nixl_agent import NixlAgent
+
+    os.environ["UCX_TLS"] = tls
+    agent = NixlAgent([])
+    del os.environ["UCX_TLS"]
+    return agent
+
+
+def _pull(
+    shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int, agent: NixlAgent | None = None
+) -> Callable[[], None]:
+    """Pulls all blocks into memory of its own, with an ``agent`` by NIXL."""
     from millrace.workers.engine.kv.host_memory import host_memory_of
     from millrace.workers.transfer.addresses import this_host
     from millrace.workers.transfer.client import Target
@@ -171,7 +193,7 @@ def _pull(shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int) -> Cal
     memory = host_memory_of(cache, num_blocks * cache.blocks[:, 0].numel(), shared=True)
     slots = memory.slots()
     split = BlockSplit(endpoint.layout, cache.layout, cache.parts)
-    peers = Peers(split, BlockShape(*slots.shape), this_host())
+    peers = Peers(split, BlockShape(*slots.shape), this_host(), agent)
     target = Target(slots, list(range(num_blocks)))
     keys = [_key(block) for block in range(num_blocks)]
 
@@ -260,8 +282,9 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
     print(
         f"  {tokens} tokens of {name}, {figures.size_bytes / 1e6:.0f} MB: mapped "
         f"{figures.mapped:.1f} GB/s (the first time {figures.mapped_first:.1f}), by TCP "
-        f"{figures.tcp:.1f} (the first time {figures.tcp_first:.1f}), re-sliced from two ranks "
-        f"{figures.resliced:.1f}, a plain copy "
+        f"{figures.tcp:.1f} (the first time {figures.tcp_first:.1f}), by NIXL {figures.nixl:.1f} "
+        f"(over TCP {figures.nixl_tcp:.1f}), re-sliced from two ranks {figures.resliced:.1f}, a "
+        f"plain copy "
         f"{figures.plain_copy:.1f}: {figures.mapped / figures.plain_copy:.0%}"
     )
 

@@ -23,7 +23,8 @@ class TransferEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     each rank of the worker's group, may differ then.
     ``host`` tells machines apart: a peer on the same one may use ``socket``, the path of a Unix
     socket; others use ``address``, ``host:port`` (empty: not served across machines). A peer shows
-    ``token`` before it may read, which only this cluster's bus tells.
+    ``token`` before it may read, which only this cluster's bus tells. ``nixl`` is the name of the
+    NIXL agent by which the memory can be read, too (empty: there is none).
     """
 
     layout: str
@@ -31,6 +32,7 @@ class TransferEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     host: str = ""
     socket: str = ""
     address: str = ""
+    nixl: str = ""
     parts: tuple[BlockPart, ...] = ()
 
 

@@ -8,6 +8,8 @@ from millrace.schemas.config.section import Section
 from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.schemas.redaction import Secret
 
+TransferTransport = Literal["plain", "auto", "nixl"]
+
 
 class SimulationConfig(Section, frozen=True, kw_only=True):
     """The simulated engine computes nothing and takes the time that a real one would. Its tokens
@@ -228,6 +230,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """``host:port`` at which workers on other machines may pull them, by which these reach it, too;
     port 0 is any that is free. Keep it to a network of the cluster's own: nothing is encrypted.
     Empty: only those on this machine may."""
+
+    transfer_transport: TransferTransport = "plain"
+    """How blocks of peers are read: ``plain`` maps the memory of those on this machine and has the
+    others send theirs by TCP; ``auto`` reads the memory of others by NIXL (RDMA, where there is
+    some), if both sides have it, and ``nixl`` that on this machine, too. It needs the package
+    ``nixl`` (``millrace[rdma]``), and a network that nobody else is on: see docs/kv-cache.md."""
 
     ageing_s: float = 10.0
     """Wait for which a request gains a level of priority; 0: never."""

@@ -186,11 +186,6 @@ class Engine:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
         self._tiers.keep_on_disk(file)
 
-    def exchange_with_peers(self, identity: str, address: str = "") -> None:
-        """Lend blocks to other workers' engines of the same ``transfer_identity``, and pull theirs
-        for requests that name a source; at ``address`` to other machines. Raises ConfigError."""
-        self._tiers.exchange_with_peers(identity, address)
-
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
         """Where blocks are served to other workers' engines, if they are."""

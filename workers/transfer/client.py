@@ -109,7 +109,7 @@ class LocalConnection:
             self._stream.send(wire.frame(wire.Kind.DONE, 0))
 
         self._stream.allow(timeout_s)
-        return _pull(self._stream, keys, wire.Kind.LENT, read)
+        return ask_and_read(self._stream, keys, wire.Kind.LENT, read)
 
     def _copy(self, places: Sequence[int], target: Target) -> None:
         where = [wire.region_and_number(place) for place in places]
@@ -181,7 +181,7 @@ class RemoteConnection:
                 reslicer.copy(received, [0], target.blocks, [slot])
 
         self._stream.allow(timeout_s)
-        return _pull(self._stream, keys, wire.Kind.SENT, read)
+        return ask_and_read(self._stream, keys, wire.Kind.SENT, read)
 
     def _receive_block(self, pieces: list[memoryview]) -> None:
         checksum = bytearray(wire.CHECKSUM.size)
@@ -194,7 +194,7 @@ class RemoteConnection:
         self._stream.sock.close()
 
 
-def _pull(
+def ask_and_read(
     stream: Stream, keys: list[bytes], answer: wire.Kind, read: Callable[[int, bytes], None]
 ) -> Pulled:
     """Ask for blocks, ``read`` as many as the answer says there are, by its body, and hear whether

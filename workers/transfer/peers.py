@@ -21,8 +21,10 @@ from millrace.workers.transfer.client import (
 )
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.memory import BlockLayout, BlockShape
+from millrace.workers.transfer.nixl_agent import NixlAgent
+from millrace.workers.transfer.nixl_client import NixlConnection
 from millrace.workers.transfer.reslicing import Reslicer
-from millrace.workers.transfer.streams import failed
+from millrace.workers.transfer.streams import Stream, failed
 
 # A connection that is kept maps the peer's memory once.
 _MAX_IDLE_PER_PEER, _MAX_IDLE_PEERS = 4, 16
@@ -50,8 +52,20 @@ class BlockSplit(NamedTuple):
 class Peers:
     """Connections to other workers' engines, for threads. Owns those that are idle."""
 
-    def __init__(self, split: BlockSplit, shape: BlockShape, host: str) -> None:
-        """``split`` and ``shape`` are those of blocks here, and ``host`` is this machine."""
+    def __init__(
+        self,
+        split: BlockSplit,
+        shape: BlockShape,
+        host: str,
+        agent: NixlAgent | None = None,
+        *,
+        nixl_here: bool = False,
+    ) -> None:
+        """``split`` and ``shape`` are those of blocks here, and ``host`` is this machine. With an
+        ``agent`` peers on others that have one, too, are read by NIXL, and those on this one where
+        it says ``nixl_here``."""
+        self._agent = agent
+        self._nixl_here = nixl_here
         self._split = split
         self._shape = shape
         self._host = host
@@ -62,6 +76,11 @@ class Peers:
     def is_local(self, endpoint: TransferEndpoint) -> bool:
         """Whether its memory can be mapped here."""
         return bool(endpoint.socket) and endpoint.host == self._host
+
+    def _nixl_agent(self, endpoint: TransferEndpoint) -> NixlAgent | None:
+        """What its memory is read with, if that is to be by NIXL."""
+        wanted = self._nixl_here or not self.is_local(endpoint)
+        return self._agent if wanted and endpoint.nixl else None
 
     def can_reach(self, endpoint: TransferEndpoint) -> bool:
         """Whether blocks can be pulled from there at all."""
@@ -152,9 +171,14 @@ class Peers:
         deadline_s = time.monotonic() + timeout_s
         sock = self._dial(endpoint, timeout_s)
         try:
-            hello = wire.hello(endpoint.token, self._split.kind)
+            agent = self._nixl_agent(endpoint)
+            hello = wire.hello(endpoint.token, self._split.kind, by_nixl=agent is not None)
             reslicer = self._reslicer(endpoint)
             timeout_s = deadline_s - time.monotonic()
+            if agent is not None:
+                stream = Stream(sock, timeout_s)
+                name = endpoint.nixl
+                return NixlConnection(stream, hello, self._shape, agent, name, reslicer)
             if sock.family == socket.AF_UNIX:
                 return LocalConnection(sock, hello, self._shape, timeout_s, reslicer)
             return RemoteConnection(sock, hello, timeout_s, reslicer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from millrace.workers.transfer import wire
 from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.loans import Lender
+from millrace.workers.transfer.nixl_agent import NixlAgent
 from millrace.workers.transfer.streams import PeerGoneError, Stream
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,9 @@ _FRAME_TIMEOUT_S = 2.0
 _IDLE_TIMEOUT_S = 300.0
 # Between two tries to accept where the system has no room for another connection.
 _ACCEPT_PAUSE_S = 0.1
+# While a peer reads by NIXL: how long UCX is called at short intervals, and the short and the later
+# ones.
+_BUSY_S, _BUSY_PAUSE_S, _PAUSE_MS = 0.02, 50e-6, 1
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,15 @@ class BlockServer:
     connection at most, with one line in the log."""
 
     def __init__(
-        self, lender: Lender, identity: Identity, listeners: Sequence[socket.socket]
+        self,
+        lender: Lender,
+        identity: Identity,
+        listeners: Sequence[socket.socket],
+        agent: NixlAgent | None = None,
     ) -> None:
+        """With an ``agent``, which has registered the lender's regions, peers may read by NIXL."""
         self._lender = lender
+        self._agent = agent
         self._identity = identity
         self._listeners = listeners
         self._peers: set[socket.socket] = set()
@@ -85,7 +96,7 @@ class BlockServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            serve_peer(sock, self._lender, self._identity)
+            serve_peer(sock, self._lender, self._identity, self._agent)
         except PeerGoneError:
             pass
         except PeerError as error:
@@ -98,16 +109,24 @@ class BlockServer:
             sock.close()
 
 
-def serve_peer(sock: socket.socket, lender: Lender, identity: Identity) -> None:
+def serve_peer(
+    sock: socket.socket, lender: Lender, identity: Identity, agent: NixlAgent | None = None
+) -> None:
     """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it should."""
     stream = Stream(sock, _HELLO_TIMEOUT_S)
     hello = stream.receive(wire.HELLO_BYTES, may_end=True)
-    wire.check_hello(hello, identity.token, identity.layout)
+    by_nixl = wire.check_hello(hello, identity.token, identity.layout)
     is_local = sock.family == socket.AF_UNIX
-    if is_local:
+    if not is_local:
+        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    read_by: NixlAgent | None = None
+    if by_nixl:
+        read_by = _tell_agent(stream, lender, agent)
+        # Reads that were given up may be on their way since an earlier connection.
+        _let_read(stream, read_by, time.monotonic() + _FRAME_TIMEOUT_S)
+    elif is_local:
         _hand_over(sock, lender)
     else:
-        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.send(wire.welcome([]))
     while True:
         stream.allow(_IDLE_TIMEOUT_S)
@@ -119,8 +138,10 @@ def serve_peer(sock: socket.socket, lender: Lender, identity: Identity) -> None:
         try:
             places = loan.wait(identity.loan_s)
             stream.allow(identity.loan_s)
-            if is_local:
+            if is_local or by_nixl:
                 stream.send(wire.lent(places))
+                if read_by is not None:
+                    _let_read(stream, read_by, stream.deadline_s)
                 stream.receive_frame(wire.Kind.DONE)
             else:
                 _send_blocks(stream, lender, places)
@@ -141,6 +162,28 @@ def _hand_over(sock: socket.socket, lender: Lender) -> None:
         raise PeerError(f"the connection failed: {error.strerror or error}") from error
     if sent != len(data):  # it is smaller than any buffer
         raise PeerError("it takes nothing")
+
+
+def _tell_agent(stream: Stream, lender: Lender, agent: NixlAgent | None) -> NixlAgent:
+    """Say where the memory is, and how NIXL gets there: by this agent."""
+    if agent is None:
+        raise PeerError("it wants to read by NIXL, which is not used here")
+    blocks = [region.blocks for region in lender.regions]
+    shapes = [region.shape for region in lender.regions]
+    addresses = [one.ctypes.data for one in blocks]
+    stream.send(wire.agent(wire.Agent(shapes, addresses, agent.metadata)))
+    return agent
+
+
+def _let_read(stream: Stream, agent: NixlAgent, until_s: float) -> None:
+    """Have UCX do its part of what the peer reads, until that says something."""
+    begin_s = time.monotonic()
+    while not stream.hears(0) and (now_s := time.monotonic()) < until_s:
+        agent.progress()
+        if now_s - begin_s < _BUSY_S:
+            time.sleep(_BUSY_PAUSE_S)
+        else:
+            stream.hears(_PAUSE_MS)
 
 
 def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:

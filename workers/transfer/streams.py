@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ class Stream:
         if left_s <= 0:
             raise PeerError("it takes too long")
         return left_s
+
+    def hears(self, within_ms: int) -> bool:
+        """Whether the peer says something, or ends the connection, within so long."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(within_ms))
 
     def receive(self, size: int, *, may_end: bool = False) -> bytes:
         """So many bytes. With ``may_end`` raises PeerGoneError if there is not even one."""

@@ -8,6 +8,9 @@ memory it hands over (``WELCOME``, with the files), and the peer asks as often a
     DONE                -> OVER valid     the peer has read them; or not valid: too late, some of
                                           what it read may be of other tokens
     LEND keys (by TCP)  -> SENT count, then for each block a checksum and its bytes, then OVER valid
+
+Who reads by NIXL says so in its hello. It hears where the memory is (``AGENT``) and is lent blocks
+there, whatever the connection is.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import blake2b
 from hmac import compare_digest
+from typing import NamedTuple
 
 from millrace.schemas.prefix import KEY_BYTES
 from millrace.workers.transfer.errors import PeerError
@@ -25,11 +29,14 @@ from millrace.workers.transfer.memory import BlockShape
 # A million tokens in blocks of 16.
 MAX_KEYS = 1 << 16
 MAX_REGIONS = 2
-_HELLO_MAGIC, _MAGIC = b"mrkvpeer", b"mrkv"
+# What a NIXL agent says of itself: it has some hundred bytes for each network device.
+MAX_AGENT_BYTES = 1 << 16
+_HELLO_MAGIC, _NIXL_MAGIC, _MAGIC = b"mrkvpeer", b"mrkvnixl", b"mrkv"
 _VERSION = 1
 _HELLO = struct.Struct("<8sI32s16s")
 _HEADER = struct.Struct("<4sII")
 _REGION = struct.Struct("<QQQ")
+_COUNT, _PLACED_REGION = struct.Struct("<I"), struct.Struct("<QQQQ")
 CHECKSUM = struct.Struct("<Q")
 HELLO_BYTES, HEADER_BYTES = _HELLO.size, _HEADER.size
 # Where a block is: the number of its region, then its own.
@@ -46,6 +53,7 @@ class Kind(IntEnum):
     SENT = 4
     DONE = 5
     OVER = 6
+    AGENT = 7
 
 
 # How many items a frame of a kind may have, and of how many bytes.
@@ -56,6 +64,7 @@ _MAX_ITEMS = {
     Kind.SENT: MAX_KEYS,
     Kind.DONE: 0,
     Kind.OVER: 1,
+    Kind.AGENT: MAX_AGENT_BYTES,
 }
 _ITEM_BYTES = {
     Kind.WELCOME: _REGION.size,
@@ -64,24 +73,37 @@ _ITEM_BYTES = {
     Kind.SENT: 0,
     Kind.DONE: 0,
     Kind.OVER: 0,
+    Kind.AGENT: 1,
 }
 
 
-def hello(token: str, layout: str) -> bytes:
+class Agent(NamedTuple):
+    """Memory that can be read by NIXL: the regions' shapes and addresses, and what the agent that
+    has registered them says of itself."""
+
+    shapes: list[BlockShape]
+    addresses: list[int]
+    metadata: bytes
+
+
+def hello(token: str, layout: str, *, by_nixl: bool = False) -> bytes:
     """What who connects sends first."""
-    return _HELLO.pack(_HELLO_MAGIC, _VERSION, _digest(token, 32), _digest(layout, 16))
+    magic = _NIXL_MAGIC if by_nixl else _HELLO_MAGIC
+    return _HELLO.pack(magic, _VERSION, _digest(token, 32), _digest(layout, 16))
 
 
-def check_hello(data: bytes, token: str, layout: str) -> None:
+def check_hello(data: bytes, token: str, layout: str) -> bool:
     """Raise PeerError unless it is the hello of one who knows the token, and has blocks of the
-    same layout. The token is compared in a time that tells nothing of it, and before the rest."""
+    same layout; whether it reads by NIXL. The token is compared in a time that tells nothing of
+    it, and before the rest."""
     magic, version, token_digest, layout_digest = _HELLO.unpack(data)
     if not compare_digest(token_digest, _digest(token, 32)):
         raise PeerError("it has no right to read here")
-    if (magic, version) != (_HELLO_MAGIC, _VERSION):
+    if magic not in (_HELLO_MAGIC, _NIXL_MAGIC) or version != _VERSION:
         raise PeerError("it speaks another language")
     if layout_digest != _digest(layout, 16):
         raise PeerError("its blocks are of another layout")
+    return bool(magic == _NIXL_MAGIC)
 
 
 def _digest(text: str, size: int) -> bytes:
@@ -113,6 +135,29 @@ def welcome(shapes: Sequence[BlockShape]) -> bytes:
 def parse_shapes(body: bytes) -> list[BlockShape]:
     """The regions of a ``WELCOME``."""
     return [BlockShape(*numbers) for numbers in _REGION.iter_unpack(body)]
+
+
+def agent(said: Agent) -> bytes:
+    """Where memory is that can be read by NIXL."""
+    regions = zip(said.addresses, said.shapes, strict=True)
+    body = _COUNT.pack(len(said.shapes))
+    body += b"".join(_PLACED_REGION.pack(address, *shape) for address, shape in regions)
+    body += said.metadata
+    return frame(Kind.AGENT, len(body), body)
+
+
+def parse_agent(body: bytes) -> Agent:
+    """What an ``AGENT`` says. Raises PeerError."""
+    count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else 0
+    end = _COUNT.size + count * _PLACED_REGION.size
+    if not 0 < count <= MAX_REGIONS or end > len(body):
+        raise PeerError("it does not say where its memory is")
+    regions = list(_PLACED_REGION.iter_unpack(body[_COUNT.size : end]))
+    return Agent(
+        [BlockShape(*shape) for _, *shape in regions],
+        [address for address, *_ in regions],
+        body[end:],
+    )
 
 
 def lend(keys: Sequence[bytes]) -> bytes:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
@@ -19,6 +22,7 @@ from millrace.workers.transfer.memory import (
     Region,
     SharedPages,
 )
+from millrace.workers.transfer.nixl_agent import NixlAgent
 from millrace.workers.transfer.peers import BlockSplit
 from millrace.workers.transfer.server import BlockServer, Identity
 from millrace.workers.transfer.wire import place
@@ -69,21 +73,36 @@ _kept: list[SharedPages] = []
 
 
 class Served:
-    """A shelf that is served on both ways."""
+    """A shelf that is served on both ways, and if need be by NIXL."""
 
-    def __init__(self, folder: Path, loan_s: float = 5.0) -> None:
-        self.shelf = Shelf()
+    def __init__(
+        self,
+        folder: Path,
+        loan_s: float = 5.0,
+        *,
+        by_nixl: bool = False,
+        shape: BlockShape = SHAPE,
+    ) -> None:
+        self.shelf = Shelf(shape)
+        self.agent = NixlAgent([one.blocks for one in self.shelf.regions]) if by_nixl else None
         local, self.path = listen_on_path(folder)
         remote, address = listen_on_address("127.0.0.1:0")
-        self._server = BlockServer(self.shelf, Identity(TOKEN, LAYOUT, loan_s), [local, remote])
+        identity = Identity(TOKEN, LAYOUT, loan_s)
+        self._server = BlockServer(self.shelf, identity, [local, remote], self.agent)
         self._server.start()
         self.local = TransferEndpoint(
             layout=LAYOUT, token=TOKEN, host=this_host(), socket=str(self.path)
         )
         self.remote = TransferEndpoint(layout=LAYOUT, token=TOKEN, host="x", address=address)
 
+    @property
+    def nixl(self) -> TransferEndpoint:
+        """The remote one, with an agent."""
+        assert self.agent is not None
+        return msgspec.structs.replace(self.remote, nixl=self.agent.name)
+
     def endpoint(self, way: str) -> TransferEndpoint:
-        return self.local if way == "local" else self.remote
+        return {"local": self.local, "remote": self.remote}[way] if way != "nixl" else self.nixl
 
     def connect(self, way: str) -> socket.socket:
         """A socket on which nothing was said."""
@@ -98,3 +117,14 @@ class Served:
     def close(self) -> None:
         self._server.close()
         self.path.unlink(missing_ok=True)
+        if self.agent is not None:
+            self.agent.close()
+
+
+def serve_apart(pipe: Connection, folder: Path, num_blocks: int) -> None:
+    """A process of its own that serves a shelf by NIXL until the pipe ends."""
+    served = Served(folder, by_nixl=True, shape=SHAPE._replace(num_blocks=num_blocks))
+    pipe.send(served.nixl)
+    with suppress(EOFError):
+        pipe.recv()
+    served.close()

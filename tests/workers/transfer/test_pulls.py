@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,40 @@ from millrace.workers.transfer.checksum import checksum_of
 from millrace.workers.transfer.client import LocalConnection, Pulled, Target
 from millrace.workers.transfer.errors import PeerError
 from millrace.workers.transfer.memory import BlockLayout, BlockShape, SharedPages, map_blocks
+from millrace.workers.transfer.nixl_agent import NixlAgent
 from millrace.workers.transfer.peers import BlockSplit, Peers
 from millrace.workers.transfer.streams import Stream
 from tests.support.waiting import eventually
-from tests.workers.transfer.shelf import LAYOUT, SHAPE, SPLIT, TOKEN, Served, Shelf, key
+from tests.workers.transfer.shelf import LAYOUT, SHAPE, SPLIT, TOKEN, Served, key
 
-_WAYS = ["local", "remote"]
+_WAYS = ["local", "remote", "nixl"]
 _TIMEOUT_S = 10.0
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    made = Served(tmp_path)
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """By NIXL, too, for tests whose way that is."""
+    callspec = getattr(request.node, "callspec", None)
+    made = Served(tmp_path, by_nixl=callspec is not None and "nixl" in callspec.params.values())
     yield made
     made.close()
 
 
-def _peers() -> Peers:
-    return Peers(SPLIT, SHAPE, this_host())
+@cache
+def _agent() -> NixlAgent:
+    """That of all who pull in this module: it takes a while to start."""
+    return NixlAgent([])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends_agent() -> Iterator[None]:
+    yield
+    _agent().close()
+    _agent.cache_clear()
+
+
+def _peers(split: BlockSplit = SPLIT, shape: BlockShape = SHAPE, way: str = "") -> Peers:
+    return Peers(split, shape, this_host(), _agent() if way == "nixl" else None)
 
 
 def _target(slots: list[int]) -> Target:
@@ -57,7 +74,7 @@ def _pull(peers: Peers, endpoint: TransferEndpoint, numbers: list[int], target: 
 def test_blocks_come_to_their_slots(served: Served, way: str) -> None:
     numbers, slots = [3, 4, 5, 9, 8, 30], [7, 8, 9, 1, 2, 39]
     target = _target(slots)
-    assert _pull(_peers(), served.endpoint(way), numbers, target).num_blocks == 6
+    assert _pull(_peers(way=way), served.endpoint(way), numbers, target).num_blocks == 6
     for number, slot in zip(numbers, slots, strict=True):
         assert (target.blocks[:, slot] == served.shelf.block(number)).all()
     assert not target.blocks[:, 0].any()
@@ -67,7 +84,7 @@ def test_blocks_come_to_their_slots(served: Served, way: str) -> None:
 @pytest.mark.parametrize("way", _WAYS)
 def test_only_the_first_that_are_there_come(served: Served, way: str) -> None:
     served.shelf.num_blocks = 5
-    peers = _peers()
+    peers = _peers(way=way)
     for numbers, count in (([3, 4, 5], 2), ([6, 3], 0), ([1], 1)):
         target = _target(list(range(len(numbers))))
         assert _pull(peers, served.endpoint(way), numbers, target).num_blocks == count
@@ -77,7 +94,7 @@ def test_only_the_first_that_are_there_come(served: Served, way: str) -> None:
 def test_a_connection_is_kept_and_one_that_was_closed_is_made_anew(
     served: Served, way: str
 ) -> None:
-    peers = _peers()
+    peers = _peers(way=way)
     endpoint = served.endpoint(way)
     for _ in range(3):
         _pull(peers, endpoint, [1], _target([0]))
@@ -89,7 +106,7 @@ def test_a_connection_is_kept_and_one_that_was_closed_is_made_anew(
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_several_at_once(served: Served, way: str) -> None:
-    peers = _peers()
+    peers = _peers(way=way)
     targets = [_target([slot]) for slot in range(12)]
     threads = [
         threading.Thread(target=_pull, args=(peers, served.endpoint(way), [20 + at], target))
@@ -109,16 +126,18 @@ def test_a_loan_that_is_over_too_soon_is_told(
 ) -> None:
     """The copy is made, but what it is of nobody knows."""
     # Where blocks are sent, they are sent before anybody looks at them.
-    spoiled = "client.copy_runs" if way == "local" else "server.checksum_of"
+    spoiled = {"local": "client.copy_runs", "nixl": "nixl_client.copy_runs"}.get(
+        way, "server.checksum_of"
+    )
     before = checksum_of
 
     def expires(*args: Any) -> Any:
         served.shelf.lent[-1].expire()
-        return None if way == "local" else before(*args)
+        return before(*args) if way == "remote" else None
 
     monkeypatch.setattr(f"millrace.workers.transfer.{spoiled}", expires)
     with pytest.raises(PeerError, match="had to give the blocks to others"):
-        _pull(_peers(), served.endpoint(way), [1, 2], _target([0, 1]))
+        _pull(_peers(way=way), served.endpoint(way), [1, 2], _target([0, 1]))
 
 
 def test_a_block_that_changed_on_the_way_is_not_taken(
@@ -137,16 +156,16 @@ def test_a_lender_that_does_not_answer_is_waited_for_to_the_deadline(
 ) -> None:
     served.shelf.grants = False
     with pytest.raises(PeerError, match="takes too long"):
-        _peers().pull(served.endpoint(way), [key(1)], _target([0]), 0.05)
+        _peers(way=way).pull(served.endpoint(way), [key(1)], _target([0]), 0.05)
 
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_wrong_token_is_told_nothing(served: Served, way: str) -> None:
     wrong = msgspec.structs.replace(served.endpoint(way), token="wrong")
     with pytest.raises(PeerError):
-        _pull(_peers(), wrong, [1], _target([0]))
+        _pull(_peers(way=way), wrong, [1], _target([0]))
     with served.connect(way) as sock:
-        sock.sendall(wire.hello("wrong", LAYOUT))
+        sock.sendall(wire.hello("wrong", LAYOUT, by_nixl=way == "nixl"))
         assert sock.recv(100) == b""
     assert not served.shelf.lent
 
@@ -154,28 +173,30 @@ def test_a_wrong_token_is_told_nothing(served: Served, way: str) -> None:
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("cut", [0, 1, 30, 59, 60, 61, 71, 72, 80, 91])
 def test_what_is_cut_anywhere_ends_one_connection(served: Served, way: str, cut: int) -> None:
-    said = wire.hello(TOKEN, LAYOUT) + wire.lend([key(1), key(2)])
+    said = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl") + wire.lend([key(1), key(2)])
     with served.connect(way) as sock:
         sock.sendall(said[:cut])
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):
             """What it says until it sees that there is no more to come."""
-    assert _pull(_peers(), served.endpoint(way), [1], _target([0])).num_blocks == 1
+    assert _pull(_peers(way=way), served.endpoint(way), [1], _target([0])).num_blocks == 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(junk=st.binary(max_size=200), is_known=st.booleans(), way=st.sampled_from(_WAYS))
+@pytest.mark.parametrize("way", _WAYS)
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(junk=st.binary(max_size=200), is_known=st.booleans())
 def test_nonsense_ends_one_connection(
     served: Served, junk: bytes, is_known: bool, way: str
 ) -> None:
     with served.connect(way) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall((wire.hello(TOKEN, LAYOUT) if is_known else b"") + junk)
+        hello = wire.hello(TOKEN, LAYOUT, by_nixl=way == "nixl")
+        sock.sendall((hello if is_known else b"") + junk)
         with contextlib.suppress(OSError):  # it has ended the connection before
             sock.shutdown(socket.SHUT_WR)
         while sock.recv(1 << 16):
             """What it says until it sees that there is no more to come."""
     assert not any(loan.places for loan in served.shelf.lent), "no keys were in it"
-    peers = _peers()
+    peers = _peers(way=way)
     assert _pull(peers, served.endpoint(way), [1], _target([0])).num_blocks == 1
     served.shelf.lent.clear()
     peers.close()
@@ -216,16 +237,19 @@ def test_a_server_that_says_nonsense_is_not_believed(
     path.unlink()
 
 
-@pytest.mark.parametrize("places", [[wire.place(1, 40)], [wire.place(0, 0)] * 3])
+@pytest.mark.parametrize("way", ["local", "nixl"])
+@pytest.mark.parametrize(
+    "places", [[wire.place(1, 40)], [wire.place(0, 0)] * 3, [wire.place(1, 1), 2**32 - 1]]
+)
 def test_a_peer_that_lends_what_is_not_there_is_not_believed(
-    served: Served, places: list[int], monkeypatch: pytest.MonkeyPatch
+    served: Served, places: list[int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "millrace.workers.transfer.server.wire.lent",
         lambda _: wire.frame(wire.Kind.LENT, len(places), np.array(places, "<u4").tobytes()),
     )
     with pytest.raises(PeerError):
-        _pull(_peers(), served.local, [1, 2], _target([0, 1]))
+        _pull(_peers(way=way), served.endpoint(way), [1, 2], _target([0, 1]))
 
 
 def test_memory_that_can_shrink_or_is_too_small_is_not_mapped() -> None:
@@ -247,15 +271,16 @@ def test_who_maps_memory_cannot_write_to_it() -> None:
     assert map_blocks(pages.fd, BlockShape(1, 1, 1 << 16))[0, 0, 0] == 7
 
 
-def test_blocks_of_another_shape_are_not_taken(served: Served) -> None:
-    peers = Peers(SPLIT, SHAPE._replace(num_layers=2), this_host())
+@pytest.mark.parametrize("way", ["local", "nixl"])
+def test_blocks_of_another_shape_are_not_taken(served: Served, way: str) -> None:
+    peers = _peers(shape=SHAPE._replace(num_layers=2), way=way)
     with pytest.raises(PeerError, match="another shape"):
-        peers.pull(served.local, [key(1)], _target([0]), _TIMEOUT_S)
+        peers.pull(served.endpoint(way), [key(1)], _target([0]), _TIMEOUT_S)
 
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
-    served: Served, way: str
+    tmp_path: Path, way: str
 ) -> None:
     """There two ranks have a head each of all layers, here two stages have both heads."""
     theirs = tuple(BlockPart(0, 3, head, 1) for head in (0, 1))
@@ -264,9 +289,9 @@ def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
         BlockLayout(16, 2, 256, has_scales=False),
         (BlockPart(0, 2, 0, 2), BlockPart(2, 1, 0, 2)),
     )
-    there = Shelf(BlockShape(6, 40, 8192))
-    served.shelf.regions, served.shelf.num_blocks = there.regions, there.num_blocks
-    peers = Peers(split, BlockShape(3, 50, 16384), this_host())
+    served = Served(tmp_path, by_nixl=way == "nixl", shape=BlockShape(6, 40, 8192))
+    there = served.shelf
+    peers = _peers(split, BlockShape(3, 50, 16384), way)
     endpoint = msgspec.structs.replace(served.endpoint(way), parts=theirs)
     target = Target(np.zeros((3, 50, 16384), np.uint8), [7, 8, 1])
     assert _pull(peers, endpoint, [3, 4, 39], target).num_blocks == 3
@@ -276,6 +301,7 @@ def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
     lacking = msgspec.structs.replace(endpoint, parts=theirs[:1])
     with pytest.raises(PeerError, match="lack layers or heads"):
         _pull(peers, lacking, [3], target)
+    served.close()
 
 
 def test_sockets_that_were_left_are_removed_and_others_stay(tmp_path: Path) -> None:

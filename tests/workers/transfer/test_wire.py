@@ -77,3 +77,33 @@ def test_places_come_as_they_were_sent(where: list[tuple[int, int]]) -> None:
 def test_shapes_come_as_they_were_sent() -> None:
     shapes = [BlockShape(3, 2**31, 2**40), BlockShape(1, 2, 3)]
     assert wire.parse_shapes(wire.welcome(shapes)[wire.HEADER_BYTES :]) == shapes
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=2
+    ),
+    st.binary(max_size=200),
+)
+def test_an_agent_comes_as_it_was_sent(regions: list[tuple[int, int]], metadata: bytes) -> None:
+    shapes = [BlockShape(3, num_blocks, 2**40) for _, num_blocks in regions]
+    said = wire.Agent(shapes, [address for address, _ in regions], metadata)
+    data = wire.agent(said)
+    _, _, size = wire.parse_header(data[: wire.HEADER_BYTES], wire.Kind.AGENT)
+    assert size == len(data) - wire.HEADER_BYTES
+    assert wire.parse_agent(data[wire.HEADER_BYTES :]) == said
+
+
+@given(st.binary(max_size=200))
+def test_an_agent_without_regions_or_that_is_cut_is_refused(body: bytes) -> None:
+    count = int.from_bytes(body[:4], "little")
+    if len(body) >= 4 and 0 < count <= wire.MAX_REGIONS and len(body) >= 4 + 32 * count:
+        assert len(wire.parse_agent(body).shapes) == count
+    else:
+        with pytest.raises(PeerError, match="where its memory is"):
+            wire.parse_agent(body)
+
+
+@pytest.mark.parametrize("by_nixl", [False, True])
+def test_a_hello_says_how_it_reads(by_nixl: bool) -> None:
+    assert wire.check_hello(wire.hello("t", "l", by_nixl=by_nixl), "t", "l") is by_nixl

@@ -14,6 +14,7 @@ import msgspec
 
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.cache import KVCache
@@ -28,6 +29,7 @@ from millrace.workers.transfer.addresses import (
     this_host,
 )
 from millrace.workers.transfer.memory import BlockShape
+from millrace.workers.transfer.nixl_agent import NixlAgent, check_nixl
 from millrace.workers.transfer.peers import BlockSplit, Peers
 from millrace.workers.transfer.server import BlockServer, Identity
 
@@ -51,8 +53,20 @@ def with_transfer(path: Path, config: EngineConfig, *, among_others: bool) -> En
         raise ConfigError("engine.transfer_any_ranks is for blocks that engine.transfer refuses.")
     if config.transfer is False and config.transfer_address:
         raise ConfigError("engine.transfer_address is for blocks that engine.transfer refuses.")
+    _check_transport(config, reason)
     wanted = among_others if config.transfer is None else config.transfer
     return msgspec.structs.replace(config, transfer=wanted and not reason)
+
+
+def _check_transport(config: EngineConfig, reason: str) -> None:
+    if config.transfer_transport == "plain":
+        return
+    if reason:
+        raise ConfigError(f"engine.transfer_transport: {reason}.")
+    if config.transfer is False:
+        raise ConfigError("engine.transfer_transport is for blocks that engine.transfer refuses.")
+    if config.transfer_transport == "nixl":
+        check_nixl()
 
 
 def _why_not(path: Path, config: EngineConfig) -> str:
@@ -94,10 +108,12 @@ class PeerExchange:
         *,
         address: str = "",
         folder: Path | None = None,
+        transport: TransferTransport = "plain",
         monotonic: Callable[[], float],
     ) -> None:
         """``address`` is that for other machines, if blocks are served to these; ``folder`` is
         where the socket for this one is. Raises ConfigError."""
+        self._agent = _agent_for(transport, lending)
         listeners: list[socket.socket] = []
         path = ""
         try:
@@ -118,19 +134,43 @@ class PeerExchange:
             host=this_host(),
             socket=path,
             address=address,
+            nixl="" if self._agent is None else self._agent.name,
             parts=split.parts,
         )
         self.is_served = bool(listeners)
+        _log.info(
+            "blocks are exchanged with %s%s",
+            f"this machine's workers and by {address}" if address else "this machine's workers",
+            "" if self._agent is None else f"; NIXL reads them ({transport})",
+        )
         self.lending = lending
         shape = BlockShape(*memory.slots().shape)
-        self._peers = Peers(split, shape, self.endpoint.host)
+        nixl_here = transport == "nixl"
+        self._peers = Peers(split, shape, self.endpoint.host, self._agent, nixl_here=nixl_here)
         self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
-        self._server = BlockServer(lending, Identity(token, split.kind, LOAN_S), listeners)
+        identity = Identity(token, split.kind, LOAN_S)
+        self._server = BlockServer(lending, identity, listeners, self._agent)
         self._server.start()
 
     def close(self) -> None:
         """Serve and pull no more; what is lent is taken back when it is settled."""
         self._server.close()
         self._peers.close()
+        if self._agent is not None:
+            self._agent.close()
         if self.endpoint.socket:
             Path(self.endpoint.socket).unlink(missing_ok=True)
+
+
+def _agent_for(transport: TransferTransport, lending: Lending) -> NixlAgent | None:
+    """What reads and is read by NIXL, if the memory is to be. Raises ConfigError."""
+    if transport == "plain":
+        return None
+    try:
+        agent = NixlAgent([region.blocks for region in lending.regions])
+    except ConfigError as error:
+        if transport == "nixl":
+            raise
+        _log.warning("blocks are exchanged without NIXL: %s", error.message)
+        return None
+    return agent

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.kv.arrivals import Arrivals
 from millrace.workers.engine.kv.block_file import BlockFile
@@ -78,7 +79,8 @@ class Tiers:
             self.keep_in_store(objects, config)
         if config.transfer:
             identity = transfer_identity(path, config, cache, is_row_exact=is_row_exact)
-            self.exchange_with_peers(identity, config.transfer_address)
+            transport = config.transfer_transport
+            self.exchange_with_peers(identity, config.transfer_address, transport=transport)
 
     def keep_on_disk(self, file: BlockFile) -> None:
         """Keep blocks of idle conversations in a file, and find those that are in it."""
@@ -93,7 +95,11 @@ class Tiers:
         self.arrivals.add_tier(self.objects.tier)
 
     def exchange_with_peers(
-        self, identity: str, address: str = "", folder: Path | None = None
+        self,
+        identity: str,
+        address: str = "",
+        folder: Path | None = None,
+        transport: TransferTransport = "plain",
     ) -> None:
         """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
         ConfigError."""
@@ -107,6 +113,7 @@ class Tiers:
             split_of(identity, self._cache),
             address=address,
             folder=folder,
+            transport=transport,
             monotonic=self._monotonic,
         )
         self.arrivals.add_tier(self.exchange.tier)

@@ -47,7 +47,9 @@ class World:
         identity = transfer_identity(
             self.model, settings, runner.cache, is_row_exact=runner.is_row_exact
         )
-        engine._tiers.exchange_with_peers(identity, address, self.folder)
+        engine._tiers.exchange_with_peers(
+            identity, address, self.folder, settings.transfer_transport
+        )
         # Nobody knows, so that everything is pulled.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0
         self._engines.append(engine)

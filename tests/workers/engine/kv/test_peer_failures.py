@@ -22,12 +22,16 @@ def world(llama: tuple[Path, Any], tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
+@pytest.mark.parametrize(
+    ("address", "transport"),
+    [("", "plain"), ("127.0.0.1:0", "plain"), ("127.0.0.1:0", "nixl")],
+)
 def test_a_wrong_token_or_layout_is_told_nothing(
-    world: World, address: str, caplog: pytest.LogCaptureFixture
+    world: World, address: str, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    peer = world.start(address=address)
-    other = world.start(address=address, kv_cache_dtype="int8")
+    config: dict[str, Any] = {"address": address, "transfer_transport": transport}
+    peer = world.start(**config)
+    other = world.start(kv_cache_dtype="int8", **config)
     expected = ask(peer)
     endpoint: dict[str, Any] = {"host": "elsewhere"} if address else {}
     for source, why in (
@@ -37,7 +41,7 @@ def test_a_wrong_token_or_layout_is_told_nothing(
             "its blocks are of another layout",
         ),
     ):
-        engine = world.start()
+        engine = world.start(transfer_transport=transport)
         tokens, started = world.pull(engine, source, peer)
         assert (tokens, started.num_pulled_tokens) == (expected, 0)
         assert engine.stats().num_failed_pulls == 1

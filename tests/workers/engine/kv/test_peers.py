@@ -13,6 +13,8 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.disk_identity import block_file
 from millrace.workers.engine.kv.peer_exchange import with_transfer
+from millrace.workers.transfer import nixl_agent
+from millrace.workers.transfer.nixl_client import NixlConnection
 from tests.workers.checkpoints import save_llama
 from tests.workers.engine.kv.peer_world import BLOCK_BYTES, HISTORY, World, ask, rest, resting
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
@@ -25,18 +27,21 @@ def world(llama: tuple[Path, Any], tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-@pytest.mark.parametrize("address", ["", "127.0.0.1:0"])
+@pytest.mark.parametrize(
+    ("address", "transport"),
+    [("", "plain"), ("127.0.0.1:0", "plain"), ("127.0.0.1:0", "auto"), ("", "nixl")],
+)
 @pytest.mark.parametrize("offload_s", [30.0, 0.0])
 def test_a_prefix_that_a_peer_has_is_not_computed(
-    world: World, address: str, offload_s: float
+    world: World, address: str, transport: str, offload_s: float
 ) -> None:
-    peer = world.start(address=address, idle_offload_s=offload_s)
+    peer = world.start(address=address, idle_offload_s=offload_s, transfer_transport=transport)
     expected = ask(peer)
     world.now_s = 10.0
     peer._tables.offload_idle(world.now_s)
     assert bool(peer.stats().num_used_host_blocks) == (offload_s == 0.0)
     source = world.source(peer, host="elsewhere") if address else world.source(peer)
-    engine = world.start()
+    engine = world.start(transfer_transport=transport)
     tokens, started = world.pull(engine, source, peer)
     assert tokens == expected
     assert (started.num_cached_tokens, started.num_pulled_tokens) == (80, 80)
@@ -46,6 +51,9 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
     assert (stats.prefix_hit_tokens, stats.peer_hit_tokens) == (80, 80)
     assert 0 < started.pulled_s <= started.queued_s
     assert stats.num_failed_pulls == 0
+    assert engine._tiers.exchange is not None
+    (idle,) = engine._tiers.exchange._peers._all_idle()
+    assert isinstance(idle.connection, NixlConnection) == (transport != "plain")
     assert peer.stats().num_served_blocks == 5
     # Again: what is here is not pulled.
     tokens, started = world.pull(engine, source, peer)
@@ -325,7 +333,29 @@ def test_where_it_can_be_and_where_it_cannot(llama: tuple[Path, Any], tmp_path: 
             decided(transfer_address="127.0.0.1:0", **config)
         with pytest.raises(ConfigError, match=r"engine\.transfer_any_ranks: "):
             decided(transfer_any_ranks=True, **config)
+        with pytest.raises(ConfigError, match=r"engine\.transfer_transport: "):
+            decided(transfer_transport="auto", **config)
     with pytest.raises(ConfigError, match="refuses"):
         decided(transfer=False, transfer_address="127.0.0.1:0")
     with pytest.raises(ConfigError, match="refuses"):
         decided(transfer=False, transfer_any_ranks=True)
+    with pytest.raises(ConfigError, match="refuses"):
+        decided(transfer=False, transfer_transport="nixl")
+
+
+def test_nixl_is_refused_without_the_package_and_left_out_where_it_may_be(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda _: None)
+    config = EngineConfig(transfer_transport="nixl")
+    with pytest.raises(ConfigError, match=r"millrace\[rdma\]"):
+        with_transfer(world.model, config, among_others=True)
+    config = msgspec.structs.replace(config, transfer_transport="auto")
+    assert with_transfer(world.model, config, among_others=True).transfer is True
+    peer = world.start(address="127.0.0.1:0", transfer_transport="auto")
+    assert caplog.text.count("exchanged without NIXL") == 1
+    expected = ask(peer)
+    source = world.source(peer, host="elsewhere")
+    assert not source.endpoint.nixl
+    tokens, started = world.pull(world.start(transfer_transport="plain"), source, peer)
+    assert (tokens, started.num_pulled_tokens) == (expected, 80)
