@@ -125,11 +125,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
     pipeline_parallel: int = 1
     """Stages that compute some of the layers each, one behind the other, while another batch is in
-    the next one: each of them ``tensor_parallel`` ranks."""
+    the next one: each of them ``tensor_parallel`` ranks; with GPUs all on one host."""
 
     remote_stages: int = 0
-    """How many of these stages, the last ones, run on other hosts, each started there by ``millrace
-    stages``; see docs/parallelism.md."""
+    """How many of these stages, the last ones, run on other hosts, on CPUs, each started there by
+    ``millrace stages``; see docs/parallelism.md."""
 
     stages_address: str = "127.0.0.1:7500"
     """``host:port`` at which such hosts join. Beyond this machine it takes ``stages_token``; keep

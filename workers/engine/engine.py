@@ -141,7 +141,9 @@ class Engine:
         self._monotonic = monotonic
         self._live = LiveRequests(self._planner, self._sampler)
         self._outputs: list[EngineOutput] = []
-        self._grammars = Grammars(runner.config.vocab_size, tokenizer, self._bell.ring)
+        self._grammars = Grammars(
+            runner.config.vocab_size, tokenizer, self._bell.ring, num_stages=runner.num_stages
+        )
         output_processor = OutputProcessor(
             cache=runner.cache,
             planner=self._planner,

@@ -185,13 +185,13 @@ class Executor:
         self._planner.advance(plan)
         chunks = _chunks(plan) if work.prefill_tokens else []
         places = list(map(_num_computed_tokens, step.by_device))
-        for sequence in step.by_device:
-            sequence.token_ids.append(UNREAD_TOKEN)
         awaited: list[Sequence] = []
         if self._runner.num_stages > 1:
             awaited = [s for s, _ in plan if s.num_computed_tokens == len(s.token_ids)]
             for sequence in awaited:
                 sequence.is_awaited = True
+        for sequence in step.by_device:
+            sequence.token_ids.append(UNREAD_TOKEN)
         return _PendingStep(plan, work, weights, begin_s, step, places, chunks, awaited)
 
     def _process(

@@ -145,14 +145,13 @@ def load_draft(path: Path, target: Runner, engine: EngineConfig) -> DraftRunner 
 def _check_group(engine: EngineConfig) -> None:
     """Raise ConfigError for what a group cannot propose tokens with, before its ranks take minutes
     to load."""
-    if has_device_ranks(engine):
-        _check_on_device(engine)
-        return
     if engine.pipeline_parallel > 1 and engine.speculation not in (None, "off", False):
         raise ConfigError(
             "engine.speculation: a step of a pipeline begins before the tokens of the one before "
             "it are known, so there is nothing to propose from; leave it out."
         )
+    if has_device_ranks(engine):
+        _check_on_device(engine)
 
 
 def _whole_embedding(path: Path, target: ModelRunner, engine: EngineConfig) -> torch.Tensor:

@@ -71,7 +71,8 @@ class Sequence:
     ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
     of the prompt's first tokens until they are handed over; each is None for a sequence without.
     While ``is_awaited`` all its tokens are computed or will be by a step that is under way, which
-    says the next one: there is nothing to plan for it, and it is not preempted.
+    says the next one, that is unread at its end or not there yet: there is nothing to plan for it,
+    and it is not preempted.
     It is not admitted before it is ``ready``, which another thread may say.
     """
 

@@ -74,9 +74,15 @@ def test_labels_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    "ranks", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}], ids=str
+    "ranks",
+    [
+        {"pipeline_parallel": 2},
+        {"tensor_parallel": 2, "pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "kernels": "reference"},
+    ],
+    ids=str,
 )
-def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, int]) -> None:
+def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, Any]) -> None:
     save_classifier(tmp_path, "Llama", 3, **SHAPE)
     config = EngineConfig(
         num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1

@@ -44,7 +44,7 @@ StepsT = TypeVar("StepsT", bound=DeviceSteps)
 
 class Plans(NamedTuple):
     """What computes steps is made of, apart from its KV cache: all of a model of ``config``, or a
-    rank's ``shard`` of it, whose parts ``collectives`` sum."""
+    rank's ``shard`` of it, whose parts ``collectives`` sum where it is a slice."""
 
     config: ModelConfig
     weights: DecoderWeights
@@ -58,7 +58,7 @@ class Plans(NamedTuple):
 
     @property
     def own(self) -> ModelConfig:
-        """The heads and widths of the shard."""
+        """The heads, widths and layers of the shard."""
         return shard_config(self.config, self.shard)
 
     @property
@@ -171,9 +171,9 @@ def _adapter_slots(
 def _num_blocks(plans: Plans, make: Callable[[StepParts], StepsT]) -> int:
     """Blocks of the KV cache: as many as the settings say, whose bytes are those of all ranks, or
     as the device has memory for."""
-    engine, own, size = plans.engine, plans.own, plans.shard.size
+    engine, own = plans.engine, plans.own
     if engine.num_blocks or engine.kv_cache_bytes:
-        num_layers = size * own.num_hidden_layers
+        num_layers = plans.shard.size * plans.config.num_hidden_layers
         return choose_num_blocks(own, engine, engine.kv_cache_bytes, plans.cache_dtype, num_layers)
     size_bytes = block_bytes(own, engine.block_size_tokens, plans.cache_dtype)
     fitting_bytes = _profiled_bytes(plans, size_bytes, make)

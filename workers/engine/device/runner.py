@@ -23,6 +23,7 @@ from millrace.workers.engine.device.inputs import (
     shifted,
 )
 from millrace.workers.engine.device.sampler import DeviceSampler
+from millrace.workers.engine.device.stage import ALL_LAYERS, Stage
 from millrace.workers.engine.device.state import DeviceState, StateRow
 from millrace.workers.engine.device.steps import DeviceSteps, StepParts, ToldStep
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
@@ -35,7 +36,7 @@ from millrace.workers.kernels.gpu.step_inputs import StepShape
 from millrace.workers.kernels.operations import WeightSize
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
     """Which sampled rows there are, and who chooses from them: the device or the host; places are
     indices of ``rows``."""
 
@@ -44,6 +45,15 @@ class _Choice(NamedTuple):
     device_places: list[int]
     by_host: list[Sequence]
     host_places: list[int]
+
+
+class PlannedStep(NamedTuple):
+    """A plan, and what the device is told of it."""
+
+    plan: Rows[ScheduledSequence]
+    layout: BatchLayout
+    choice: Choice
+    told: ToldStep
 
 
 class DeviceRunner(DeviceSteps):
@@ -61,9 +71,11 @@ class DeviceRunner(DeviceSteps):
     num_stages = 1
     likeliest = None
 
-    def __init__(self, parts: StepParts, *, is_row_exact: bool = False) -> None:
+    def __init__(
+        self, parts: StepParts, *, is_row_exact: bool = False, stage: Stage = ALL_LAYERS
+    ) -> None:
         config, bounds = parts.config, parts.bounds
-        super().__init__(parts, num_logits=config.vocab_size)
+        super().__init__(parts, num_logits=config.vocab_size, stage=stage)
         self.is_row_exact = is_row_exact
         self._sampler = DeviceSampler(
             config.vocab_size,
@@ -119,6 +131,15 @@ class DeviceRunner(DeviceSteps):
             raise self._failed(error) from error
 
     def _launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
+        planned = self._lay_out(plan)
+        with torch.inference_mode():
+            self._tell_all(planned.told)
+            step = self._begin(planned)
+        if planned.layout.proposed_rows:
+            self._forget_proposed(planned.choice.by_host)
+        return step
+
+    def _lay_out(self, plan: Rows[ScheduledSequence]) -> PlannedStep:
         layout = lay_out(plan)
         rows = {sequence: self._state.row_of(sequence) for sequence in layout.sequences}
         exact = exact_shape(layout)
@@ -131,27 +152,29 @@ class DeviceRunner(DeviceSteps):
         shape = exact if recorded is None else recorded
         choice = self._divide(layout, rows, shape)
         numbers = [rows[sequence].number for sequence in layout.sequences]
-        step = ToldStep(
+        told = ToldStep(
             shape,
             pack(layout, numbers, choice.rows, shape, self._padding_row),
             self._state.take_unsent(),
             None if adapted is None else adapted.adapters.pack(layout, shape),
             is_recorded=recorded is not None,
+            keeps_states=keeps_states,
         )
-        with torch.inference_mode():
-            self._tell_all(step)
-            states = self._run(step)
-            pooled: list[PooledChunk] = []
-            scored: list[ScoredChunk] = []
-            if states is not None:
-                if layout.pooled:
-                    normed = self._decoder.normed(states)
-                    pooled = pool_rows(layout.pooled, normed, self._decoder.labels)
-                scored = score_rows(layout.scored, states, self._scored_logits)
-            read = self._read_back(plan, layout, shape, choice)
-            logits = self._host_logits(choice.host_places)
-        if layout.proposed_rows:
-            self._forget_proposed(choice.by_host)
+        return PlannedStep(plan, layout, choice, told)
+
+    def _begin(self, planned: PlannedStep) -> InFlightStep:
+        """Compute a step that all were told of."""
+        _, layout, choice, told = planned
+        states = self._run(told)
+        pooled: list[PooledChunk] = []
+        scored: list[ScoredChunk] = []
+        if states is not None:
+            if layout.pooled:
+                normed = self._decoder.normed(states)
+                pooled = pool_rows(layout.pooled, normed, self._decoder.labels)
+            scored = score_rows(layout.scored, states, self._scored_logits)
+        read = self._read_back(planned)
+        logits = self._host_logits(choice.host_places)
         return InFlightStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _failed(self, error: Exception) -> BaseException:
@@ -170,9 +193,9 @@ class DeviceRunner(DeviceSteps):
 
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
-    ) -> _Choice:
+    ) -> Choice:
         """Who chooses the next token of which sequence; behind proposed tokens the host does."""
-        choice = _Choice([], [], [], [], [])
+        choice = Choice([], [], [], [], [])
         for place, (sequence, row) in enumerate(
             zip(layout.sampled, layout.sampled_rows, strict=True)
         ):
@@ -231,14 +254,10 @@ class DeviceRunner(DeviceSteps):
         """The same behind a step."""
         return self._logits(rows)
 
-    def _read_back(
-        self,
-        plan: Rows[ScheduledSequence],
-        layout: BatchLayout,
-        shape: StepShape,
-        choice: _Choice,
-    ) -> Callable[[], ChosenTokens]:
+    def _read_back(self, planned: PlannedStep) -> Callable[[], ChosenTokens]:
         """Have what came of a step brought to the host."""
+        plan, layout, choice, told = planned
+        shape = told.shape
         _, _, logits, chosen, finite = self._buffers
         num_tokens, count = shape.num_tokens, shape.num_sampled
         asking = [

@@ -16,16 +16,13 @@ from millrace.workers.engine.device.buffers import Bounds, Buffers
 from millrace.workers.engine.device.device import Array, Device, Stopwatch
 from millrace.workers.engine.device.graphs import RecordedSteps, ladder
 from millrace.workers.engine.device.inputs import pack
-from millrace.workers.engine.device.operations import DeviceMetadata
+from millrace.workers.engine.device.stage import ALL_LAYERS, DeviceDecoder, Stage
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.kernels.gpu.device_batch import DeviceBatch
 from millrace.workers.kernels.gpu.kernel_set import KernelSet
 from millrace.workers.kernels.gpu.step_inputs import PackedInputs, StepShape, StepState
-from millrace.workers.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
-
-DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
 
 NO_TABLES: Array = np.empty((2, 0), dtype=np.int64)
 
@@ -54,13 +51,15 @@ class ToldStep(NamedTuple):
     """What devices are told of a step: the vector ``packed`` of its ``shape``, see
     ``PackedInputs``; ``tables``, int64 [2, count]: places in the block tables, flat, and the blocks
     that are there from now on; ``adapters``, int32: ``AdapterTiling.pack``, None where no row has
-    one. ``is_recorded``: whether it is one that was recorded."""
+    one. ``is_recorded``: whether it is one that was recorded. ``keeps_states``: whether its hidden
+    states are wanted, of which some are asked for later where they are on another rank."""
 
     shape: StepShape
     packed: Array
     tables: Array
     adapters: Array | None
     is_recorded: bool
+    keeps_states: bool = False
 
 
 class DeviceSteps(ABC):
@@ -72,7 +71,7 @@ class DeviceSteps(ABC):
     where there are none.
     """
 
-    def __init__(self, parts: StepParts, *, num_logits: int) -> None:
+    def __init__(self, parts: StepParts, *, num_logits: int, stage: Stage = ALL_LAYERS) -> None:
         """``num_logits``: of a row, that are kept here."""
         config, decoder, cache, kernels, device, bounds, adapted = parts
         self.config = config
@@ -83,6 +82,7 @@ class DeviceSteps(ABC):
         self._kernels = kernels
         self._device = device
         self._bounds = bounds
+        self._stage = stage
         where = device.torch_device
         num_rows = bounds.num_sequences + 1
         self._padding_row = bounds.num_sequences
@@ -124,7 +124,7 @@ class DeviceSteps(ABC):
 
     def warm_up(self, shape: StepShape, *, adapted: bool = False) -> None:
         """Compute a step that is padding only, so that all its kernels are there; without logits
-        where the model has none."""
+        where the model has none. Each stage does so for itself."""
         if not self.config.has_head:
             shape = shape._replace(num_sampled=0)
         layout = lay_out(())
@@ -135,11 +135,11 @@ class DeviceSteps(ABC):
         step = ToldStep(shape, packed, NO_TABLES, rows, is_recorded=False)
         with torch.inference_mode():
             self._tell(step)
-            self._run(step)
+            self._run_stage(step)
 
     def _tell(self, step: ToldStep) -> None:
         """Bring the device what it needs to know for the next step."""
-        _, packed, tables, adapters, _ = step
+        _, packed, tables, adapters, *_ = step
         if tables.shape[1]:
             places, blocks = self._device.upload(tables)
             self._tensors.block_tables.view(-1).index_copy_(0, places, blocks.int())
@@ -149,8 +149,16 @@ class DeviceSteps(ABC):
             self._adapted.adapters.tell(adapters)
 
     def _run(self, step: ToldStep) -> torch.Tensor | None:
-        """Compute the step that the device was told of; its states as ``_compute`` returns them,
-        None where it is replayed."""
+        """Compute the step that the device was told of, behind the stage before and before the one
+        behind; see ``_run_stage``."""
+        num_tokens = step.shape.num_tokens
+        self._stage.receive(num_tokens)
+        states = self._run_stage(step)
+        self._stage.send(num_tokens)
+        return states
+
+    def _run_stage(self, step: ToldStep) -> torch.Tensor | None:
+        """What is computed here; states as ``_compute`` returns them, None where it is replayed."""
         if step.is_recorded:
             steps = self._recorded if step.adapters is None else self._recorded_adapted
             steps.replay(step.shape)
@@ -165,7 +173,8 @@ class DeviceSteps(ABC):
 
     def _compute(self, shape: StepShape, decoder: DeviceDecoder | None = None) -> torch.Tensor:
         """What the layers make of the step that the device was told of: [shape.num_tokens,
-        hidden_size]. The rest is left in the buffers, chosen tokens in the state too."""
+        hidden_size]. The rest is left in the buffers, chosen tokens in the state too, by the last
+        stage; by another, what goes to the next."""
         packed, all_inputs, _, tokens, finite = self._buffers
         inputs = all_inputs.of_shape(shape)
         self._kernels.prepare_inputs(
@@ -175,18 +184,20 @@ class DeviceSteps(ABC):
             shape,
             block_size=self.cache.block_size_tokens,
         )
-        states = (decoder or self._decoder).forward(
-            DeviceBatch(
-                token_ids=inputs.token_ids,
-                positions=inputs.positions,
-                slots=inputs.slots,
-                query_starts=inputs.query_starts,
-                lengths=inputs.lengths,
-                table_rows=inputs.table_rows,
-                block_tables=self._tensors.block_tables,
-                num_single=shape.num_single,
-            )
+        batch = DeviceBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            query_starts=inputs.query_starts,
+            lengths=inputs.lengths,
+            table_rows=inputs.table_rows,
+            block_tables=self._tensors.block_tables,
+            num_single=shape.num_single,
         )
+        states = self._stage.forward(decoder or self._decoder, batch)
+        if not self._stage.is_last:
+            self._stage.leave(states)
+            return states
         finite[: shape.num_tokens].copy_(torch.isfinite(states.sum(-1, dtype=torch.float32)))
         count = shape.num_sampled
         if count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +15,20 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_con
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.device.loading import Plans
+from millrace.workers.engine.device.steps import StepParts
 from millrace.workers.engine.device_group.cache_parts import DeviceParts
 from millrace.workers.engine.device_group.channel import link_shape
 from millrace.workers.engine.device_group.lead import Lead
 from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
 from millrace.workers.engine.device_group.patience import Patience
+from millrace.workers.engine.device_group.pipeline import PipelineGroupRunner
 from millrace.workers.engine.device_group.runner import DeviceGroupRunner
 from millrace.workers.engine.group.control_wire import JoinDevices, Started
 from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
+from millrace.workers.engine.group.making import num_ranks
 from millrace.workers.engine.group.members import Members
-from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.settings import choose_device, with_device_defaults
-from millrace.workers.kernels.ranks import RanksFailedError
+from millrace.workers.kernels.ranks import MAX_RANKS, RanksFailedError
 from millrace.workers.kernels.stage_link import link_memory
 from millrace.workers.models.shard import check_shard
 
@@ -40,7 +43,7 @@ def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
     device = choose_device(engine.device)
     _check(read_model_config(path), engine, device)
     engine = with_device_defaults(engine, device)
-    size = engine.tensor_parallel
+    size = num_ranks(engine)
     shape = link_shape(size)
     link_fd = link_memory(shape) if has_shared_memory(engine) else -1
     fds = () if link_fd < 0 else (link_fd,)
@@ -70,44 +73,54 @@ def _load_lead(join: JoinDevices, members: Members) -> DeviceGroupRunner:
     try:
         ranks = meet(join)
         lead = Lead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)
-
-        def make(plans: Plans) -> partial[DeviceGroupRunner]:
-            return partial(DeviceGroupRunner, lead=lead, is_row_exact=plans.is_row_exact)
-
         with Patience(engine.start_timeout_s, ranks.abort).waiting():
-            runner = load_steps(join, ranks, make)
+            runner = load_steps(join, ranks, partial(runner_of_rank_0, lead))
     except RanksFailedError as error:
         why = (
             members.why_refused() or f"the ranks of a group failed while they were loaded: {error}"
         )
         raise ConfigError(why) from error
     members.wait_joined(engine.start_timeout_s)
-    others_bytes = runner.cache.block_bytes * (engine.tensor_parallel - 1)
-    runner.cache.others = DeviceParts(lead, others_bytes)
+    num_layers, _, layer_bytes = runner.cache.blocks.shape
+    all_layers = runner.config.num_hidden_layers * engine.tensor_parallel
+    runner.cache.others = DeviceParts(lead, (all_layers - num_layers) * layer_bytes)
     _log.info("%s", members)
     return runner
 
 
+def runner_of_rank_0(lead: Lead, plans: Plans) -> Callable[[StepParts], DeviceGroupRunner]:
+    """What makes it."""
+    is_row_exact, shard = plans.is_row_exact, plans.shard
+    if shard.num_stages == 1:
+        return partial(DeviceGroupRunner, lead=lead, is_row_exact=is_row_exact)
+    return partial(PipelineGroupRunner, lead=lead, is_row_exact=is_row_exact, shard=shard)
+
+
 def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what a group of devices does not compute."""
-    if engine.pipeline_parallel != 1:
-        raise ConfigError(
-            "engine.pipeline_parallel: the stages of a pipeline compute on CPUs, by the kernels "
-            "native or torch; of devices there are ranks only, see engine.tensor_parallel."
-        )
     if engine.kernels not in ("auto", "triton", "reference"):
         raise ConfigError(
             f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each compute by triton; "
             "leave it out."
         )
     check_ranks(engine)
-    check_remote_stages(engine)
-    check_shard(config, engine.tensor_parallel, engine.expert_parallel)
+    if engine.remote_stages:
+        raise ConfigError(
+            "engine.remote_stages: the stages of other hosts compute on CPUs, by the kernels "
+            "native or torch; those of GPUs are on one host, leave it out."
+        )
+    check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
+    size = num_ranks(engine)
+    if size > MAX_RANKS:
+        raise ConfigError(
+            f"engine.tensor_parallel times engine.pipeline_parallel is {size}; ranks with a GPU "
+            f"each are {MAX_RANKS} at most."
+        )
     if device.type != "cuda":
         return
     first, num_devices = device.index or 0, torch.cuda.device_count()
-    if first + engine.tensor_parallel > num_devices:
+    if first + size > num_devices:
         raise ConfigError(
-            f"engine.tensor_parallel is {engine.tensor_parallel}, and each rank has a GPU of its "
-            f"own, from number {first} on; this machine has {num_devices}."
+            f"engine.tensor_parallel times engine.pipeline_parallel is {size}, and each rank has a "
+            f"GPU of its own, from number {first} on; this machine has {num_devices}."
         )

@@ -15,10 +15,10 @@ from millrace.workers.engine.device.steps import StepParts
 from millrace.workers.engine.device_group.channel import Channel, LinkChannel
 from millrace.workers.engine.device_group.ranks import DeviceRanks
 from millrace.workers.engine.group.control_wire import JoinDevices
+from millrace.workers.engine.group.making import shard_of
 from millrace.workers.engine.settings import choose_device
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.stage_link import StageLink
-from millrace.workers.models.shard import Shard
 
 
 def device_of_rank(rank: int, engine: EngineConfig) -> torch.device:
@@ -40,8 +40,7 @@ def meet(join: JoinDevices) -> DeviceRanks:
     return DeviceRanks(
         Path(join.folder),
         device,
-        rank=join.rank,
-        size=engine.tensor_parallel,
+        shard_of(join.rank, engine),
         fixed=engine.deterministic,
         timeout_s=engine.start_timeout_s,
     )
@@ -69,8 +68,9 @@ def load_steps(
     one could not."""
     path, engine = Path(join.path), join.config
     device = device_of(device_of_rank(join.rank, engine))
-    shard = Shard(join.rank, engine.tensor_parallel, engine.expert_parallel)
-    plans = load_plans(path, read_model_config(path), engine, device, shard, ranks)
+    shard = shard_of(join.rank, engine)
+    collectives = ranks if shard.is_sliced else None
+    plans = load_plans(path, read_model_config(path), engine, device, shard, collectives)
 
     def agree(num_blocks: int) -> int:
         [least] = ranks.hosts.least([num_blocks])

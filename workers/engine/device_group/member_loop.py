@@ -11,10 +11,10 @@ from typing import NoReturn
 import torch
 
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.device.steps import DeviceSteps, StepParts, ToldStep
+from millrace.workers.engine.device.steps import ToldStep
 from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
-from millrace.workers.engine.device_group.messages import WantedLogits, decode
-from millrace.workers.engine.device_group.ranks import DeviceRanks
+from millrace.workers.engine.device_group.member_steps import member_steps
+from millrace.workers.engine.device_group.messages import WantedLogits, WantedRows, decode
 from millrace.workers.engine.group.control_socket import ControlSocket
 from millrace.workers.engine.group.control_wire import (
     JoinDevices,
@@ -28,45 +28,6 @@ from millrace.workers.engine.threads.choice import leave_core
 _log = logging.getLogger(__name__)
 
 
-class MemberSteps(DeviceSteps):
-    """Computes the steps that rank 0 computes, with whom it exchanges numbers in them. Logits go to
-    rank 0, and the tokens that it chooses come back."""
-
-    def __init__(self, parts: StepParts, *, ranks: DeviceRanks) -> None:
-        super().__init__(parts, num_logits=0)
-        self._ranks = ranks
-
-    def _warm_up_rest(self) -> None:
-        """Rank 0 alone samples."""
-
-    def compute(self, step: ToldStep) -> None:
-        """A step, on this rank's device."""
-        self._tell(step)
-        self._run(step)
-
-    def make_logits(self, num_rows: int) -> None:
-        """Those of rows that rank 0 shares."""
-        embedding = self._decoder.embedding
-        rows = embedding.new_empty(num_rows, embedding.shape[1])
-        self._ranks.share(rows)
-        self._ranks.gather(self._decoder.logits(rows), self.config.vocab_size)
-
-    def load_adapter(self, load: LoadAdapter) -> None:
-        """Read the slices of an adapter. Raises AdapterError, ModelSourceError."""
-        assert self._adapted is not None, "rank 0 has slots, too"
-        self._adapted.adapters.load(load.adapter, load.slot, max_rank=load.max_rank)
-
-    def _choose(
-        self,
-        wanted: torch.Tensor,
-        state_rows: torch.Tensor,  # noqa: ARG002 (rank 0's sampler has rows)
-        token_indices: torch.Tensor,  # noqa: ARG002
-        chosen: torch.Tensor,
-    ) -> None:
-        self._ranks.gather(self._decoder.logits(wanted), self.config.vocab_size)
-        self._ranks.share(chosen)
-
-
 class DeviceMember:
     """One rank. Raises MillraceError if it cannot be loaded, RanksFailedError if another cannot."""
 
@@ -75,9 +36,7 @@ class DeviceMember:
         control.send(Started())
         self._ranks = meet(join)
         self._channel = make_channel(join, self._ranks)
-        self._steps = load_steps(
-            join, self._ranks, lambda _: partial(MemberSteps, ranks=self._ranks)
-        )
+        self._steps = load_steps(join, self._ranks, partial(member_steps, self._ranks))
         self._part = CachePart(self._steps.cache)
         self._num_done = 0
         self._is_done = threading.Condition()
@@ -94,6 +53,8 @@ class DeviceMember:
                 self._steps.compute(message)
             elif isinstance(message, WantedLogits):
                 self._steps.make_logits(message.num_rows)
+            elif isinstance(message, WantedRows):
+                self._steps.make_rows(message)
             else:
                 self._obey(message)
             with self._is_done:

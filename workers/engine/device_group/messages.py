@@ -17,10 +17,12 @@ from millrace.workers.engine.device.steps import ToldStep
 from millrace.workers.engine.kv.cache_commands import CacheCommand
 from millrace.workers.kernels.gpu.step_inputs import StepShape
 
-_STEP, _LOGITS, _CACHE = 1, 2, 3
+_STEP, _LOGITS, _CACHE, _ROWS = 1, 2, 3, 4
 _HEADER = 8
 _HEADER_BYTES = 8 * _HEADER
 _NO_ADAPTERS = -1
+# What is said of a step by one number.
+_IS_RECORDED, _KEEPS_STATES = 1, 2
 
 _encoder = msgspec.msgpack.Encoder()
 _cache_decoder: msgspec.msgpack.Decoder[CacheCommand] = msgspec.msgpack.Decoder(CacheCommand)
@@ -32,19 +34,33 @@ class WantedLogits(NamedTuple):
     num_rows: int
 
 
-Message = ToldStep | WantedLogits | CacheCommand
+class WantedRows(NamedTuple):
+    """Of a step that keeps its states, the logits of some ``rows`` (int64), or the rows themselves
+    behind the final norm, are wanted from the last stage. ``steps_back``: how many such steps were
+    told of since."""
+
+    rows: Array
+    makes_logits: bool
+    steps_back: int
+
+
+Message = ToldStep | WantedLogits | WantedRows | CacheCommand
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
     """The parts of a message."""
     if isinstance(message, ToldStep):
-        shape, packed, tables, adapters, is_recorded = message
+        shape, packed, tables, adapters, is_recorded, keeps_states = message
         num_adapters = _NO_ADAPTERS if adapters is None else len(adapters)
-        numbers = [_STEP, *shape, is_recorded, tables.shape[1], num_adapters]
+        flags = _IS_RECORDED * is_recorded | _KEEPS_STATES * keeps_states
+        numbers = [_STEP, *shape, flags, tables.shape[1], num_adapters]
         arrays = [packed, tables, *([] if adapters is None else [adapters])]
         return [_header(numbers), *(part.data.cast("B") for part in arrays if part.size)]
     if isinstance(message, WantedLogits):
         return [_header([_LOGITS, message.num_rows])]
+    if isinstance(message, WantedRows):
+        rows, makes_logits, steps_back = message
+        return [_header([_ROWS, len(rows), makes_logits, steps_back]), rows.data.cast("B")]
     command = _encoder.encode(message)
     return [_header([_CACHE, len(command)]), command]
 
@@ -62,7 +78,10 @@ def decode(message: memoryview) -> Message:
         return WantedLogits(numbers[0])
     if kind == _CACHE:
         return _cache_decoder.decode(rest[: numbers[0]])
-    *sizes, is_recorded, num_tables, num_adapters = numbers
+    if kind == _ROWS:
+        rows: Array = np.frombuffer(rest, np.int64, numbers[0])
+        return WantedRows(rows, bool(numbers[1]), numbers[2])
+    *sizes, flags, num_tables, num_adapters = numbers
     shape = StepShape(*sizes)
     packed: Array = np.frombuffer(rest, np.int64, shape.num_packed)
     rest = rest[packed.nbytes :]
@@ -70,4 +89,5 @@ def decode(message: memoryview) -> Message:
     adapters: Array | None = None
     if num_adapters != _NO_ADAPTERS:
         adapters = np.frombuffer(rest[tables.nbytes :], np.int32, num_adapters)
-    return ToldStep(shape, packed, tables, adapters, bool(is_recorded))
+    is_recorded, keeps_states = bool(flags & _IS_RECORDED), bool(flags & _KEEPS_STATES)
+    return ToldStep(shape, packed, tables, adapters, is_recorded, keeps_states)

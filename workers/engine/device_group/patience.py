@@ -30,7 +30,10 @@ class Patience:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Something is waited for."""
+        """Something is waited for; what is waited for within it is part of it."""
+        if self._since_s is not None:
+            yield
+            return
         self._since_s = time.monotonic()
         try:
             yield

@@ -10,6 +10,7 @@ import torch
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.workers.adapters.rows import AdapterWeights
 from millrace.workers.engine.device.runner import DeviceRunner
+from millrace.workers.engine.device.stage import ALL_LAYERS, Stage
 from millrace.workers.engine.device.steps import StepParts, ToldStep
 from millrace.workers.engine.device_group.lead import Lead
 from millrace.workers.engine.device_group.messages import WantedLogits
@@ -26,8 +27,10 @@ class DeviceGroupRunner(DeviceRunner):
     next; ``watch`` says whom to wake then.
     """
 
-    def __init__(self, parts: StepParts, lead: Lead, *, is_row_exact: bool) -> None:
-        super().__init__(parts, is_row_exact=is_row_exact)
+    def __init__(
+        self, parts: StepParts, lead: Lead, *, is_row_exact: bool, stage: Stage = ALL_LAYERS
+    ) -> None:
+        super().__init__(parts, is_row_exact=is_row_exact, stage=stage)
         self._lead = lead
         self._is_told = False
 

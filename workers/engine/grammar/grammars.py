@@ -30,7 +30,8 @@ class Grammars:
     """Everything that an engine does about grammars; nothing of it for sequences without one.
 
     ``tokenizer`` is called at most once, on another thread. ``on_settled`` is called on another
-    thread when sequences have become ready or are over.
+    thread when sequences have become ready or are over. With several ``num_stages`` of a pipeline
+    the next step begins before this one is sampled, so that masks are made only then.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Grammars:
         vocab_size: int,
         tokenizer: Callable[[], Tokenizer | None],
         on_settled: Callable[[], None],
+        *,
+        num_stages: int = 1,
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -48,6 +51,7 @@ class Grammars:
         self._refusal = ""
         self._masks: MaskFiller | None = None
         self._begun = False
+        self._begins_early = num_stages == 1
 
     def prepare(self) -> None:
         """Build what all grammars share in the background, if the vocabulary is so large that
@@ -67,12 +71,26 @@ class Grammars:
     def start_masks(self, plan: Iterable[tuple[Sequence, int]]) -> None:
         """Start on the masks of what a step will sample, before the model runs. ``plan``: how many
         tokens are computed of each sequence; choices that begin where it ends are sampled too."""
-        constrained = [
-            choice
-            for sequence, num_tokens in plan
-            if sequence.matcher is not None and sequence.num_uncomputed_tokens == num_tokens
-            for choice in (sequence, *sequence.forks)
-        ]
+        if self._begins_early:
+            self._begin(
+                [
+                    choice
+                    for sequence, num_tokens in plan
+                    if sequence.matcher is not None and sequence.num_uncomputed_tokens == num_tokens
+                    for choice in (sequence, *sequence.forks)
+                ]
+            )
+
+    def masks(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor | None:
+        """int32 [len(sequences), ceil(vocab_size / 32)]: the tokens that each may go on with behind
+        ``ahead`` of its proposed ones, or None if any of them may go on with anything."""
+        if not self._begins_early:
+            self._begin([sequence for sequence in sequences if sequence.matcher is not None])
+        if not self._begun or self._masks is None:
+            return None
+        return self._masks.take(sequences, ahead)
+
+    def _begin(self, constrained: list[Sequence]) -> None:
         self._begun = bool(constrained)
         if not constrained:
             return
@@ -80,13 +98,6 @@ class Grammars:
             library = self._library_now()
             self._masks = MaskFiller(library.num_words, library.eos_token_ids)
         self._masks.begin(constrained)
-
-    def masks(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor | None:
-        """int32 [len(sequences), ceil(vocab_size / 32)]: the tokens that each may go on with behind
-        ``ahead`` of its proposed ones, or None if any of them may go on with anything."""
-        if not self._begun or self._masks is None:
-            return None
-        return self._masks.take(sequences, ahead)
 
     def num_ahead(self, sequence: Sequence) -> int:
         """Behind how many of the proposed tokens of a sequence with a grammar there are ``masks``;

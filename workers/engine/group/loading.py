@@ -156,7 +156,7 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
-    if has_shared_memory(engine):
+    if has_shared_memory(engine, is_needed=num_stages > 1):
         num_here = num_stages - engine.remote_stages
         rank_fds = [rank_memory(shape) for _ in range(num_here if size > 1 else 0)]
     if num_stages == 1:
@@ -196,11 +196,11 @@ def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
 
 
-def has_shared_memory(engine: EngineConfig) -> bool:
+def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:
     """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
-    for and cannot be."""
+    for or ``is_needed``, to link the stages of a pipeline, and cannot be."""
     if engine.collectives == "gloo":
-        if engine.pipeline_parallel > 1:
+        if is_needed:
             raise ConfigError(
                 "engine.collectives is 'gloo', but the stages of a pipeline are linked by shared "
                 "memory; leave it out."
@@ -209,7 +209,7 @@ def has_shared_memory(engine: EngineConfig) -> bool:
     try:
         cpu_library()
     except KernelBuildError as error:
-        if engine.collectives == "shared_memory" or engine.pipeline_parallel > 1:
+        if engine.collectives == "shared_memory" or is_needed:
             raise ConfigError(
                 f"Ranks have no memory in common without the compiled kernels: {error.message}"
             ) from error

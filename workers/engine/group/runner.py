@@ -23,7 +23,7 @@ from millrace.workers.engine.group.pipeline import Pipeline
 from millrace.workers.engine.group.ranks import RankLostError, Ranks
 from millrace.workers.engine.in_flight_step import ChosenTokens, InFlightStep
 from millrace.workers.engine.kv.cache import KVCache
-from millrace.workers.engine.pooling import PooledChunk, is_first, pool_rows
+from millrace.workers.engine.pooling import PooledChunk, places_of, pool_rows
 from millrace.workers.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.workers.engine.sampling.sampler import Likeliest
 from millrace.workers.engine.scheduling.schedule import ScheduledSequence
@@ -158,7 +158,7 @@ class PipelineRunner(GroupRunner):
             scored = [row for rows in batch.scored for row in range(rows.start, rows.end)]
             wanted = torch.cat((batch.sampled_rows, torch.tensor(scored, dtype=torch.int64)))
             sent = self._pipeline.send(batch, wanted, wants_states=bool(batch.pooled))
-            firsts = [is_first(rows) for rows in batch.pooled]
+            pooled_places = places_of(batch.pooled)
             logits = torch.empty(num_sampled, self.config.vocab_size, dtype=self._lead.dtype)
         pooled: list[PooledChunk] = []
         scores: list[ScoredChunk] = []
@@ -168,11 +168,8 @@ class PipelineRunner(GroupRunner):
                 result = self._pipeline.receive(sent)
                 logits.copy_(result.logits[:num_sampled])
                 if result.states is not None:
-                    chunks = pool_rows(batch.pooled, result.states, self._decoder.labels)
-                    pooled.extend(
-                        chunk._replace(is_first=first)
-                        for chunk, first in zip(chunks, firsts, strict=True)
-                    )
+                    labels = self._decoder.labels
+                    pooled.extend(pool_rows(batch.pooled, result.states, labels, pooled_places))
                 if batch.scored:
                     # Where each of the scored rows has its logits.
                     places = torch.zeros(sent.num_tokens, 1, dtype=torch.int64)

@@ -18,7 +18,7 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
-from millrace.workers.engine.pooling import PooledChunk
+from millrace.workers.engine.pooling import ChunkPlace, PooledChunk
 from millrace.workers.engine.sampling.drawing import draw, draws_of
 from millrace.workers.engine.sampling.groups import GROUP_TOKENS, largest
 from millrace.workers.engine.sampling.logits_processors import needs_logits_processor
@@ -331,12 +331,13 @@ def _logprob(sampling: SamplingParams, token: int) -> TokenLogprob | None:
 
 def _pooled(items: list[_Item]) -> Iterator[PooledChunk]:
     for item in items:
-        end = item.begin + len(item.tokens)
+        is_last = item.begin + len(item.tokens) == item.sequence.num_tokens
         if item.sequence.request.pooling is Pooling.MEAN:
             total = torch.tensor([float(sum(item.tokens))])
-            yield PooledChunk(item.sequence, total, is_first=item.begin == 0)
-        elif item.sequence.request.pooling is Pooling.LAST and end == item.sequence.num_tokens:
-            yield PooledChunk(item.sequence, torch.tensor([float(item.tokens[-1])]), is_first=True)
+            yield PooledChunk(item.sequence, total, ChunkPlace(item.begin == 0, is_last))
+        elif item.sequence.request.pooling is Pooling.LAST and is_last:
+            total = torch.tensor([float(item.tokens[-1])])
+            yield PooledChunk(item.sequence, total, ChunkPlace(is_first=True, is_last=True))
 
 
 def _scored(items: list[_Item]) -> Iterator[ScoredChunk]:

@@ -13,6 +13,7 @@ import torch
 from millrace.schemas.pooling import Pooling
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.cost_model import CostModel
+from millrace.workers.engine.sequence import UNREAD_TOKEN
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
@@ -30,6 +31,9 @@ def ask_all(engine: Engine, requests: list[EngineRequest]) -> list[EngineOutput]
 
 # Nothing recorded, which would be computed at the start, nor launched ahead.
 EXACT = {"cuda_graphs": False, "overlap": False}
+LAYERS = {"num_hidden_layers": 3}
+TWO_STAGES = {"pipeline_parallel": 2, "collectives": "gloo", **EXACT}
+THREE_STAGES = {"pipeline_parallel": 3, "quantization": "int4"}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,8 @@ EXACT = {"cuda_graphs": False, "overlap": False}
         pytest.param("Qwen3Moe", MOE, 2, {"collectives": "gloo"}, id="slices of experts, by gloo"),
         pytest.param("Qwen3Moe", MOE, 2, {"expert_parallel": True}, id="whole experts"),
         pytest.param("Llama", {}, 2, {"quantization": "int4"}, id="quantized"),
+        pytest.param("Qwen3", LAYERS, 1, THREE_STAGES, id="three stages, quantized"),
+        pytest.param("Qwen3Moe", MOE, 2, TWO_STAGES, id="two stages of two ranks, by gloo"),
     ],
 )
 def test_a_group_has_the_tokens_of_one_rank(
@@ -79,11 +85,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, adapter
 
 
+SETTINGS = {"num_blocks": 16, "max_adapters": 1, "host_cache_bytes": 1 << 21}
+STAGES = {"ranks": 1, "pipeline_parallel": 2}
+
+
 @pytest.fixture(scope="module")
-def engines(folders: tuple[Path, Path]) -> list[Engine]:
-    """Of one rank and of two, in so few blocks that sequences are preempted."""
-    settings = {"num_blocks": 16, "max_adapters": 1, "host_cache_bytes": 1 << 21}
-    return [load(folders[0], ranks, **settings) for ranks in (1, 2)]
+def of_one(folders: tuple[Path, Path]) -> Engine:
+    """In so few blocks that sequences are preempted."""
+    return load(folders[0], 1, **SETTINGS)
+
+
+@pytest.fixture(scope="module", params=[{"ranks": 2}, STAGES], ids=["ranks", "stages"])
+def engines(
+    request: pytest.FixtureRequest, folders: tuple[Path, Path], of_one: Engine
+) -> list[Engine]:
+    """Of one rank and of two, which slice each layer or have one each."""
+    return [of_one, load(folders[0], **request.param, **SETTINGS)]
 
 
 def both(engines: list[Engine], requests: list[EngineRequest]) -> dict[tuple[str, int], list[Any]]:
@@ -183,6 +200,35 @@ def test_a_cancelled_request_leaves_its_blocks(engines: list[Engine]) -> None:
         assert engine.stats().num_free_blocks == 16
         engine.check_integrity()
     both(engines, finite_requests(5))
+
+
+def test_a_stage_computes_a_step_while_another_is_in_the_next_one(engines: list[Engine]) -> None:
+    """Each of half the sequences, so that there are twice as many."""
+    engine = engines[1]
+    before = engine.stats().num_steps
+    asked = [request(f"r{i}", prompt(70 + i, 8, 190), max_tokens=10) for i in range(4)]
+    both(engines, asked)
+    num_stages = engine._runner.num_stages
+    assert (engine.stats().num_steps - before > 9 * 2) == (num_stages == 2)
+
+
+def test_one_that_ends_in_the_middle_of_a_step_leaves_its_row_alone(engines: list[Engine]) -> None:
+    """Which is another's at once, whose penalised tokens are counted there."""
+    for engine in engines:
+        for i in range(6):
+            engine.add(request(f"r{i}", prompt(80 + i, 8, 190), max_tokens=20))
+        while (step := engine._executor._unread) is None or step.work.prefill_tokens:
+            engine.step()
+        ends = step.plan[0].sequence
+        known = [token for token in ends.token_ids if token != UNREAD_TOKEN]
+        engine.cancel(ends.request_id)
+        # It begins with the token that the other one would have had.
+        params = {"max_tokens": 4, "frequency_penalty": 2.0}
+        engine.add(request("new", known, **params))
+        made = tokens_by_request(drain(engine))["new"]
+        assert (
+            made == tokens_by_request(ask_all(engine, [request("alone", known, **params)]))["alone"]
+        )
 
 
 def test_a_stream_of_exact_rows_is_the_same_alone_and_in_company(

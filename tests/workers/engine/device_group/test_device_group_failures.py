@@ -32,10 +32,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+RANKS, STAGES = {"ranks": 2}, {"ranks": 1, "pipeline_parallel": 2}
+of_each_kind = pytest.mark.parametrize(
+    "pair", [RANKS, STAGES], indirect=True, ids=["ranks", "stages"]
+)
+
+
 @pytest.fixture
-def pair(llama: Path) -> Iterator[Engine]:
-    """A group of 2, which one test may break."""
-    engine = load(llama, 2, rank_timeout_s=2.0, cuda_graphs=False)
+def pair(request: pytest.FixtureRequest, llama: Path) -> Iterator[Engine]:
+    """A group of 2, of ranks unless the test says another, which one test may break."""
+    kind: dict[str, Any] = getattr(request, "param", RANKS)
+    engine = load(llama, rank_timeout_s=2.0, cuda_graphs=False, **kind)
     members = runner_of(engine)._lead.members
     yield engine
     for pid in members.pids:
@@ -48,6 +55,7 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@of_each_kind
 def test_a_rank_that_is_killed_ends_the_engine(pair: Engine) -> None:
     [pid] = runner_of(pair).pids
     pair.add(request("r", prompt(1, 20), max_tokens=200))
@@ -70,11 +78,12 @@ async def test_a_rank_that_is_killed_at_rest_is_noticed_at_once(pair: Engine) ->
         pair.rest()
 
 
+@of_each_kind
 def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
     [pid] = runner_of(pair).pids
     psutil.Process(pid).send_signal(signal.SIGSTOP)
     pair.add(request("r", prompt(1, 20)))
-    with pytest.raises(RankLostError, match="Timed out waiting"):
+    with pytest.raises(RankLostError, match=r"Timed out waiting|did not come to an exchange"):
         drain(pair)
 
 
@@ -117,7 +126,10 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
         ({"tensor_parallel": 3}, "4 query heads do not divide by 3.* over 1, 2, 4"),
         ({"tensor_parallel": 17}, "a stage has at most 16 ranks"),
         ({"tensor_parallel": 0}, "at least 1 rank"),
-        ({"pipeline_parallel": 2}, "engine.pipeline_parallel: the stages of a pipeline compute on"),
+        ({"pipeline_parallel": 3}, "engine.pipeline_parallel is 3, but each stage has a layer at"),
+        ({"pipeline_parallel": 2, "speculation": "ngram"}, "there is nothing to propose from"),
+        ({"pipeline_parallel": 2, "speculation": "eagle3=/nowhere"}, "nothing to propose from"),
+        ({"pipeline_parallel": 2, "remote_stages": 1}, "the stages of other hosts compute on CPUs"),
         ({"expert_parallel": True}, "has none: leave it out"),
         ({"collectives": "nccl"}, "'nccl'; choose auto, shared_memory, gloo"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
@@ -144,8 +156,16 @@ def test_each_rank_needs_a_gpu_of_its_own(llama: Path, monkeypatch: pytest.Monke
         message = rf"is 4, and each rank has a GPU of its own, from number {first} on.* has 3"
         with pytest.raises(ConfigError, match=message):
             load(llama, 4, device=device, kernels="auto")
+    with pytest.raises(ConfigError, match=r"engine\.pipeline_parallel is 4, and each .* has 3"):
+        load(llama, 2, device="cuda", kernels="auto", pipeline_parallel=2)
     with pytest.raises(ConfigError, match=r"engine\.kernels is 'torch', but ranks with a GPU each"):
         load(llama, 2, device="cuda", kernels="torch")
+
+
+def test_ranks_are_as_many_as_hear_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MAX_RANKS", 3)
+    with pytest.raises(ConfigError, match=r"is 4; ranks with a GPU each are 3 at most"):
+        load(llama, 2, pipeline_parallel=2)
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def met(
     folder: Path, size: int, *, fixed: bool = False, timeout_s: float = 30.0
 ) -> list[DeviceRanks]:
     def meet(rank: int) -> DeviceRanks:
-        return DeviceRanks(folder, CPU, rank=rank, size=size, fixed=fixed, timeout_s=timeout_s)
+        return DeviceRanks(folder, CPU, Shard(rank, size), fixed=fixed, timeout_s=timeout_s)
 
     return on_all(size, meet)
 
@@ -115,4 +115,4 @@ def test_a_group_that_has_ended_exchanges_nothing(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_meet_say_so(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="did not find one another"):
-        DeviceRanks(tmp_path, CPU, rank=0, size=2, fixed=False, timeout_s=0.2)
+        DeviceRanks(tmp_path, CPU, Shard(0, 2), fixed=False, timeout_s=0.2)

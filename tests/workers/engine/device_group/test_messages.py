@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from millrace.workers.engine.device.steps import NO_TABLES, ToldStep
 from millrace.workers.engine.device_group.channel import LinkChannel, link_shape
-from millrace.workers.engine.device_group.messages import Message, WantedLogits, decode, encode
+from millrace.workers.engine.device_group.messages import (
+    Message,
+    WantedLogits,
+    WantedRows,
+    decode,
+    encode,
+)
 from millrace.workers.engine.kv.cache_commands import (
     CheckBlocks,
     CopyBlock,
@@ -39,10 +45,16 @@ def sent(message: Message, *, behind: bytes = b"") -> Message:
     num_tables=st.integers(0, 5),
     num_adapters=st.none() | st.integers(0, 7),
     is_recorded=st.booleans(),
+    keeps_states=st.booleans(),
     behind=st.binary(max_size=3),
 )
 def test_a_step_comes_as_it_was_told(
-    sizes: list[int], num_tables: int, num_adapters: int | None, is_recorded: bool, behind: bytes
+    sizes: list[int],
+    num_tables: int,
+    num_adapters: int | None,
+    is_recorded: bool,
+    keeps_states: bool,
+    behind: bytes,
 ) -> None:
     shape = StepShape(*sizes)
     step = ToldStep(
@@ -51,10 +63,11 @@ def test_a_step_comes_as_it_was_told(
         np.arange(2 * num_tables).reshape(2, num_tables),
         None if num_adapters is None else np.arange(num_adapters, dtype=np.int32),
         is_recorded,
+        keeps_states,
     )
     came = sent(step, behind=behind)
     assert isinstance(came, ToldStep)
-    assert (came.shape, came.is_recorded) == (shape, is_recorded)
+    assert (came.shape, *came[4:]) == (shape, is_recorded, keeps_states)
     for own, other in zip(step[1:4], came[1:4], strict=True):
         np.testing.assert_array_equal(own, other)
         assert other is None or other.flags.writeable, "torch takes no others"
@@ -72,6 +85,14 @@ def test_other_messages_come_as_they_were_said(blocks: list[int], slots: list[in
         LoadBlocks(slots, blocks),
     ):
         assert sent(message, behind=b"\x00") == message
+
+
+@given(rows=BLOCKS, makes_logits=st.booleans(), steps_back=st.integers(0, 1))
+def test_rows_are_asked_for(rows: list[int], makes_logits: bool, steps_back: int) -> None:
+    came = sent(WantedRows(np.array(rows, np.int64), makes_logits, steps_back), behind=b"\x00")
+    assert isinstance(came, WantedRows)
+    assert (came.rows.tolist(), *came[1:]) == (rows, makes_logits, steps_back)
+    assert came.rows.flags.writeable, "torch takes no others"
 
 
 def test_a_step_that_is_cut_off_is_not_read() -> None:

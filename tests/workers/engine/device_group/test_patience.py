@@ -33,6 +33,15 @@ def test_waits_that_end_are_not_added_up() -> None:
     assert not given_up.is_set()
 
 
+def test_a_wait_within_a_wait_is_part_of_it() -> None:
+    given_up = threading.Event()
+    patience = Patience(0.05, lambda _: given_up.set())
+    with patience.waiting():
+        with patience.waiting():
+            pass
+        assert given_up.wait(10.0)
+
+
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
     patience = Patience(1000.0, lambda _: None)

@@ -119,12 +119,14 @@ def test_what_an_engine_can_do_it_can_do_with_a_group(
         request("beams", prompt(5, 20, 199), n=3, use_beam_search=True),
         with_adapter(adapter, request("adapted", prompt(3, 20, 199))),
         msgspec.structs.replace(request("embedded", prompt(4, 20, 199)), pooling=Pooling.LAST),
+        # In several chunks, of which the next begins before the one before it is read.
+        msgspec.structs.replace(request("mean", prompt(6, 100, 199)), pooling=Pooling.MEAN),
         *(request(f"long {i}", [*long, i], max_tokens=60) for i in range(5)),
     ]
     # Five long ones do not fit: some are preempted.
     made = []
     for how in ({"ranks": 1}, settings):
-        engine = load(path, **how, num_blocks=24, max_adapters=2)
+        engine = load(path, **how, num_blocks=24, max_adapters=2, max_batch_tokens=64)
         outputs = ask_all(engine, asked)
         outputs += ask_all(engine, [request("again", [*long, 1, 2])])
         stats = engine.stats()
