@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import clickhouse_connect
 import msgspec
-from clickhouse_connect.driver import options
+from clickhouse_connect.driver import options as client_options
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError, DataError
 
@@ -34,7 +34,7 @@ _NOT_ENOUGH_SPACE = 243
 _NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
 # An insert would import pandas, which came with the embedded engine, to see whether its rows are a
 # frame of that: 0.3 s at the start, and memory for good. Ours are lists.
-options.pd = None
+client_options.pd = None
 
 T = TypeVar("T")
 
