@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from millrace.registry.artifacts.store import is_address
 from millrace.registry.gguf.parts import GGUF_ENDING, absolute_source, model_name_of
@@ -259,7 +258,7 @@ class Catalogue:
         }
         data = {"models": models, "routes": msgspec.to_builtins(self.routes)}
         fresh = file.with_suffix(".new")
-        fresh.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        fresh.write_bytes(msgspec.yaml.encode(data))
         fresh.replace(file)
 
 
@@ -270,10 +269,10 @@ def load_catalogue(path: str) -> Catalogue:
     """
     file = Path(path).expanduser() if path else BUILT_IN
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
     if not isinstance(data, dict) or not isinstance(data.get("models"), dict):
         raise ConfigError(f"{file} must hold a mapping `models` from names to models.")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from millrace.runtime.connection_settings import check_connections
 from millrace.runtime.tls import read_setting_file
@@ -113,10 +112,10 @@ def _read(path: Path) -> dict[str, Any]:
         if suffix == ".toml":
             tree: Any = tomllib.loads(text)
         elif suffix in {".yaml", ".yml"}:
-            tree = yaml.safe_load(text)
+            tree = msgspec.yaml.decode(text)
         else:
             raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if tree is None:
         return {}

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-import yaml
 
 from millrace.bus import nats as nats_bus
 from millrace.bus.fleet.adapters import AdapterStore
@@ -373,8 +372,7 @@ class Stack:
         self._write_run_file(ENDPOINTS_FILE, formatted_json(endpoints))
 
     def _write_config(self, config: Config) -> None:
-        tree = msgspec.to_builtins(config)
-        self._write_run_file(CONFIG_FILE, yaml.safe_dump(tree, sort_keys=False))
+        self._write_run_file(CONFIG_FILE, msgspec.yaml.encode(config).decode())
 
     def _read_config(self) -> Config:
         return msgspec.yaml.decode((self.plan.data / "run" / CONFIG_FILE).read_bytes(), type=Config)

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import jsonschema
 import msgspec
-import yaml
 from referencing import Registry
 
 from millrace.schemas.errors import ConfigError, ParameterError
@@ -105,10 +104,10 @@ def load_tools(path: str, env: Mapping[str, str]) -> ToolCatalogue:
         return ToolCatalogue()
     file = Path(path).expanduser()
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data = msgspec.yaml.decode(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {error}.") from error
     if not isinstance(data, dict) or not isinstance(data.get("tools"), dict):
         raise ConfigError(f"{file} must hold a mapping `tools` from names to tools.")

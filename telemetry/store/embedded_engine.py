@@ -20,7 +20,12 @@ from xml.sax.saxutils import escape
 
 import chdb
 
+from millrace.runtime.imports import without
 from millrace.telemetry.store.reading import quote
+
+# What its Arrow tables are made with, of which nothing here is: a sixth of a second of a start.
+with without("pyarrow"):
+    import chdb.state
 
 # At rest the engine would look at its memory twenty times a second, and for each table every ten
 # seconds at what might be merged, which an insert has it do at once.

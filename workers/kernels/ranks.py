@@ -10,45 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-MAX_RANKS = 16
-# What RankHeader of ranks.h takes, in whole pages.
-HEADER_BYTES = mmap.PAGESIZE
+from millrace.workers.kernels.rank_view import (
+    HEADER_BYTES,
+    MAX_RANKS,
+    RANK_SHIFT,
+    REASON,
+    TIMED_OUT,
+    RankView,
+    rank_functions,
+)
+from millrace.workers.kernels.rank_view import RanksFailedError as RanksFailedError
+
 _FLOAT_BYTES, _WORD_BYTES = 4, 64
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# See ``failure`` in ranks.h.
-TIMED_OUT, RANK_SHIFT, _REASON = 2, 8, 0xFF
-_SIGNATURES = {
-    "millrace_ranks_all_reduce": (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64),
-    "millrace_ranks_meet": (ctypes.c_void_p, ctypes.c_int64),
-    "millrace_ranks_post": (ctypes.c_void_p, ctypes.c_uint32),
-    "millrace_ranks_await": (ctypes.c_void_p, ctypes.c_uint32),
-    "millrace_ranks_set_word": (ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32),
-    "millrace_ranks_await_word": (
-        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32),
-        ctypes.c_int,
-    ),
-    "millrace_ranks_abort": (ctypes.c_void_p,),
-}
-
-
-class RanksFailedError(Exception):
-    """The group can compute nothing any more; the message says why."""
-
-
-class RankView(ctypes.Structure):
-    """``Ranks`` of ranks.h."""
-
-    _fields_ = (
-        ("header", ctypes.c_void_p),
-        ("buffers", ctypes.c_void_p),
-        ("buffer_floats", ctypes.c_int64),
-        ("timeout_ns", ctypes.c_int64),
-        ("brought", ctypes.c_int64),
-        ("waited_ns", ctypes.c_int64),
-        ("rank", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("exchange", ctypes.c_uint32),
-    )
 
 
 class RankShape:
@@ -74,14 +48,6 @@ def rank_memory(shape: RankShape) -> int:
     fd = os.memfd_create("millrace-ranks", os.MFD_CLOEXEC)
     os.ftruncate(fd, shape.size_bytes)
     return fd
-
-
-def rank_functions(library: Path) -> ctypes.CDLL:
-    """The functions of ranks.h."""
-    loaded = ctypes.CDLL(str(library))
-    for name, argument_types in _SIGNATURES.items():
-        getattr(loaded, name).argtypes = argument_types
-    return loaded
 
 
 class RankTraffic(NamedTuple):
@@ -199,7 +165,7 @@ class SharedRanks:
         self._raise_if(self._word(MAX_RANKS + 1))
 
     def _raise_if(self, failure: int) -> None:
-        if failure & _REASON == TIMED_OUT:
+        if failure & REASON == TIMED_OUT:
             raise RanksFailedError(
                 f"rank {failure >> RANK_SHIFT} did not come to an exchange in time"
             )

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from millrace.workers.kernels.ranks import (
+from millrace.workers.kernels.rank_view import (
     HEADER_BYTES,
     MAX_RANKS,
     RANK_SHIFT,

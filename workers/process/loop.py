@@ -38,6 +38,7 @@ from millrace.workers.process.wire import (
     load_decoder,
     pack,
 )
+from millrace.workers.torch_start import import_torch
 
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
@@ -207,6 +208,7 @@ def _load(load: Load) -> StepEngine:
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
     # Not before: torch reads the thread settings when it is imported.
+    import_torch()
     from millrace.workers.engine.engine import Engine
 
     return Engine.load(Path(load.path), load.config, among_others=True)

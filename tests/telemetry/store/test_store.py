@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from clickhouse_connect.driver import options
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -257,3 +258,9 @@ async def test_the_sink_s_columns_are_the_table_s(store: Store, table: Table[Any
     }
     there.pop("stored_at", None)
     assert dict(zip(table.column_names, table.column_types, strict=True)) == there
+
+
+async def test_rows_are_inserted_without_pandas(store: Store) -> None:
+    """Which came with the embedded engine, and would be imported to look at each batch."""
+    await OutboxLedger(store).add([1])
+    assert vars(options)["pd"] is None

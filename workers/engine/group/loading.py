@@ -33,7 +33,8 @@ from millrace.workers.engine.group.runner import GroupParts, GroupRunner, Pipeli
 from millrace.workers.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.build import KernelBuildError, cpu_library
-from millrace.workers.kernels.ranks import MAX_RANKS, RankShape, rank_memory
+from millrace.workers.kernels.rank_view import MAX_RANKS
+from millrace.workers.kernels.ranks import RankShape, rank_memory
 from millrace.workers.kernels.stage_link import LinkShape, link_memory
 from millrace.workers.models.shard import Shard, check_shard, shard_config
 from millrace.workers.transfer.memory import SharedPages

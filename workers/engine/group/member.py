@@ -26,6 +26,8 @@ from millrace.workers.engine.group.control_wire import (
     Refused,
     ToMember,
 )
+from millrace.workers.kernels.rank_view import RanksFailedError
+from millrace.workers.torch_start import import_torch
 
 _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
 
@@ -66,14 +68,13 @@ def run(arguments: list[str], load: Callable[[ToMember, ControlSocket], LoadedRa
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.sched_setaffinity(0, map(int, cores.split(",")))
+    # While rank 0 finds out what is to be loaded. Torch reads the thread settings when it is
+    # imported, from the environment that rank 0 made for this process.
+    import_torch()
     control = ControlSocket(fd)
     join = control.receive()
     assert isinstance(join, Join | JoinDevices), "the first message says what to load"
     configure_logging(f"rank {join.rank}", os.environ[_LOG_LEVEL])
-    # Not before: torch reads the thread settings when it is imported, from the environment that
-    # rank 0 made for this process.
-    from millrace.workers.kernels.ranks import RanksFailedError
-
     try:
         member = load(join, control)
     except MillraceError as error:

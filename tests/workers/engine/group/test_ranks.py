@@ -18,13 +18,8 @@ from hypothesis import strategies as st
 from millrace.workers.engine.group.gloo_ranks import GlooRanks
 from millrace.workers.engine.group.ranks import Ranks
 from millrace.workers.kernels.build import cpu_library
-from millrace.workers.kernels.ranks import (
-    MAX_RANKS,
-    RanksFailedError,
-    RankShape,
-    SharedRanks,
-    rank_memory,
-)
+from millrace.workers.kernels.rank_view import MAX_RANKS, RanksFailedError
+from millrace.workers.kernels.ranks import RankShape, SharedRanks, rank_memory
 
 TIMEOUT_S = 30.0
 # A page: more numbers than that are exchanged in pieces.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.workers.kernels.build import cpu_library
-from millrace.workers.kernels.ranks import MAX_RANKS, RanksFailedError
+from millrace.workers.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.workers.kernels.stage_link import LinkShape, StageLink, link_memory
 
 TIMEOUT_S = 30.0
