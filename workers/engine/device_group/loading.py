@@ -28,7 +28,7 @@ from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
 from millrace.workers.engine.group.making import num_ranks
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.settings import choose_device, with_device_defaults
-from millrace.workers.kernels.ranks import MAX_RANKS, RanksFailedError
+from millrace.workers.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.workers.kernels.stage_link import link_memory
 from millrace.workers.models.shard import check_shard
 
