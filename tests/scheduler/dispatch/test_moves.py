@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
-from millrace.bus.memory import MemoryBus
-from millrace.schemas.control import MoveStreams, PrefixReport, ResumePoint
-from millrace.schemas.engines import WorkerRole
-from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
+from millrace.schemas.control import MoveStreams, ResumePoint
 from millrace.schemas.sampling import SamplingParams
+from tests.scheduler.lending import LONG, serving, tell_cached
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 
 PROMPT = tuple(range(1, 65))
-
-
-async def _serving(world: World, name: str, num_slots: int = 4) -> ScriptedWorker:
-    """A worker whose blocks others can pull."""
-    worker = await world.add_worker(name, num_slots)
-    worker.hand_over_blocks()
-    await worker.announce()
-    return worker
 
 
 async def _run(world: World, worker: ScriptedWorker, *request_ids: str) -> None:
@@ -46,9 +35,9 @@ async def _drain(worker: ScriptedWorker) -> None:
 async def test_a_drained_worker_is_the_source_of_all_that_its_streams_have(world: World) -> None:
     point = ResumePoint(token_ids=(9, 8, 7))
     await world.client.control.serve_resume_points("client", lambda _: point)
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1", "r2")
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     await _drain(first)
     await world.pass_real(lambda: len(second.running) == 2)
     for moved in second.running.values():
@@ -62,7 +51,7 @@ async def test_a_drained_worker_is_the_source_of_all_that_its_streams_have(world
 async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
     world: World,
 ) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1")
     second = await world.add_worker("b")
     await _drain(first)
@@ -71,7 +60,7 @@ async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
     assert world.schedulers[0].dispatchers["m"].runner.counts.moves == {"computed": 1}
     second.hand_over_blocks()
     await second.announce()
-    third = await _serving(world, "c")
+    third = await serving(world, "c")
     third.weights = "others"
     await third.announce()
     await _drain(second)
@@ -80,9 +69,9 @@ async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
 
 
 async def test_an_engine_that_is_down_serves_nothing(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1")
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     first.engine_down = True
     await first.announce()
     await world.pass_real(lambda: "r1" in second.running)
@@ -90,18 +79,18 @@ async def test_an_engine_that_is_down_serves_nothing(world: World) -> None:
 
 
 async def test_a_dead_worker_is_no_source(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1")
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     await first.kill()
     await world.pass_real(lambda: "r1" in second.running)
     assert second.running["r1"].kv_source is None
 
 
 async def test_a_refused_move_is_sent_again_with_its_source(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1")
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     second.rejection = "full"
     await _drain(first)
     await world.pass_real(lambda: not first.running)
@@ -111,9 +100,6 @@ async def test_a_refused_move_is_sent_again_with_its_source(world: World) -> Non
     source = second.running["r1"].kv_source
     assert source is not None
     assert source.worker_id == first.worker_id
-
-
-LONG = tuple(range(1, 401))
 
 
 async def _run_long(world: World, worker: ScriptedWorker, number: int) -> None:
@@ -127,7 +113,7 @@ async def _until_warmed(
 ) -> ScriptedWorker:
     """A worker that pulls for a stream of another, which drains, until ``warms_when``."""
     await _run_long(world, first, num_streams)
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     second.warms_when = asyncio.Event()
     await _drain(first)
     await world.pass_real(lambda: bool(second.warmed))
@@ -137,7 +123,7 @@ async def _until_warmed(
 async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> None:
     point = ResumePoint(token_ids=(9, 8, 7))
     await world.client.control.serve_resume_points("client", lambda _: point)
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     second = await _until_warmed(world, first)
     (warm,) = second.warmed
     assert (warm.job.request_id, warm.token_ids) == ("r0", (9, 8, 7))
@@ -153,9 +139,9 @@ async def test_what_a_stream_has_is_pulled_before_it_leaves(world: World) -> Non
 
 async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
     """Each takes a fifth of a second to pull, by what the worker says."""
-    first = await _serving(world, "a", num_slots=16)
+    first = await serving(world, "a", num_slots=16)
     await _run_long(world, first, 4)
-    second = await _serving(world, "b", num_slots=16)
+    second = await serving(world, "b", num_slots=16)
     second.prefill_tokens_per_s, second.pull_tokens_per_s = 400.0, 2_000.0
     second.warms_when = asyncio.Event()
     await second.announce()
@@ -172,29 +158,29 @@ async def test_streams_are_pulled_one_after_the_other(world: World) -> None:
 
 
 async def test_short_ones_leave_at_once(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await world.client.jobs.publish(job("r0", prompt_token_ids=PROMPT[:32]))
     await world.until(lambda: "r0" in first.running)
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     await _drain(first)
     await world.pass_real(lambda: "r0" in second.running)
     assert not second.warmed
 
 
 async def test_of_what_nobody_listens_to_the_prompt_is_pulled(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await world.client.jobs.publish(job("r0", prompt_token_ids=LONG, reply=""))
     await world.until(lambda: "r0" in first.running)
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     await _drain(first)
     await world.pass_real(lambda: "r0" in second.running)
     assert [warm.token_ids for warm in second.warmed] == [()]
 
 
 async def test_a_stream_leaves_also_where_nothing_could_be_pulled_ahead(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run_long(world, first, 1)
-    second = await _serving(world, "b")
+    second = await serving(world, "b")
     second.refuses_to_warm = True
     await _drain(first)
     await world.pass_real(lambda: "r0" in second.running)
@@ -204,16 +190,16 @@ async def test_a_stream_leaves_also_where_nothing_could_be_pulled_ahead(world: W
 async def test_a_stream_goes_elsewhere_when_the_worker_that_pulls_for_it_is_gone(
     world: World,
 ) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     second = await _until_warmed(world, first)
-    third = await _serving(world, "c")
+    third = await serving(world, "c")
     await second.kill()
     await world.pass_real(lambda: "r0" in third.running)
     assert [one.job.request_id for one in third.warmed] == ["r0"]
 
 
 async def test_a_stream_that_ends_while_it_is_pulled_leaves_nothing_behind(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     second = await _until_warmed(world, first, 2)
     assert second.warms_when is not None
     ended = second.warmed[0].job.request_id
@@ -231,17 +217,17 @@ async def test_a_stream_leaves_also_if_nobody_says_that_it_was_pulled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.scheduler.dispatch.warming._TIMEOUT_S", 0.1)
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     second = await _until_warmed(world, first)
     await world.pass_real(lambda: "r0" in second.running)
     assert second.running["r0"].kv_source is not None
 
 
 async def test_an_operator_moves_what_runs_now_and_the_worker_goes_on(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1", "r2")
-    await _serving(world, "b")
-    third = await _serving(world, "c")
+    await serving(world, "b")
+    third = await serving(world, "c")
     await _move(world, first, third)
     await world.pass_real(lambda: len(third.running) == 2)
     assert not first.running
@@ -252,9 +238,9 @@ async def test_an_operator_moves_what_runs_now_and_the_worker_goes_on(world: Wor
 
 
 async def test_a_move_goes_nowhere_without_room(world: World) -> None:
-    first = await _serving(world, "a")
+    first = await serving(world, "a")
     await _run(world, first, "r1", "r2")
-    second = await _serving(world, "b", num_slots=1)
+    second = await serving(world, "b", num_slots=1)
     await _move(world, first)
     await world.pass_real(lambda: len(second.running) == 1)
     await world.pass_s(1.0)
@@ -264,32 +250,11 @@ async def test_a_move_goes_nowhere_without_room(world: World) -> None:
     assert len(first.running) == 1, "it was asked for once"
 
 
-async def _tell_cached(
-    world: World,
-    worker: ScriptedWorker,
-    token_ids: Sequence[int],
-    *,
-    num_blocks: int,
-    number: int = 1,
-) -> None:
-    """The worker's report of that number: so many blocks of these tokens are all that it has."""
-    keys: list[bytes] = []
-    extend_keys(keys, root_key(""), token_ids, num_blocks=num_blocks, block_size_tokens=16)
-    report = PrefixReport(
-        worker_id=worker.worker_id,
-        model="m",
-        number=number,
-        whole=True,
-        added=b"".join(key[:REPORTED_BYTES] for key in keys),
-    )
-    await MemoryBus(world.broker).workers.report_prefixes(report)
-
-
 async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) -> None:
-    first = await _serving(world, "a", num_slots=1)
+    first = await serving(world, "a", num_slots=1)
     await _run(world, first, "r1")
-    await _tell_cached(world, first, PROMPT, num_blocks=3)
-    second = await _serving(world, "b")
+    await tell_cached(world, first, PROMPT, num_blocks=3)
+    second = await serving(world, "b")
     second.prefill_tokens_per_s, second.pull_tokens_per_s = 1_000.0, 100_000.0
     await second.announce()
     await _run(world, second, "r2")
@@ -300,149 +265,3 @@ async def test_a_cached_prefix_is_pulled_where_its_holder_is_full(world: World) 
     await world.client.jobs.publish(job("r3", prompt_token_ids=PROMPT, sampling=scored))
     await world.until(lambda: "r3" in second.running)
     assert second.running["r3"].kv_source is None, "all of it is asked for"
-
-
-async def _in_role(
-    world: World, name: str, role: WorkerRole, pull_tokens_per_s: float = 400_000.0
-) -> ScriptedWorker:
-    worker = await _serving(world, name)
-    worker.role = role
-    worker.prefill_tokens_per_s, worker.pull_tokens_per_s = 400.0, pull_tokens_per_s
-    await worker.announce()
-    return worker
-
-
-async def _with_roles(
-    world: World, pull_tokens_per_s: float = 400_000.0
-) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """A worker for prompts and one that decodes already, which a long prompt would hold up."""
-    decoding = await _in_role(world, "d", WorkerRole.DECODE, pull_tokens_per_s)
-    await world.client.jobs.publish(job("busy"))
-    await world.until(lambda: "busy" in decoding.running)
-    prefilling = await _in_role(world, "p", WorkerRole.PREFILL, pull_tokens_per_s)
-    return prefilling, decoding
-
-
-async def _ask_long(world: World, *names: str) -> None:
-    for name in names:
-        await world.client.jobs.publish(job(name, prompt_token_ids=LONG))
-
-
-async def test_a_long_prompt_is_computed_apart_and_its_stream_goes_on_where_it_decodes(
-    world: World,
-) -> None:
-    prefilling, decoding = await _with_roles(world)
-    await _ask_long(world, "r1")
-    await world.client.jobs.publish(job("short"))
-    await world.until(lambda: "r1" in prefilling.running and "short" in decoding.running)
-    await world.pass_s(1.0)
-    assert "r1" in prefilling.running, "its prompt is not computed so far"
-    await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
-    source = decoding.running["r1"].kv_source
-    assert source is not None
-    assert (source.worker_id, source.num_tokens) == (prefilling.worker_id, 400)
-    assert not prefilling.running
-
-
-SLOW_PULL = 4_000.0
-
-
-async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
-    world: World,
-) -> None:
-    prefilling, decoding = await _with_roles(world, SLOW_PULL)
-    decoding.warms_when = asyncio.Event()
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    await _tell_cached(world, prefilling, LONG, num_blocks=4)
-    await world.pass_s(0.2)
-    assert not decoding.warmed, "that comes at once later"
-    await _tell_cached(world, prefilling, LONG, num_blocks=10, number=2)
-    await world.pass_real(lambda: bool(decoding.warmed))
-    await _tell_cached(world, prefilling, LONG, num_blocks=20, number=3)
-    await world.pass_s(0.2)
-    assert len(decoding.warmed) == 1, "it pulls what there was"
-    decoding.warms_when.set()
-    await world.pass_s(0.1)
-    await _tell_cached(world, prefilling, LONG, num_blocks=22, number=4)
-    await world.pass_real(lambda: len(decoding.warmed) == 2)
-    assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 352]
-    assert {(warm.job.request_id, warm.token_ids) for warm in decoding.warmed} == {("r1", ())}
-    assert "r1" in prefilling.running, "its prompt is not computed so far"
-    await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
-    assert len(decoding.warmed) == 2, "what is missing is little"
-
-
-async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leaves(
-    world: World,
-) -> None:
-    prefilling, decoding = await _with_roles(world, SLOW_PULL)
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    await _tell_cached(world, prefilling, LONG, num_blocks=10)
-    await world.pass_real(lambda: bool(decoding.warmed))
-    await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in decoding.running)
-    assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 399]
-
-
-async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_gone(
-    world: World,
-) -> None:
-    prefilling, decoding = await _with_roles(world, SLOW_PULL)
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    await _tell_cached(world, prefilling, LONG, num_blocks=10)
-    await world.pass_real(lambda: bool(decoding.warmed))
-    await decoding.kill()
-    other = await _in_role(world, "e", WorkerRole.DECODE, SLOW_PULL)
-    await world.pass_s(5.0)
-    await prefilling.tell_prefilled("r1")
-    await world.pass_real(lambda: "r1" in other.running)
-
-
-async def test_it_waits_where_it_is_until_one_that_decodes_has_room(world: World) -> None:
-    prefilling, decoding = await _with_roles(world)
-    decoding.rejection = "full"
-    decoding.num_slots = 1
-    await decoding.announce()
-    await _ask_long(world, "r1", "r2")
-    await world.until(lambda: len(prefilling.running) == 2)
-    await prefilling.tell_prefilled("r1")
-    await prefilling.tell_prefilled("r2")
-    await world.pass_s(2.0)
-    assert len(prefilling.running) == 2
-    await prefilling.finish("r2")
-    decoding.rejection, decoding.num_slots = "", 4
-    await decoding.announce()
-    await world.pass_real(lambda: "r1" in decoding.running)
-
-
-async def test_it_stays_where_nobody_decodes_or_its_blocks_cannot_be_had(world: World) -> None:
-    prefilling, decoding = await _with_roles(world)
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    prefilling.transfer = None
-    await prefilling.announce()
-    await prefilling.tell_prefilled("r1")
-    await world.pass_s(1.0)
-    assert "r1" in prefilling.running
-    await decoding.kill()
-    await world.pass_s(5.0)
-    await _ask_long(world, "r2")
-    await world.until(lambda: "r2" in prefilling.running)
-    await prefilling.tell_prefilled("r2")
-    await prefilling.tell_prefilled("nobody")
-    await world.pass_s(1.0)
-    assert {"r1", "r2"} <= set(prefilling.running)
-
-
-async def test_a_stream_whose_prefilling_worker_dies_goes_on_where_it_can(world: World) -> None:
-    prefilling, decoding = await _with_roles(world)
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    await prefilling.kill()
-    await world.pass_real(lambda: "r1" in decoding.running)
-    assert decoding.running["r1"].kv_source is None
