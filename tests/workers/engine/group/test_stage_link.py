@@ -83,25 +83,29 @@ def test_what_is_not_read_is_dropped_with_a_later_one() -> None:
     assert bytes(reader.part(2)) == b"third"
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda _, reader: reader.wait_written(0, bound=False),
-        lambda writer, _: [writer.write(number, b"!") for number in range(2)],
-    ],
-    ids=["reads", "writes"],
-)
+def _read(_: StageLink, reader: StageLink) -> None:
+    reader.wait_written(0, bound=False)
+
+
+def _write(writer: StageLink, _: StageLink) -> None:
+    for number in range(2):
+        writer.write(number, b"!")
+
+
+@pytest.mark.parametrize(("wait", "waiting"), [(_read, 1), (_write, 0)], ids=["reads", "writes"])
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "other"])
 def test_who_waits_is_told_that_the_link_has_ended(
-    wait: Callable[[StageLink, StageLink], object],
+    wait: Callable[[StageLink, StageLink], None], waiting: int, is_own: bool
 ) -> None:
+    """Why, by the end that it waits at; that it has ended, by the one of another process."""
     [writer], [reader] = ends(LinkShape(1, 1, 1, PART_BYTES))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait, writer, reader)
-        for end in (writer, reader):
-            end.abort("rank 1 is gone")
-        failure = waiting.exception(TIMEOUT_S)
+        waited = pool.submit(wait, writer, reader)
+        ended = waiting if is_own else 1 - waiting
+        (writer, reader)[ended].abort("rank 1 is gone")
+        failure = waited.exception(TIMEOUT_S)
     assert isinstance(failure, RanksFailedError)
-    assert "rank 1 is gone" in str(failure)
+    assert str(failure) == ("rank 1 is gone" if is_own else "it was ended")
 
 
 @pytest.mark.parametrize("part_bytes", [1, 63, 64, 65])
