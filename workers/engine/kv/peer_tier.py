@@ -124,9 +124,8 @@ class PeerTier:
         endpoint = _endpoint_of(part.sequence)
         if pulled is None:
             self.num_failed_pulls += 1
-            self._shunned_until_s = {
-                peer: until_s for peer, until_s in self._shunned_until_s.items() if until_s > now_s
-            } | {endpoint: now_s + _SHUNNED_S}
+            if not part.sequence.request.warms:
+                self._shun(endpoint, now_s)
             return
         part.num_good = pulled.num_blocks
         num_bytes = pulled.num_blocks * self._memory.block_bytes
@@ -134,6 +133,13 @@ class PeerTier:
         self.num_pulled_bytes += num_bytes
         if pulled.num_blocks:
             self._speed_of(part.sequence).note(pulled, num_bytes)
+
+    def _shun(self, endpoint: TransferEndpoint, now_s: float) -> None:
+        """Not for what was to be pulled ahead, which holds nobody up: a peer in a long step grants
+        nothing before its end, and the request that comes then would find that it may not ask."""
+        self._shunned_until_s = {
+            peer: until_s for peer, until_s in self._shunned_until_s.items() if until_s > now_s
+        } | {endpoint: now_s + _SHUNNED_S}
 
 
 def _endpoint_of(sequence: Sequence) -> TransferEndpoint:

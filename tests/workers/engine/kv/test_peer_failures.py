@@ -67,6 +67,21 @@ def test_a_peer_that_is_gone_costs_no_token_and_is_left_alone_for_a_while(world:
     engine.check_integrity()
 
 
+def test_what_could_not_be_pulled_ahead_may_be_asked_for_again(world: World) -> None:
+    peer, engine = world.start(), world.start()
+    expected = ask(peer)
+    source = world.source(peer)
+    assert peer._tiers.exchange is not None
+    peer._tiers.exchange.close()
+    ahead = msgspec.structs.replace(request("ahead", HISTORY), kv_source=source, warms=True)
+    engine.add(ahead)
+    drain(engine)
+    assert engine.stats().num_failed_pulls == 1
+    assert world.pull(engine, source, peer, request("r", HISTORY))[0] == expected
+    assert engine.stats().num_failed_pulls == 2, "it was asked"
+    engine.check_integrity()
+
+
 def test_a_slow_peer_holds_up_a_prompt_for_a_while_only(world: World) -> None:
     peer, engine = world.start(), world.start()
     expected = ask(peer)
