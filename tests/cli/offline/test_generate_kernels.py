@@ -70,6 +70,9 @@ def test_weights_are_quantized_when_they_are_loaded(
         (("--speculation", "ngram", "--kernels", "reference"), "by the compiled kernels of a CPU"),
         (("--load-format", "guess"), "choose auto, dummy"),
         (("--max-batch", "0"), "--max-batch must be at least 1"),
+        (("--remote-stages", "1"), "pipeline"),
+        (("--remote-stages", "-1"), "remote_stages"),
+        (("--stages-token-file", "nowhere"), "--stages-token-file"),
     ],
 )
 def test_a_bad_option_is_told_in_a_sentence(

@@ -64,22 +64,3 @@ def test_another_host_computes_a_stage(tmp_path: Path, checkpoint: Path) -> None
         assert stages.stop() == 0
     finally:
         stages.kill()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--remote-stages", "1"), "pipeline"),
-        (("--stages-token-file", "nowhere"), "--stages-token-file"),
-        (("--remote-stages", "-1"), "remote_stages"),
-    ],
-)
-def test_stages_that_cannot_be_are_told_in_a_sentence(
-    tmp_path: Path,
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    told: str,
-) -> None:
-    assert generate(tmp_path, checkpoint, REQUESTS, *options)[0] != 0
-    assert told in capsys.readouterr().err

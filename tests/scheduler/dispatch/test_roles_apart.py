@@ -83,14 +83,20 @@ async def test_what_there_is_of_a_prompt_is_pulled_while_the_rest_is_computed(
     assert len(decoding.warmed) == 2, "what is missing is little"
 
 
-async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leaves(
-    world: World,
-) -> None:
+async def _with_prompt_under_way(world: World) -> tuple[ScriptedWorker, ScriptedWorker]:
+    """Of ``r1`` 160 tokens are computed, and pulled to where it will decode."""
     prefilling, decoding = await _with_roles(world, SLOW_PULL)
     await _ask_long(world, "r1")
     await world.until(lambda: "r1" in prefilling.running)
     await tell_cached(world, prefilling, LONG, num_blocks=10)
     await world.pass_real(lambda: bool(decoding.warmed))
+    return prefilling, decoding
+
+
+async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leaves(
+    world: World,
+) -> None:
+    prefilling, decoding = await _with_prompt_under_way(world)
     await prefilling.tell_prefilled("r1")
     await world.pass_real(lambda: "r1" in decoding.running)
     assert [warm.kv_source.num_tokens for warm in decoding.warmed] == [160, 399]
@@ -99,11 +105,7 @@ async def test_much_that_is_missing_of_a_prompt_is_pulled_before_its_stream_leav
 async def test_what_was_pulled_ahead_is_no_reason_to_wait_for_a_worker_that_is_gone(
     world: World,
 ) -> None:
-    prefilling, decoding = await _with_roles(world, SLOW_PULL)
-    await _ask_long(world, "r1")
-    await world.until(lambda: "r1" in prefilling.running)
-    await tell_cached(world, prefilling, LONG, num_blocks=10)
-    await world.pass_real(lambda: bool(decoding.warmed))
+    prefilling, decoding = await _with_prompt_under_way(world)
     await decoding.kill()
     other = await _in_role(world, "e", WorkerRole.DECODE, SLOW_PULL)
     await world.pass_s(5.0)

@@ -19,6 +19,7 @@ from tests.workers.engine.support import drain, request
 # More than the tokenizer has: the ids beyond it must never come.
 VOCAB_SIZE = 448
 PROMPT = [0, 70, 71, 72]
+WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 
 
 def save_checkpoint(path: Path) -> Path:

@@ -24,6 +24,7 @@ from millrace.workers.engine.grammar.library import GrammarLibrary, Matcher
 from millrace.workers.engine.types import EngineOutput
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.grammar.grammars import (
+    WORDS,
     Told,
     ask,
     ebnf,
@@ -35,7 +36,6 @@ from tests.workers.engine.grammar.grammars import (
 )
 from tests.workers.engine.support import drain
 
-_WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 _PERSON = {
     "type": "object",
     "properties": {
@@ -111,7 +111,7 @@ def test_random_schemas_are_obeyed(
 
 @pytest.mark.parametrize(
     "pattern",
-    [_WORDS, r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"(?i:yes|no)[.!]?", "[é漢👍🏽ß]{3,6}", r"x(\n|\t)y"],
+    [WORDS, r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"(?i:yes|no)[.!]?", "[é漢👍🏽ß]{3,6}", r"x(\n|\t)y"],
 )
 def test_regexes_are_matched(engine: Engine, tokenizer: Tokenizer, pattern: str) -> None:
     told = run(engine, tokenizer, *(ask(str(i), regex(pattern)) for i in range(4)))
@@ -210,7 +210,7 @@ def test_stop_tokens_of_the_request_end_it_within(engine: Engine, tokenizer: Tok
 def test_a_bad_grammar_ends_its_request_alone(
     engine: Engine, tokenizer: Tokenizer, grammar: Grammar
 ) -> None:
-    told = run(engine, tokenizer, ask("bad", grammar, n=2), ask("good", regex(_WORDS)))
+    told = run(engine, tokenizer, ask("bad", grammar, n=2), ask("good", regex(WORDS)))
     for choice in (0, 1):
         error = told.error("bad", choice)
         assert error is not None
@@ -218,13 +218,13 @@ def test_a_bad_grammar_ends_its_request_alone(
         assert len(error[1]) < 300
         assert "\n" not in error[1]
     assert told.tokens["bad", 0] == []
-    assert re.fullmatch(_WORDS, told.text("good"))
+    assert re.fullmatch(WORDS, told.text("good"))
 
 
 def test_a_failure_on_the_way_ends_that_sequence_alone(
     engine: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = run(engine, tokenizer, ask("other", regex(_WORDS)))
+    undisturbed = run(engine, tokenizer, ask("other", regex(WORDS)))
     accept = Matcher.accept
     seen: list[Matcher] = []
 
@@ -236,11 +236,11 @@ def test_a_failure_on_the_way_ends_that_sequence_alone(
         accept(self, token_ids)
 
     monkeypatch.setattr(Matcher, "accept", failing)
-    engine.add(ask("broken", regex(_WORDS)))
+    engine.add(ask("broken", regex(WORDS)))
     outputs: list[EngineOutput] = []
     while not seen:
         outputs += engine.step()
-    engine.add(ask("other", regex(_WORDS)))
+    engine.add(ask("other", regex(WORDS)))
     told = Told(outputs + drain(engine), tokenizer)
     assert told.error("broken") == (GrammarError.code, "It cannot be followed any further.")
     assert told.text("other") == undisturbed.text("other")
@@ -261,7 +261,7 @@ def test_choices_have_matchers_of_their_own(engine: Engine, tokenizer: Tokenizer
 
 def test_company_changes_nothing(engine: Engine, tokenizer: Tokenizer) -> None:
     requests = [
-        ask("words", regex(_WORDS)),
+        ask("words", regex(WORDS)),
         ask("person", schema(_PERSON), temperature=0.7, top_p=0.9),
         ask("greedy", schema(_PERSON), temperature=0.0),
         ask("free", None, max_tokens=40),
@@ -274,7 +274,7 @@ def test_company_changes_nothing(engine: Engine, tokenizer: Tokenizer) -> None:
 
 
 def test_a_resumed_completion_goes_on_where_it_was(engine: Engine, tokenizer: Tokenizer) -> None:
-    for grammar in (regex(_WORDS), schema(_PERSON), regex("[é漢👍🏽]{8}")):
+    for grammar in (regex(WORDS), schema(_PERSON), regex("[é漢👍🏽]{8}")):
         tokens = run(engine, tokenizer, ask("a", grammar)).tokens["a", 0]
         cuts = sorted({1, len(tokens) // 3, len(tokens) // 2, len(tokens) - 1})
         for cut in cuts:
@@ -334,7 +334,7 @@ def test_a_slow_grammar_holds_up_nobody(
 ) -> None:
     engine = load_engine(path)
     compiler = SlowCompiler(monkeypatch)
-    engine.add(ask("slow", regex(_WORDS)))
+    engine.add(ask("slow", regex(WORDS)))
     assert compiler.entered.wait(30)
     engine.add(ask("free", None, ignore_eos=True, max_tokens=30))
     outputs: list[EngineOutput] = []
@@ -345,7 +345,7 @@ def test_a_slow_grammar_holds_up_nobody(
     assert engine.has_work
     compiler.let.set()
     told = Told(outputs + drain(engine), tokenizer)
-    assert re.fullmatch(_WORDS, told.text("slow"))
+    assert re.fullmatch(WORDS, told.text("slow"))
 
 
 def test_a_request_can_be_cancelled_while_its_grammar_compiles(

@@ -13,6 +13,7 @@ import pytest
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason
 from tests.workers.engine.grammar.grammars import (
+    WORDS,
     ask,
     load_engine,
     regex,
@@ -21,7 +22,6 @@ from tests.workers.engine.grammar.grammars import (
     schema,
 )
 
-_WORDS = r"[a-z]{2,6}( [a-z]{2,6}){3}"
 _SCHEMA = {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 2, "maxItems": 3}
 
 
@@ -36,12 +36,12 @@ def test_a_grammar_holds_beside_a_step_of_others(tmp_path: Path, settings: dict[
     told = run(
         engine,
         tokenizer,
-        *(ask(f"words {i}", regex(_WORDS), n=1 + i) for i in range(3)),
+        *(ask(f"words {i}", regex(WORDS), n=1 + i) for i in range(3)),
         *(ask(f"free {i}", None, max_tokens=60) for i in range(2)),
         ask("json", schema(_SCHEMA)),
     )
     for i in range(3):
         for choice in range(1 + i):
             assert told.reason(f"words {i}", choice) is FinishReason.STOP
-            assert re.fullmatch(_WORDS, told.text(f"words {i}", choice))
+            assert re.fullmatch(WORDS, told.text(f"words {i}", choice))
     jsonschema.validate(json.loads(told.text("json")), _SCHEMA)
