@@ -45,6 +45,23 @@ def _beside_a_stream(*others: TraceRequest) -> list[TraceRequest]:
 # --- what can be worked out by hand ---
 
 
+def test_a_prompt_is_pulled_while_it_is_computed() -> None:
+    # 8,192 tokens are computed in two steps of 4.1 s and pulled in 2.05 s, which is longer than is
+    # waited for. The first half comes while the second is computed, so that half of it is left.
+    link = KvLink(bytes_per_token=1_000.0, bytes_per_s=4e6, overhead_s=0.005)
+    trace = [
+        make_request(0.0, prompt_tokens=100, output_tokens=1_500),
+        make_request(0.5, prompt_tokens=8_192, output_tokens=500),
+    ]
+    settings = msgspec.structs.replace(_settings(_PREFILL, _DECODE), link=link)
+    result = run_trace(trace, settings)
+    _check_all_done(result.outcomes)
+    second = result.outcomes[1]
+    assert second.num_runs == 2
+    assert result.num_pulled_tokens >= 8_100
+    assert second.taken_s - second.first_s < 1.5
+
+
 def test_a_stream_goes_on_behind_its_prompt_with_pulled_blocks() -> None:
     # The first prompt is short and stays where it decodes. The second takes 1 s at the worker for
     # prompts, and goes on there while 62 blocks come, in 9.92 ms of bytes and 5 ms beside. When it
