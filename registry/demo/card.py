@@ -103,6 +103,7 @@ model's in {agreement:.1%} of the places.
 
     python -m millrace.registry.demo.train_draft --out registry/demo/model/draft
 
-trains it from nothing in under 20 minutes on two CPU cores: it learns the demo model's distribution
-over the next token, on the demo model's own training data.
+trains it from nothing in under 20 minutes on two CPU cores, or goes on from an earlier one with
+`--weights`: it learns the demo model's distribution over the next token, on the demo model's own
+training data.
 """

@@ -2,16 +2,19 @@
 
 The draft says what the demo model may say next (docs/speculation.md), so it learns the demo model's
 own distribution over the next token (Hinton et al., arXiv:1503.02531), on the data that the demo
-model was trained with. Under 20 minutes on two CPU cores.
+model was trained with. Under 20 minutes on two CPU cores; `--weights` goes on from an earlier draft
+where the demo model has learnt something new.
 """
 
 import argparse
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -23,7 +26,7 @@ from millrace.registry.demo.card import draft_card
 from millrace.registry.demo.faq import Pair, load_pairs
 from millrace.registry.demo.samples import ANSWERS, QUESTIONS, Sample, SampleMaker, batches
 from millrace.registry.demo.tokens import PAD, known_token_id
-from millrace.registry.demo.train import learning_rate, save_weights
+from millrace.registry.demo.train import FOCUS_STEPS, draw_shares, learning_rate, save_weights
 
 _MEASURED_QUESTIONS: Final[int] = 200
 
@@ -69,6 +72,8 @@ def train(
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     draft = LlamaForCausalLM(draft_config(target.config)).float()
+    if options.weights:
+        draft.load_state_dict(load_file(options.weights / "model.safetensors"), strict=False)
     draft.set_attn_implementation("eager")
     optimizer = torch.optim.AdamW(
         draft.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
@@ -77,15 +82,19 @@ def train(
     stream = batches(maker, options.batch_tokens, num_pooled=2048, rng=rng)
     pad_id = known_token_id(tokenizer, PAD)
     started, mean_loss = time.monotonic(), 0.0
+    begin = options.begin if options.weights else 0.0
     for step in range(options.steps):
+        if step % FOCUS_STEPS == 0 and options.weights:
+            maker.draw_more_of(draw_shares(draft, pairs, maker, pad_id))
         spent = max(step / options.steps, (time.monotonic() - started) / (60 * options.minutes))
         if spent >= 1:
             break
-        maker.mix = QUESTIONS if 0.25 <= spent < 0.6 else ANSWERS
+        progress = begin + (1 - begin) * spent
+        maker.mix = QUESTIONS if 0.25 <= progress < 0.6 else ANSWERS
         for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate(spent, options.learning_rate)
+            parameters["lr"] = learning_rate(progress, options.learning_rate)
         token_ids, is_learnt = padded(next(stream), pad_id)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16) if options.bf16 else nullcontext():
             with torch.inference_mode():
                 said = logits_of(target, token_ids, is_learnt).softmax(-1)
             logits = logits_of(draft, token_ids, is_learnt)
@@ -137,6 +146,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--weights", type=Path, help="folder of a draft to go on from")
+    parser.add_argument("--begin", type=float, default=0.5, help="where --weights stands, 0 to 1")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     pairs = load_pairs()
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
