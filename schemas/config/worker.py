@@ -128,7 +128,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     the next one: each of them ``tensor_parallel`` ranks; with GPUs all on one host."""
 
     remote_stages: int = 0
-    """How many of these stages, the last ones, run on other hosts, on CPUs, each started there by
+    """How many of these stages, the last ones, run on other hosts, each started there by
     ``millrace stages``; see docs/parallelism.md."""
 
     stages_address: str = "127.0.0.1:7500"

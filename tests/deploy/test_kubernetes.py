@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from millrace.cli.main import build_parser
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import Config
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.engines import check_parallel
 from millrace.schemas.jobs import Tier
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
+from millrace.workers.transfer.addresses import host_and_port
 from tests.support.repository import ROOT
 from tests.support.running_gateway import running_gateway
 
@@ -26,16 +30,17 @@ def _manifest(name: str) -> dict[str, Any]:
     return tree
 
 
-def _group_manifests() -> tuple[dict[str, Any], dict[str, Any]]:
+def _group_manifests(name: str = "worker-group.yaml") -> tuple[dict[str, Any], dict[str, Any]]:
     """What runs a group of devices, and what scales it."""
-    worker, scaled = yaml.safe_load_all((FOLDER / "worker-group.yaml").read_text())
+    worker, scaled = yaml.safe_load_all((FOLDER / name).read_text())
     return worker, scaled
 
 
-@pytest.fixture(scope="module", params=["one device", "group"])
+@pytest.fixture(scope="module", params=[None, "worker-group.yaml", "worker-stages.yaml"], ids=str)
 def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, Any]]:
-    if request.param == "group":
-        return _group_manifests()
+    """Of workers with one device, of groups in a pod, and of groups of pods."""
+    if request.param is not None:
+        return _group_manifests(request.param)
     return _manifest("worker.yaml"), _manifest("keda.yaml")
 
 
@@ -49,15 +54,29 @@ def scaled(manifests: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
     return manifests[1]
 
 
-def _container(worker: dict[str, Any]) -> dict[str, Any]:
-    [container] = worker["spec"]["template"]["spec"]["containers"]
+def _template(worker: dict[str, Any], name: str = "leaderTemplate") -> dict[str, Any]:
+    """Of the worker's pod, or of another one of its group."""
+    spec = worker["spec"]
+    template = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"][name]
+    assert isinstance(template, dict)
+    return template
+
+
+def _container(template: dict[str, Any]) -> dict[str, Any]:
+    [container] = template["spec"]["containers"]
     assert isinstance(container, dict)
     return container
 
 
+def _env(worker: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one.get("value", "a-pod") for one in _container(_template(worker))["env"]}
+
+
 def _settings(worker: dict[str, Any]) -> Config:
-    env = {one["name"]: one.get("value", "a-pod") for one in _container(worker)["env"]}
-    return load_config(None, env)
+    """Files have in them what they are named by."""
+    return load_config(
+        None, {name.removesuffix("_FILE"): value for name, value in _env(worker).items()}
+    )
 
 
 async def _metrics(model: str) -> str:
@@ -118,41 +137,81 @@ def test_the_schedulers_are_told_the_same_bounds(scaled: dict[str, Any]) -> None
 
 
 def test_a_worker_has_as_many_devices_as_its_engine_has_ranks(worker: dict[str, Any]) -> None:
-    num_devices = int(_container(worker)["resources"]["limits"]["nvidia.com/gpu"])
+    num_devices = int(_container(_template(worker))["resources"]["limits"]["nvidia.com/gpu"])
     engine = _settings(worker).worker.engine
     assert num_devices == engine.tensor_parallel
     check_parallel(engine.tensor_parallel, 1, engine.expert_parallel, engine.kind)
 
 
-def test_groups_are_scaled_as_single_devices_are() -> None:
-    """But for which model it is."""
-    _, group = _group_manifests()
-    single = yaml.safe_dump(_manifest("keda.yaml")["spec"])
-    assert single.replace("demo", "large") == yaml.safe_dump(group["spec"])
+@pytest.mark.parametrize(
+    ("name", "model"), [("worker-group.yaml", "large"), ("worker-stages.yaml", "huge")]
+)
+def test_groups_are_scaled_as_single_devices_are(name: str, model: str) -> None:
+    """But for which model it is, and what is scaled."""
+    worker, group = _group_manifests(name)
+    target = group["spec"]["scaleTargetRef"]
+    assert target.get("kind", "Deployment") == worker["kind"]
+    assert target.get("apiVersion", "apps/v1") == worker["apiVersion"]
+    single = _manifest("keda.yaml")["spec"]
+    text = yaml.safe_dump(single | {"scaleTargetRef": target})
+    assert text.replace("demo", model) == yaml.safe_dump(group["spec"])
+
+
+def test_a_group_of_pods_has_one_for_each_stage() -> None:
+    """Which joins the worker where that one waits, knows what it has to, and outlasts its drain."""
+    worker, _ = _group_manifests("worker-stages.yaml")
+    group = worker["spec"]["leaderWorkerTemplate"]
+    settings = _settings(worker).worker
+    engine = settings.engine
+    assert engine.pipeline_parallel == group["size"]
+    assert engine.remote_stages == group["size"] - 1
+    check_remote_stages(engine)
+    leader, template = _template(worker), _template(worker, "workerTemplate")
+    first, other = _container(leader), _container(template)
+    program, command, *options = other["args"]
+    arguments = build_parser().parse_args([command, *options])
+    _, port = host_and_port(engine.stages_address, "")
+    assert (program, command, arguments.max_stages) == ("millrace", "stages", 1)
+    assert arguments.join == f"$(LWS_LEADER_ADDRESS):{port}"
+    assert port in [one["containerPort"] for one in first["ports"]]
+    assert str(arguments.token_file) == _env(worker)["MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE"]
+    for name in ("image", "volumeMounts", "resources"):
+        assert other[name] == first[name]
+    mounted = {mount["name"]: mount["mountPath"] for mount in first["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in template["spec"]["volumes"]}
+    assert arguments.token_file.parent == Path(mounted["token"])
+    # Nobody is ready before the stages are there.
+    assert worker["spec"]["startupPolicy"] == "LeaderCreated"
+    waits, seconds = other["lifecycle"]["preStop"]["exec"]["command"]
+    assert waits == "sleep"
+    assert int(seconds) >= settings.drain_timeout_s + 5
+    assert template["spec"]["terminationGracePeriodSeconds"] > int(seconds)
 
 
 def test_the_ranks_of_a_group_have_shared_memory() -> None:
     worker, _ = _group_manifests()
-    [mount] = _container(worker)["volumeMounts"]
-    [volume] = worker["spec"]["template"]["spec"]["volumes"]
+    [mount] = _container(_template(worker))["volumeMounts"]
+    [volume] = _template(worker)["spec"]["volumes"]
     assert (mount["mountPath"], mount["name"]) == ("/dev/shm", volume["name"])
     assert volume["emptyDir"]["medium"] == "Memory"
 
 
 def test_a_worker_is_given_the_time_to_drain(worker: dict[str, Any]) -> None:
-    grace_s = worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    grace_s = _template(worker)["spec"]["terminationGracePeriodSeconds"]
     # Giving back what is left and saying goodbye are a second each.
     assert grace_s >= _settings(worker).worker.drain_timeout_s + 5
 
 
 def test_the_container_runs_a_part_of_ours(worker: dict[str, Any]) -> None:
-    container = _container(worker)
+    template = _template(worker)
+    container = _container(template)
     [module] = container["args"]
     assert (ROOT / module.replace(".", "/") / "__main__.py").is_file()
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     assert container["image"] == compose["x-millrace"]["image"]
-    selector = worker["spec"]["selector"]["matchLabels"]
-    assert worker["spec"]["template"]["metadata"]["labels"].items() >= selector.items()
+    # Of a LeaderWorkerSet it is the controller's own.
+    selector = worker["spec"].get("selector", {"matchLabels": worker["metadata"]["labels"]})
+    assert template["metadata"]["labels"].items() >= selector["matchLabels"].items()
 
 
 def test_prometheus_and_the_kubelet_find_where_a_worker_shows_itself(
@@ -161,15 +220,15 @@ def test_prometheus_and_the_kubelet_find_where_a_worker_shows_itself(
     metrics = _settings(worker).metrics
     assert metrics.host == "0.0.0.0"
     assert metrics.token
-    template = worker["spec"]["template"]
+    template = _template(worker)
     annotations = template["metadata"]["annotations"]
     assert annotations == {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": str(metrics.port),
         "prometheus.io/path": "/metrics",
     }
-    container = _container(worker)
-    [port] = container["ports"]
+    container = _container(template)
+    port = container["ports"][0]
     assert port["containerPort"] == metrics.port
     probe = container["readinessProbe"]["httpGet"]
     assert (probe["path"], probe["port"]) == ("/healthz", port["name"])

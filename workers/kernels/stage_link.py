@@ -80,6 +80,11 @@ class StageLink:
         self._address = ctypes.addressof(self._view)
         self._why = "it was ended"
 
+    @property
+    def part_bytes(self) -> int:
+        """The most that a part may have."""
+        return self._shape.part_bytes
+
     def write(self, number: int, *parts: bytes | memoryview) -> None:
         """This writer's part of a message; waits until its slot is free. Raises ValueError for more
         than there is room for."""

@@ -28,9 +28,9 @@ class Channel(Protocol):
         """Have it fail; for any thread."""
 
 
-def link_shape(size: int) -> LinkShape:
-    """Of the link from rank 0 to the others of a group of ``size``."""
-    return LinkShape(1, size - 1, _NUM_SLOTS, _PIECE_BYTES)
+def link_shape(num_readers: int) -> LinkShape:
+    """Of the link from rank 0 to those of one host that it tells what to compute."""
+    return LinkShape(1, num_readers, _NUM_SLOTS, _PIECE_BYTES)
 
 
 class LinkChannel:

@@ -6,12 +6,12 @@ import datetime
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.kernels.ranks import RanksFailedError
 
 _NCCL_TIMEOUT = datetime.timedelta(days=365)
@@ -27,22 +27,25 @@ class Exchange:
     """
 
     def __init__(
-        self, file: Path, device: torch.device, *, rank: int, size: int, timeout_s: float
+        self,
+        place: Rendezvous,
+        name: str,
+        device: torch.device,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
     ) -> None:
-        """Meet the others, who see the same ``file``, which is not there before, within
-        ``timeout_s``. Raises RanksFailedError."""
+        """Meet the others who come there under this name, within ``timeout_s``. Raises
+        RanksFailedError."""
         self.is_cuda = device.type == "cuda"
         self._why = ""
-        self._group: Any
-        store = dist.FileStore(str(file), size)  # type: ignore[attr-defined]
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        try:
-            if self.is_cuda:
-                self._group = _nccl_group(store, rank, size)
-            else:
-                self._group = dist.ProcessGroupGloo(store, rank, size, self._timeout)
-        except RuntimeError as error:
-            raise RanksFailedError(f"the ranks did not find one another: {error}") from error
+        self._group: Any
+        if self.is_cuda:
+            self._group = _nccl_group(place.store(name, size), rank, size)
+        else:
+            self._group = place.gloo(name, rank=rank, size=size, timeout_s=timeout_s)
 
     def do(self, exchange: Callable[[Any], Any]) -> None:
         """Have all ranks of the group do something together."""
@@ -95,8 +98,12 @@ class Exchange:
 
 def _nccl_group(store: Any, rank: int, size: int) -> Any:
     """Of CUDA devices. What torch does with a rank that hangs or has ended is to end this process,
-    with no word of which it was; so it is not asked to find out: ``Patience`` does."""
+    with no word of which it was; so it is not asked to find out: ``Patience`` does. Raises
+    RanksFailedError."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    except RuntimeError as error:
+        raise RanksFailedError(f"the ranks did not find one another: {error}") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from millrace.workers.engine.device_group.exchange import Exchange
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.models.shard import Shard
 
 # Of the two stages between which results go.
@@ -68,15 +68,14 @@ class StageLinks:
     """
 
     def __init__(
-        self, folder: Path, device: torch.device, shard: Shard, *, timeout_s: float
+        self, place: Rendezvous, device: torch.device, shard: Shard, *, timeout_s: float
     ) -> None:
         """Meet the others, see ``DeviceRanks``. Raises RanksFailedError."""
         self._stage = shard.stage
         self._shard = shard
 
         def way(name: str, rank: int, size: int) -> Way:
-            file = folder / name
-            return Way(Exchange(file, device, rank=rank, size=size, timeout_s=timeout_s))
+            return Way(Exchange(place, name, device, rank=rank, size=size, timeout_s=timeout_s))
 
         self._hidden = way(f"hidden-{shard.rank}", shard.stage, shard.num_stages)
         self._results: Way | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +23,18 @@ from millrace.workers.engine.device_group.lead import Lead
 from millrace.workers.engine.device_group.making import load_steps, make_channel, meet
 from millrace.workers.engine.device_group.patience import Patience
 from millrace.workers.engine.device_group.pipeline import PipelineGroupRunner
+from millrace.workers.engine.device_group.remote import (
+    met_by_all,
+    place_for_others,
+    remote_device_stage,
+)
 from millrace.workers.engine.device_group.runner import DeviceGroupRunner
-from millrace.workers.engine.group.control_wire import JoinDevices, Started
+from millrace.workers.engine.group.control_wire import FolderPlace, JoinDevices, Started
 from millrace.workers.engine.group.loading import check_ranks, has_shared_memory
-from millrace.workers.engine.group.making import num_ranks
+from millrace.workers.engine.group.making import num_local_ranks, num_ranks
 from millrace.workers.engine.group.members import Members
+from millrace.workers.engine.group.remote.lead import join_remote
+from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.settings import choose_device, with_device_defaults
 from millrace.workers.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.workers.kernels.stage_link import link_memory
@@ -43,35 +51,57 @@ def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
     device = choose_device(engine.device)
     _check(read_model_config(path), engine, device)
     engine = with_device_defaults(engine, device)
-    size = num_ranks(engine)
-    shape = link_shape(size)
-    link_fd = link_memory(shape) if has_shared_memory(engine) else -1
+    num_local = num_local_ranks(engine)
+    shape = link_shape(num_local - 1 + engine.remote_stages)
+    # A host that joins is told what to compute by its relay, which reads the link.
+    has_link = has_shared_memory(engine, is_needed=bool(engine.remote_stages))
+    link_fd = link_memory(shape) if has_link else -1
     fds = () if link_fd < 0 else (link_fd,)
+    listener = place_for_others(engine)
     try:
         with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
 
             def join(rank: int) -> JoinDevices:
-                return JoinDevices(str(path), engine, rank, folder, link_fd, shape)
+                return JoinDevices(
+                    path=str(path),
+                    config=engine,
+                    rank=rank,
+                    device=str(_device_of_rank(rank, device)),
+                    place=FolderPlace(folder),
+                    link_fd=link_fd,
+                    link_shape=shape,
+                    link_reader=max(0, rank - 1),
+                )
 
-            members = Members(size, fds, module=_MEMBER)
+            remote = join_remote(path, engine, partial(remote_device_stage, join(0), listener))
+            members = Members(num_ranks(engine), fds, remote, module=_MEMBER)
             try:
-                members.join(join)
-                return _load_lead(join(0), members)
+                members.join(lambda rank: met_by_all(join(rank), listener, remote))
+                return _load_lead(met_by_all(join(0), listener, remote), members, listener)
             except BaseException:
                 members.close()
                 raise
     finally:
         for fd in fds:
             os.close(fd)
+        if listener is not None:
+            listener.close()
 
 
-def _load_lead(join: JoinDevices, members: Members) -> DeviceGroupRunner:
+def _device_of_rank(rank: int, first: torch.device) -> torch.device:
+    """The CUDA device of its number, counted from ``first``, or the CPU."""
+    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
+
+
+def _load_lead(
+    join: JoinDevices, members: Members, listener: socket.socket | None
+) -> DeviceGroupRunner:
     """Rank 0, once all are loaded."""
     engine = join.config
     # A rank that does not come to the meeting is waited for in vain; one that is there comes.
     members.wait_joined(engine.start_timeout_s, Started)
     try:
-        ranks = meet(join)
+        ranks = meet(join, listener)
         lead = Lead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)
         with Patience(engine.start_timeout_s, ranks.abort).waiting():
             runner = load_steps(join, ranks, partial(runner_of_rank_0, lead))
@@ -104,23 +134,19 @@ def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> N
             "leave it out."
         )
     check_ranks(engine)
-    if engine.remote_stages:
-        raise ConfigError(
-            "engine.remote_stages: the stages of other hosts compute on CPUs, by the kernels "
-            "native or torch; those of GPUs are on one host, leave it out."
-        )
+    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
-    size = num_ranks(engine)
-    if size > MAX_RANKS:
+    size = num_local_ranks(engine)
+    if size + engine.remote_stages > MAX_RANKS:
         raise ConfigError(
-            f"engine.tensor_parallel times engine.pipeline_parallel is {size}; ranks with a GPU "
-            f"each are {MAX_RANKS} at most."
+            f"engine.tensor_parallel times the stages of this host is {size}; ranks with a GPU "
+            f"each are {MAX_RANKS} at most on it, less one for each stage of other hosts."
         )
     if device.type != "cuda":
         return
     first, num_devices = device.index or 0, torch.cuda.device_count()
     if first + size > num_devices:
         raise ConfigError(
-            f"engine.tensor_parallel times engine.pipeline_parallel is {size}, and each rank has a "
+            f"engine.tensor_parallel times the stages of this host is {size}, and each rank has a "
             f"GPU of its own, from number {first} on; this machine has {num_devices}."
         )

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.workers.engine.device.device import device_of
 from millrace.workers.engine.device.loading import Plans, StepsT, load_plans, make_ready
 from millrace.workers.engine.device.steps import StepParts
 from millrace.workers.engine.device_group.channel import Channel, LinkChannel
 from millrace.workers.engine.device_group.ranks import DeviceRanks
 from millrace.workers.engine.group.control_wire import JoinDevices
-from millrace.workers.engine.group.making import shard_of
-from millrace.workers.engine.settings import choose_device
-from millrace.workers.kernels.build import cpu_library
-from millrace.workers.kernels.stage_link import StageLink
+from millrace.workers.engine.group.making import device_link, shard_of
+from millrace.workers.engine.group.rendezvous import Rendezvous
 
 
-def device_of_rank(rank: int, engine: EngineConfig) -> torch.device:
-    """The CUDA device of its number, counted from the one that the settings name if they name one;
-    or the CPU."""
-    device = choose_device(engine.device)
-    if device.type != "cuda":
-        return device
-    return torch.device("cuda", (device.index or 0) + rank)
-
-
-def meet(join: JoinDevices) -> DeviceRanks:
-    """A rank's way to the others, which all of them make at the same time. Raises
-    RanksFailedError."""
+def meet(join: JoinDevices, listener: socket.socket | None = None) -> DeviceRanks:
+    """A rank's way to the others, which all of them make at the same time; ``listener`` is where
+    rank 0 has a place on the network. Raises RanksFailedError."""
     engine = join.config
-    device = device_of_rank(join.rank, engine)
+    device = torch.device(join.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout_s = engine.start_timeout_s
     return DeviceRanks(
-        Path(join.folder),
+        Rendezvous.at(join.place, timeout_s, listener),
         device,
         shard_of(join.rank, engine),
         fixed=engine.deterministic,
-        timeout_s=engine.start_timeout_s,
+        timeout_s=timeout_s,
     )
 
 
@@ -50,14 +40,7 @@ def make_channel(join: JoinDevices, ranks: DeviceRanks) -> Channel:
     """A rank's end of the way of messages."""
     if join.link_fd < 0:
         return ranks.hosts
-    link = StageLink(
-        cpu_library(),
-        join.link_fd,
-        join.link_shape,
-        index=max(0, join.rank - 1),
-        timeout_s=join.config.rank_timeout_s,
-    )
-    return LinkChannel(link)
+    return LinkChannel(device_link(join, index=join.link_reader))
 
 
 def load_steps(
@@ -67,7 +50,7 @@ def load_steps(
     theirs at the same time. Raises CheckpointError, ConfigError, or RanksFailedError where another
     one could not."""
     path, engine = Path(join.path), join.config
-    device = device_of(device_of_rank(join.rank, engine))
+    device = device_of(torch.device(join.device))
     shard = shard_of(join.rank, engine)
     collectives = ranks if shard.is_sliced else None
     plans = load_plans(path, read_model_config(path), engine, device, shard, collectives)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch._C import _distributed_c10d as c10d
@@ -11,6 +9,7 @@ from torch._C import _distributed_c10d as c10d
 from millrace.workers.engine.device_group.exchange import Exchange
 from millrace.workers.engine.device_group.links import StageLinks
 from millrace.workers.engine.group.gloo_ranks import GlooRanks
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.models.shard import Shard, vocabulary_range
 
 # Up to so many ranks, each one's part of a sum goes to all others and is added up there, which is
@@ -33,21 +32,27 @@ class DeviceRanks:
     """
 
     def __init__(
-        self, folder: Path, device: torch.device, shard: Shard, *, fixed: bool, timeout_s: float
+        self,
+        place: Rendezvous,
+        device: torch.device,
+        shard: Shard,
+        *,
+        fixed: bool,
+        timeout_s: float,
     ) -> None:
-        """Meet the others, who see the same empty ``folder``, within ``timeout_s``. Raises
-        RanksFailedError."""
+        """Meet the others there, within ``timeout_s``. Raises RanksFailedError."""
         self.rank = shard.rank
         self.size = shard.size
         self.hosts = GlooRanks(
-            folder,
+            place,
             rank=shard.stage * shard.size + shard.rank,
             size=shard.num_stages * shard.size,
             timeout_s=timeout_s,
         )
         self._adds_in_order = fixed or shard.size <= _MOST_GATHERED
         self._exchange = Exchange(
-            folder / f"stage-{shard.stage}",
+            place,
+            f"stage-{shard.stage}",
             device,
             rank=shard.rank,
             size=shard.size,
@@ -61,12 +66,12 @@ class DeviceRanks:
         self._telling = c10d.BroadcastOptions()
         self._telling.asyncOp = False
         self._telling.rootRank = 0
-        # Those of devices meet when they first exchange something, for which they need the folder.
+        # Those of devices meet when they first exchange something, for which they need the place.
         if shard.is_sliced:
             self.share(torch.zeros(1, device=device))
         self.links: StageLinks | None = None
         if shard.num_stages > 1:
-            self.links = StageLinks(folder, device, shard, timeout_s=timeout_s)
+            self.links = StageLinks(place, device, shard, timeout_s=timeout_s)
 
     def all_reduce(self, rows: torch.Tensor) -> None:
         """Replace contiguous ``rows`` [num_rows, width] by their sum over the ranks."""

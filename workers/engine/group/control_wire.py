@@ -39,17 +39,38 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     link_shapes: list[LinkShape]
 
 
+class FolderPlace(msgspec.Struct, frozen=True, array_like=True, tag="folder"):
+    """An empty folder that all ranks see, which are on one host."""
+
+    path: str
+
+
+class NetworkPlace(msgspec.Struct, frozen=True, array_like=True, tag="network"):
+    """A TCP store of rank 0's process, at ``host`` and ``port``. A rank's own host is reached by
+    the others at ``own_host``."""
+
+    host: str
+    port: int
+    own_host: str
+
+
+Place = FolderPlace | NetworkPlace
+
+
 class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_devices"):
-    """Load a rank's share of the checkpoint at ``path`` onto a device of its own. Ranks meet in
-    ``folder``; ``link_fd`` is the file of the link, of ``link_shape``, by which rank 0 says what to
-    compute, -1 where it says so by Gloo."""
+    """Load a rank's share of the checkpoint at ``path`` onto a ``device`` of its own. Ranks meet at
+    a ``place``; ``link_fd`` is the file of the link, of ``link_shape``, by which a rank that is its
+    reader of this number hears what rank 0 says is to be computed; -1 where that is said by
+    Gloo."""
 
     path: str
     config: EngineConfig
     rank: int
-    folder: str
+    device: str
+    place: Place
     link_fd: int
     link_shape: LinkShape
+    link_reader: int = 0
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):

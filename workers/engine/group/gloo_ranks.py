@@ -1,18 +1,16 @@
-"""A group whose ranks exchange numbers by torch.distributed's Gloo, over loopback."""
+"""A group whose ranks exchange numbers by torch.distributed's Gloo."""
 
 from __future__ import annotations
 
 import datetime
-import os
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.kernels.ranks import RanksFailedError
 
-_LOOPBACK = "lo"
+_NO_LIMIT_S = 365 * 86_400.0
 
 
 class GlooRanks:
@@ -21,26 +19,13 @@ class GlooRanks:
     for as long as that takes.
     """
 
-    def __init__(self, folder: Path, *, rank: int, size: int, timeout_s: float) -> None:
-        """``folder``: an empty one that all ranks see; they meet there."""
+    def __init__(self, place: Rendezvous, *, rank: int, size: int, timeout_s: float) -> None:
+        """Meet the others there. Raises RanksFailedError."""
         self.rank = rank
         self.size = size
-        self._folder = folder
         self._why = ""
-        # Where the machine's name leads nowhere Gloo would not find an address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._exchange = self._group("exchange", timeout)
-        self._messages = self._group("messages", datetime.timedelta(days=365))
-
-    def _group(self, name: str, timeout: datetime.timedelta) -> Any:
-        """Of its own, beside whatever groups there are in this process; torch's types leave out
-        what such a one does."""
-        store = dist.FileStore(str(self._folder / name), self.size)  # type: ignore[attr-defined]
-        try:
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        except RuntimeError as error:
-            raise RanksFailedError(f"the ranks did not find one another: {error}") from error
+        self._exchange = place.gloo("exchange", rank=rank, size=size, timeout_s=timeout_s)
+        self._messages = place.gloo("messages", rank=rank, size=size, timeout_s=_NO_LIMIT_S)
 
     def all_reduce(self, rows: torch.Tensor) -> None:
         """Replace contiguous rows by their sum over the ranks. Gloo sums in an order of its own,

@@ -26,7 +26,7 @@ from millrace.workers.engine.group.making import (
 )
 from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.group.pipeline import Pipeline
-from millrace.workers.engine.group.remote.lead import join_remote
+from millrace.workers.engine.group.remote.lead import join_remote, remote_cpu_stage
 from millrace.workers.engine.group.remote.meeting import check_remote_stages
 from millrace.workers.engine.group.remote.parts import RemoteParts
 from millrace.workers.engine.group.runner import GroupParts, GroupRunner, PipelineRunner, Ways
@@ -105,7 +105,9 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
                     link_shapes=memory.own_link_shapes,
                 )
 
-            remote = join_remote(path, join(0), memory.link_shapes)
+            remote = join_remote(
+                path, engine, lambda stage: remote_cpu_stage(stage, join(0), memory.link_shapes)
+            )
             members = Members(num_ranks(engine), (pages.fd, *memory.fds), remote)
             try:
                 members.join(join)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.group.control_wire import Join
+from millrace.workers.engine.group.control_wire import FolderPlace, Join, JoinDevices
 from millrace.workers.engine.group.gloo_ranks import GlooRanks
 from millrace.workers.engine.group.ranks import Ranks
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.engine.kv.cache import KVCache, cache_dtype
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.ranks import RankShape, SharedRanks
@@ -39,8 +38,8 @@ def make_ranks(join: Join, shard: Shard) -> Ranks | None:
         return None
     timeout_s = join.config.rank_timeout_s
     if not join.memory_fds:
-        folder = Path(join.gloo_folder)
-        return GlooRanks(folder, rank=shard.rank, size=shard.size, timeout_s=timeout_s)
+        place = Rendezvous.at(FolderPlace(join.gloo_folder), timeout_s)
+        return GlooRanks(place, rank=shard.rank, size=shard.size, timeout_s=timeout_s)
     shape = RankShape(shard.size, join.message_bytes, join.buffer_bytes)
     fd = join.memory_fds[shard.stage]
     return SharedRanks(cpu_library(), fd, shape, rank=shard.rank, timeout_s=timeout_s)
@@ -52,6 +51,18 @@ def make_link(join: Join, number: int, *, index: int) -> StageLink:
         cpu_library(),
         join.link_fds[number],
         join.link_shapes[number],
+        index=index,
+        timeout_s=join.config.rank_timeout_s,
+    )
+
+
+def device_link(join: JoinDevices, *, index: int) -> StageLink:
+    """An end of the link by which rank 0 says what devices are to compute, for its writer or reader
+    ``index``."""
+    return StageLink(
+        cpu_library(),
+        join.link_fd,
+        join.link_shape,
         index=index,
         timeout_s=join.config.rank_timeout_s,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
 from millrace.workers.engine.device_group import loading
 from millrace.workers.engine.device_group.making import meet
@@ -129,7 +129,7 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
         ({"pipeline_parallel": 3}, "engine.pipeline_parallel is 3, but each stage has a layer at"),
         ({"pipeline_parallel": 2, "speculation": "ngram"}, "there is nothing to propose from"),
         ({"pipeline_parallel": 2, "speculation": "eagle3=/nowhere"}, "nothing to propose from"),
-        ({"pipeline_parallel": 2, "remote_stages": 1}, "the stages of other hosts compute on CPUs"),
+        ({"pipeline_parallel": 2, "remote_stages": 2}, "remote_stages is 2: of the 2 stages"),
         ({"expert_parallel": True}, "has none: leave it out"),
         ({"collectives": "nccl"}, "'nccl'; choose auto, shared_memory, gloo"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
@@ -156,8 +156,9 @@ def test_each_rank_needs_a_gpu_of_its_own(llama: Path, monkeypatch: pytest.Monke
         message = rf"is 4, and each rank has a GPU of its own, from number {first} on.* has 3"
         with pytest.raises(ConfigError, match=message):
             load(llama, 4, device=device, kernels="auto")
-    with pytest.raises(ConfigError, match=r"engine\.pipeline_parallel is 4, and each .* has 3"):
-        load(llama, 2, device="cuda", kernels="auto", pipeline_parallel=2)
+    for ranks, settings in ((2, {}), (4, {"remote_stages": 1})):
+        with pytest.raises(ConfigError, match=r"the stages of this host is 4, and each .* has 3"):
+            load(llama, ranks, device="cuda", kernels="auto", pipeline_parallel=2, **settings)
     with pytest.raises(ConfigError, match=r"engine\.kernels is 'torch', but ranks with a GPU each"):
         load(llama, 2, device="cuda", kernels="torch")
 
@@ -181,8 +182,8 @@ def test_a_rank_that_cannot_be_loaded_says_why(
 ) -> None:
     """And rank 0 does not wait for it in the middle of its own loading."""
 
-    def elsewhere(path: str, engine: EngineConfig, rank: int, *rest: Any) -> JoinDevices:
-        return JoinDevices("/nowhere" if rank else path, engine, rank, *rest)
+    def elsewhere(path: str, rank: int, **rest: Any) -> JoinDevices:
+        return JoinDevices(path="/nowhere" if rank else path, rank=rank, **rest)
 
     monkeypatch.setattr(loading, "JoinDevices", elsewhere)
     with pytest.raises(ConfigError, match=r"rank 1 of the group: .*/nowhere"):
@@ -214,8 +215,8 @@ def test_a_rank_that_is_killed_while_it_loads_is_named(
 ) -> None:
     before = set(psutil.Process().children())
 
-    def kill_and_meet(join: JoinDevices) -> Any:
-        ranks = meet(join)
+    def kill_and_meet(join: JoinDevices, listener: socket.socket | None) -> Any:
+        ranks = meet(join, listener)
         for child in set(psutil.Process().children()) - before:
             child.kill()
         return ranks

@@ -12,6 +12,7 @@ import torch
 from millrace.workers.engine.device_group.links import StageLinks
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.models.shard import Shard
+from tests.workers.engine.group.places import Places, folder_places, network_places
 
 CPU = torch.device("cpu")
 # What no socket takes before its receiver is there.
@@ -21,15 +22,22 @@ NUM_STEPS = 7
 Told = Queue[tuple[str, int] | None]
 
 
+@pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
+    """Where ranks meet that are on one host, or on several."""
+    made: Places = request.param(tmp_path)
+    return made
+
+
 def met(
-    folder: Path, num_stages: int, size: int = 1, timeout_s: float = 30.0
+    places: Places, num_stages: int, size: int = 1, timeout_s: float = 30.0
 ) -> list[list[StageLinks]]:
     """By stage and rank."""
 
     def meet(number: int) -> StageLinks:
         stage, rank = divmod(number, size)
         shard = Shard(rank, size, stage=stage, num_stages=num_stages)
-        return StageLinks(folder, CPU, shard, timeout_s=timeout_s)
+        return StageLinks(places(number), CPU, shard, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(num_stages * size) as pool:
         links = list(pool.map(meet, range(num_stages * size)))
@@ -83,9 +91,9 @@ def _follow(links: StageLinks, told: Told, *, is_last: bool) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_two_steps_at_a_time_go_through_all_stages(tmp_path: Path, num_stages: int) -> None:
+def test_two_steps_at_a_time_go_through_all_stages(places: Places, num_stages: int) -> None:
     """And nobody waits for ever, though nobody takes what has no room yet."""
-    [first], *others = met(tmp_path, num_stages)
+    [first], *others = met(places, num_stages)
     told: list[Told] = [Queue() for _ in others]
     with ThreadPoolExecutor(num_stages) as pool:
         done = [
@@ -99,8 +107,8 @@ def test_two_steps_at_a_time_go_through_all_stages(tmp_path: Path, num_stages: i
     assert read == [(step + added, step * 100.0 if step % 2 else -1.0) for step in range(NUM_STEPS)]
 
 
-def test_each_rank_has_its_own_of_the_next_stage(tmp_path: Path) -> None:
-    first, last = met(tmp_path, 2, size=2)
+def test_each_rank_has_its_own_of_the_next_stage(places: Places) -> None:
+    first, last = met(places, 2, size=2)
     came = [torch.zeros(1), torch.zeros(1)]
     with ThreadPoolExecutor(2) as pool:
         waiting = [
@@ -115,8 +123,8 @@ def test_each_rank_has_its_own_of_the_next_stage(tmp_path: Path) -> None:
     assert [len(links.exchanges) for links in (*first, *last)] == [3, 1, 3, 1]
 
 
-def test_one_who_does_not_come_is_given_up(tmp_path: Path) -> None:
-    [[first], [last]] = met(tmp_path, 2)
+def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+    [[first], [last]] = met(places, 2)
     for links in (first, last):
         for exchange in links.exchanges:
             exchange.wait_at_most(0.2)
@@ -126,8 +134,8 @@ def test_one_who_does_not_come_is_given_up(tmp_path: Path) -> None:
         first.receive_results(torch.ones(1))
 
 
-def test_nothing_goes_through_a_group_that_has_ended(tmp_path: Path) -> None:
-    [[first], [last]] = met(tmp_path, 2)
+def test_nothing_goes_through_a_group_that_has_ended(places: Places) -> None:
+    [[first], [last]] = met(places, 2)
     for links in (first, last):
         for exchange in links.exchanges:
             exchange.abort("rank 1 ended")

@@ -11,10 +11,21 @@ import pytest
 import torch
 
 from millrace.workers.engine.device_group.ranks import DeviceRanks
+from millrace.workers.engine.group.control_wire import NetworkPlace
+from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.models.shard import Shard, vocabulary_range
+from tests.support.servers import free_port
+from tests.workers.engine.group.places import Places, folder_places, network_places
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
+    """Where ranks meet that are on one host, or on several."""
+    made: Places = request.param(tmp_path)
+    return made
 
 
 def on_all(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -23,10 +34,11 @@ def on_all(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def met(
-    folder: Path, size: int, *, fixed: bool = False, timeout_s: float = 30.0
+    places: Places, size: int, *, fixed: bool = False, timeout_s: float = 30.0
 ) -> list[DeviceRanks]:
     def meet(rank: int) -> DeviceRanks:
-        return DeviceRanks(folder, CPU, Shard(rank, size), fixed=fixed, timeout_s=timeout_s)
+        place = places(rank)
+        return DeviceRanks(place, CPU, Shard(rank, size), fixed=fixed, timeout_s=timeout_s)
 
     return on_all(size, meet)
 
@@ -39,9 +51,9 @@ def drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("size", "fixed"), [(2, False), (4, False), (5, True)])
 def test_sums_are_in_the_order_of_the_ranks_and_rounded_once(
-    tmp_path: Path, size: int, fixed: bool, dtype: torch.dtype
+    places: Places, size: int, fixed: bool, dtype: torch.dtype
 ) -> None:
-    ranks = met(tmp_path, size, fixed=fixed)
+    ranks = met(places, size, fixed=fixed)
 
     def reduce(rank: int) -> torch.Tensor:
         rows = drawn(rank, dtype)
@@ -55,8 +67,8 @@ def test_sums_are_in_the_order_of_the_ranks_and_rounded_once(
         assert torch.equal(rows, total.to(dtype))
 
 
-def test_sums_of_many_ranks_are_rounded_once_in_whatever_order(tmp_path: Path) -> None:
-    ranks = met(tmp_path, 5)
+def test_sums_of_many_ranks_are_rounded_once_in_whatever_order(places: Places) -> None:
+    ranks = met(places, 5)
 
     def reduce(rank: int) -> torch.Tensor:
         rows = drawn(rank, torch.bfloat16)
@@ -70,9 +82,9 @@ def test_sums_of_many_ranks_are_rounded_once_in_whatever_order(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("vocab_size", [96, 91, 203])
-def test_columns_of_all_ranks_come_together_on_rank_0(tmp_path: Path, vocab_size: int) -> None:
+def test_columns_of_all_ranks_come_together_on_rank_0(places: Places, vocab_size: int) -> None:
     """Of the last one there may be fewer."""
-    ranks = met(tmp_path, 3)
+    ranks = met(places, 3)
     whole = torch.randn(4, vocab_size)
 
     def gather(rank: int) -> torch.Tensor | None:
@@ -84,8 +96,8 @@ def test_columns_of_all_ranks_come_together_on_rank_0(tmp_path: Path, vocab_size
     assert others == [None, None]
 
 
-def test_all_have_what_rank_0_has_and_agree_on_the_least(tmp_path: Path) -> None:
-    ranks = met(tmp_path, 3)
+def test_all_have_what_rank_0_has_and_agree_on_the_least(places: Places) -> None:
+    ranks = met(places, 3)
 
     def share(rank: int) -> tuple[list[int], list[int]]:
         tokens = torch.full((4,), rank + 7)
@@ -95,15 +107,15 @@ def test_all_have_what_rank_0_has_and_agree_on_the_least(tmp_path: Path) -> None
     assert on_all(3, share) == [([7] * 4, [8, 0])] * 3
 
 
-def test_one_who_does_not_come_is_given_up(tmp_path: Path) -> None:
-    ranks = met(tmp_path, 2)
+def test_one_who_does_not_come_is_given_up(places: Places) -> None:
+    ranks = met(places, 2)
     on_all(2, lambda rank: ranks[rank].wait_at_most(0.2))
     with pytest.raises(RanksFailedError):
         ranks[0].all_reduce(torch.ones(1, 2))
 
 
-def test_a_group_that_has_ended_exchanges_nothing(tmp_path: Path) -> None:
-    ranks = met(tmp_path, 2)
+def test_a_group_that_has_ended_exchanges_nothing(places: Places) -> None:
+    ranks = met(places, 2)
     ranks[0].abort("rank 1 ended")
     ranks[0].abort("something later")
     for exchange in (ranks[0].all_reduce, ranks[0].share, lambda rows: ranks[0].gather(rows, 2)):
@@ -114,5 +126,9 @@ def test_a_group_that_has_ended_exchanges_nothing(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_meet_say_so(tmp_path: Path) -> None:
+    place = folder_places(tmp_path)(0)
     with pytest.raises(RanksFailedError, match="did not find one another"):
-        DeviceRanks(tmp_path, CPU, Shard(0, 2), fixed=False, timeout_s=0.2)
+        DeviceRanks(place, CPU, Shard(0, 2), fixed=False, timeout_s=0.2)
+    nowhere = NetworkPlace("127.0.0.1", free_port(), "127.0.0.1")
+    with pytest.raises(RanksFailedError, match="did not find one another"):
+        Rendezvous.at(nowhere, 0.2)

@@ -20,6 +20,7 @@ from millrace.workers.engine.group.ranks import Ranks
 from millrace.workers.kernels.build import cpu_library
 from millrace.workers.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.workers.kernels.ranks import RankShape, SharedRanks, rank_memory
+from tests.workers.engine.group.places import Places, folder_places, network_places
 
 TIMEOUT_S = 30.0
 # A page: more numbers than that are exchanged in pieces.
@@ -41,15 +42,26 @@ def _shared(size: int, timeout_s: float, _folder: Path) -> list[Ranks]:
         os.close(fd)
 
 
-def _gloo(size: int, timeout_s: float, folder: Path) -> list[Ranks]:
+def _gloo(places: Places, size: int, timeout_s: float) -> list[Ranks]:
     def make(rank: int) -> Ranks:
-        return GlooRanks(folder, rank=rank, size=size, timeout_s=timeout_s)
+        return GlooRanks(places(rank), rank=rank, size=size, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(make, range(size)))
 
 
-@pytest.fixture(params=[_shared, _gloo], ids=["shared memory", "gloo"])
+def _gloo_on_one_host(size: int, timeout_s: float, folder: Path) -> list[Ranks]:
+    return _gloo(folder_places(folder), size, timeout_s)
+
+
+def _gloo_by_network(size: int, timeout_s: float, folder: Path) -> list[Ranks]:
+    return _gloo(network_places(folder), size, timeout_s)
+
+
+@pytest.fixture(
+    params=[_shared, _gloo_on_one_host, _gloo_by_network],
+    ids=["shared memory", "gloo", "gloo by network"],
+)
 def make(request: pytest.FixtureRequest) -> Make:
     made: Make = request.param
     return made

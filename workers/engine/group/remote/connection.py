@@ -24,8 +24,11 @@ class Connection:
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        host, port = sock.getpeername()[:2]
-        self.peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.own_host: str = sock.getsockname()[0]
+        self.peer_host, port = sock.getpeername()[:2]
+        self.peer = (
+            f"[{self.peer_host}]:{port}" if ":" in self.peer_host else f"{self.peer_host}:{port}"
+        )
         self.limits: Mapping[Kind, int] = wire.JOINING
         self.set_silence(silence_s)
         # Two of them: a time limit belongs to one, and both sides of it are used at a time.

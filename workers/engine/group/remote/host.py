@@ -16,7 +16,7 @@ from millrace.workers.engine.group.remote import wire
 from millrace.workers.engine.group.remote.connection import Connection
 from millrace.workers.engine.group.remote.errors import StageError
 from millrace.workers.engine.group.remote.handshake import greet
-from millrace.workers.engine.group.remote.stage import Stage, environments_of
+from millrace.workers.engine.group.remote.stage import Slot, Stage
 from millrace.workers.engine.group.remote.wire import Assignment, Kind
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -109,7 +109,7 @@ class StageHost:
             with self._waking(sock):
                 greet(connection.reading, self._joining.token)
                 assignment = self._receive_assignment(connection)
-                stage = self._accept(connection, assignment)
+                stage = self._accept(connection, assignment, slot)
         except BaseException:
             connection.close()
             raise
@@ -117,8 +117,7 @@ class StageHost:
         with self._lock:
             self._stages.add(stage)
         try:
-            engine = assignment.join.config
-            stage.start(environments_of(engine, slot, self._joining.max_stages))
+            stage.start()
             if self._stopping.is_set():
                 stage.end("the host was told to stop")
             return stage.wait()
@@ -146,10 +145,11 @@ class StageHost:
             raise StageError("it says what makes no sense here")
         return wire.decode(body, Assignment)
 
-    def _accept(self, connection: Connection, assignment: Assignment) -> Stage:
+    def _accept(self, connection: Connection, assignment: Assignment, slot: int) -> Stage:
         """Raises what keeps a stage from being computed here, which the worker is told, too."""
         try:
-            stage = Stage(connection, assignment, self._joining.path)
+            place = Slot(self._joining.path, slot, self._joining.max_stages)
+            stage = Stage(connection, assignment, place)
         except MillraceError as error:
             with contextlib.suppress(StageError):
                 connection.send(Kind.REFUSED, wire.encode_text(error.message))

@@ -75,7 +75,6 @@ class Meeting:
             connection.close()
             raise
         connection.set_silence(self._engine.rank_timeout_s)
-        connection.limits = wire.computing(assignment.join.link_shapes[stage].part_bytes)
         return connection
 
     def _wait_for(self, stage: int) -> Connection:
@@ -114,14 +113,10 @@ class Meeting:
         waits = False
         while True:
             try:
-                family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-                return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+                return _server_at(host, port)
             except OSError as error:
                 if time.monotonic() > self._deadline_s or not _is_taken(error):
-                    raise ConfigError(
-                        f"engine.stages_address: nobody can join at {self._engine.stages_address}: "
-                        f"{error.strerror or error}."
-                    ) from error
+                    raise _nobody_can_join(self._engine, error) from error
             if not waits:
                 _log.info("%s is taken, and waited for", self._engine.stages_address)
             waits = True
@@ -144,6 +139,27 @@ def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
             f"engine.remote_stages: stage {stage} is refused by {connection.peer}: "
             f"{wire.text(body)}"
         )
+
+
+def listen_beside(engine: EngineConfig) -> socket.socket:
+    """A socket that listens at some port of the host of ``stages_address``. Raises ConfigError."""
+    host, _ = _address(engine)
+    try:
+        return _server_at(host, 0)
+    except OSError as error:
+        raise _nobody_can_join(engine, error) from error
+
+
+def _server_at(host: str, port: int) -> socket.socket:
+    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+
+
+def _nobody_can_join(engine: EngineConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"engine.stages_address: nobody can join at {engine.stages_address}: "
+        f"{error.strerror or error}."
+    )
 
 
 def _address(engine: EngineConfig) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from millrace.workers.engine.group.members import Member
+from millrace.workers.engine.group.remote.connection import Connection
 from millrace.workers.engine.group.remote.relay import Relay
 
 
@@ -12,9 +13,13 @@ class RemoteMember(Member):
     """Its socket is one of this host, at whose other end the stage's relay is. It ends with the
     connection."""
 
-    def __init__(self, rank: int, sock: socket.socket, peer: str, relay: Relay) -> None:
+    def __init__(
+        self, rank: int, sock: socket.socket, connection: Connection, relay: Relay
+    ) -> None:
         super().__init__(rank, sock)
-        self.name = f"rank {rank} (at {peer})"
+        self.name = f"rank {rank} (at {connection.peer})"
+        self.our_host = connection.own_host
+        """Where that host reaches this one."""
         self._relay = relay
 
     def how_it_ended(self) -> str:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from millrace.workers.engine.group.control_wire import MAX_PACKET_BYTES
@@ -26,17 +27,21 @@ _log = logging.getLogger(__name__)
 
 class LinkEnds(NamedTuple):
     """``source`` is read, a part of each of ``num_writers``, and what comes back is written to
-    ``targets``, one for each writer."""
+    ``targets``, one for each writer. Either may be missing, where nothing goes that way."""
 
-    source: StageLink
+    source: StageLink | None
     num_writers: int
     targets: list[StageLink]
 
+    @property
+    def part_bytes(self) -> int:
+        """The most of a part that may come."""
+        return max((target.part_bytes for target in self.targets), default=0)
+
     def abort(self, why: str) -> None:
         """Wake whoever waits there; for any thread."""
-        self.source.abort(why)
-        for target in self.targets:
-            target.abort(why)
+        for link in (*self.targets, *([] if self.source is None else [self.source])):
+            link.abort(why)
 
 
 class RankEnd(NamedTuple):
@@ -47,8 +52,8 @@ class RankEnd(NamedTuple):
 
 
 class Relay:
-    """Three threads: one sends what is written to the link, one receives, and one sees to the
-    sockets of ranks and says that somebody is here.
+    """Three threads: one sends what is written to the link, if there is any to read from, one
+    receives, and one sees to the sockets of ranks and says that somebody is here.
 
     Whatever goes wrong with any of it ends all of it: ``why`` says what, the sockets of ranks are
     shut, and ``ended`` is set. The links are not aborted before ``close``: whoever computes here
@@ -68,11 +73,11 @@ class Relay:
 
     def start(self) -> None:
         """Begin, with the frames that a host which computes may send."""
-        loops = {
-            "stage-send": self._send_messages,
-            "stage-receive": self._receive,
-            "stage-watch": self._watch_ranks,
-        }
+        self._connection.limits = wire.computing(self._links.part_bytes)
+        loops = {"stage-receive": self._receive, "stage-watch": self._watch_ranks}
+        source = self._links.source
+        if source is not None:
+            loops["stage-send"] = partial(self._send_messages, source)
         self._num_running = len(loops)
         for name, loop in loops.items():
             threading.Thread(target=self._run, args=(loop,), name=name, daemon=True).start()
@@ -113,11 +118,10 @@ class Relay:
                 for rank in self._ranks:
                     rank.socket.close()
 
-    def _send_messages(self) -> None:
-        source, num_writers, _ = self._links
+    def _send_messages(self, source: StageLink) -> None:
         for number in itertools.count():
             source.wait_written(number, bound=False)
-            for writer in range(num_writers):
+            for writer in range(self._links.num_writers):
                 part = source.part(number, writer)
                 self._connection.send(Kind.MESSAGE, part, at=writer, number=number)
             source.done(number)

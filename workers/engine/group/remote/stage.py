@@ -5,30 +5,51 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
-import torch
 
-from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.runtime.process import available_bytes
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.group.control_wire import Join
-from millrace.workers.engine.group.making import make_link, shard_of
+from millrace.workers.engine.group.control_wire import JoinDevices, ToMember
 from millrace.workers.engine.group.members import MemberProcess, end_members
-from millrace.workers.engine.group.remote import wire
 from millrace.workers.engine.group.remote.checkpoint import CheckpointIdentity
 from millrace.workers.engine.group.remote.connection import Connection
+from millrace.workers.engine.group.remote.cpu_stage import CpuStage
+from millrace.workers.engine.group.remote.device_stage import DeviceStage
 from millrace.workers.engine.group.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.workers.engine.group.remote.wire import Assignment
-from millrace.workers.engine.kv.cache import block_bytes, cache_dtype
 from millrace.workers.engine.threads.choice import configure_threads, environment_of_rank
 from millrace.workers.kernels.build import cpu_library
-from millrace.workers.kernels.ranks import RankShape, rank_memory
-from millrace.workers.kernels.stage_link import link_memory
-from millrace.workers.models.shard import shard_config
 
-_MIB = 1 << 20
+
+class Slot(NamedTuple):
+    """Where on this host a stage is computed: it has share ``number`` of ``num_slots`` of the
+    cores and devices. ``path``: of the checkpoint; None: where it is at the worker."""
+
+    path: Path | None
+    number: int
+    num_slots: int
+
+
+class StageKind(Protocol):
+    """What the stage's ranks are, CPUs or devices, makes a difference for. ``module``: that of
+    their processes, None for the one of CPUs."""
+
+    @property
+    def module(self) -> str | None: ...
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError if the stage of this name cannot be here."""
+
+    def make_memory(self) -> list[int]:
+        """The files of its memory, which the caller closes: before the rest."""
+
+    def link_ends(self) -> LinkEnds:
+        """What the relay of this host has."""
+
+    def join_of(self, index: int) -> ToMember:
+        """What a rank is to load, counted from 0 in the stage."""
 
 
 class Stage:
@@ -37,50 +58,52 @@ class Stage:
     ``start`` and ``wait`` for its end; ``close`` leaves nothing of it.
     """
 
-    def __init__(self, connection: Connection, assignment: Assignment, path: Path | None) -> None:
-        """``path``: where the checkpoint is here; None: where it is at the worker."""
+    def __init__(self, connection: Connection, assignment: Assignment, slot: Slot) -> None:
         join = assignment.join
-        self._path = Path(join.path) if path is None else path
-        self._join = join
-        self._number, own = divmod(join.rank, join.config.tensor_parallel)
-        if own:
+        path = Path(join.path) if slot.path is None else slot.path
+        self._engine = join.config
+        self._first_rank = join.rank
+        self._slot = slot
+        if join.rank % join.config.tensor_parallel:
             raise ConfigError(f"rank {join.rank} is not the first of a stage")
         self._connection = connection
         self._members: list[MemberProcess] = []
         self._relay: Relay | None = None
-        self._check_checkpoint(assignment)
-        self._check_memory()
+        _check_checkpoint(path, assignment)
+        self._kind: StageKind = (
+            DeviceStage(join, path, slot.number, connection)
+            if isinstance(join, JoinDevices)
+            else CpuStage(join, path)
+        )
+        self._kind.check(self.name)
         cpu_library()  # its memory is nothing without
 
     @property
     def name(self) -> str:
         """The stage, as a user counts them, and its ranks."""
-        first, size = self._join.rank, self._join.config.tensor_parallel
+        first, size = self._first_rank, self._engine.tensor_parallel
         ranks = f"rank {first}" if size == 1 else f"ranks {first} to {first + size - 1}"
-        return f"stage {self._number} ({ranks})"
+        return f"stage {first // size} ({ranks})"
 
-    def start(self, environments: list[Mapping[str, str]]) -> None:
-        """Start the ranks, each in its environment, and carry what goes to them."""
-        join, number = self._join, self._number
-        connection = self._connection
-        connection.set_silence(join.config.rank_timeout_s)
-        connection.limits = wire.computing(join.link_shapes[number - 1].part_bytes)
-        local, fds = self._with_memory(join)
+    def start(self) -> None:
+        """Start the ranks, and carry what goes to them."""
+        kind = self._kind
+        self._connection.set_silence(self._engine.rank_timeout_s)
+        fds = kind.make_memory()
         try:
-            links = LinkEnds(
-                make_link(local, number, index=0),
-                num_writers=join.link_shapes[number].num_writers,
-                targets=[make_link(local, number - 1, index=0)],
-            )
-            for rank, environment in enumerate(environments, join.rank):
-                self._members.append(MemberProcess(rank, tuple(fds), environment))
+            links = kind.link_ends()
+            for rank, environment in enumerate(
+                environments_of(self._engine, self._slot), self._first_rank
+            ):
+                process = MemberProcess(rank, tuple(fds), environment, module=kind.module)
+                self._members.append(process)
         finally:
             for fd in fds:
                 os.close(fd)
-        for member in self._members:
-            member.send(msgspec.structs.replace(local, rank=member.rank))
+        for index, member in enumerate(self._members):
+            member.send(kind.join_of(index))
         ends = [RankEnd(member.socket, member.how_it_ended) for member in self._members]
-        self._relay = Relay(connection, links, ends)
+        self._relay = Relay(self._connection, links, ends)
         self._relay.start()
 
     def wait(self) -> str:
@@ -102,61 +125,28 @@ class Stage:
             self._relay.close()
         end_members(self._members)
 
-    def _with_memory(self, join: Join) -> tuple[Join, list[int]]:
-        """The files of the stage's memory, and what is to be loaded with these."""
-        engine, number = join.config, self._number
-        size = engine.tensor_parallel
-        links = {at: link_memory(join.link_shapes[at]) for at in (number - 1, number)}
-        fds = list(links.values())
-        ranks: dict[int, int] = {}
-        if size > 1:
-            shape = RankShape(size, join.message_bytes, join.buffer_bytes)
-            ranks[number] = rank_memory(shape)
-            fds.append(ranks[number])
-        stages = range(engine.pipeline_parallel)
-        local = msgspec.structs.replace(
-            join,
-            path=str(self._path),
-            link_fds=[links.get(at, -1) for at in stages],
-            memory_fds=[ranks.get(at, -1) for at in stages],
-        )
-        return local, fds
 
-    def _check_checkpoint(self, assignment: Assignment) -> None:
-        own = CheckpointIdentity.of(self._path)
-        if own.fingerprint != assignment.fingerprint:
-            what = "its weights are others"
-        elif own.config_digest != assignment.config_digest:
-            what = "its config.json is another"
-        else:
-            return
-        raise ConfigError(
-            f"{self._path} is not the checkpoint of the worker, {assignment.join.path}: {what}. "
-            "Copy that one here, and name it with --model."
-        )
-
-    def _check_memory(self) -> None:
-        """Raise ConfigError if its part of the KV cache is more than there is."""
-        join, engine = self._join, self._join.config
-        dtype = cache_dtype(engine.kv_cache_dtype, getattr(torch, join.dtype))
-        config = shard_config(read_model_config(self._path), shard_of(join.rank, engine))
-        of_block = engine.tensor_parallel * block_bytes(config, engine.block_size_tokens, dtype)
-        needed, free = (join.num_blocks + 1) * of_block, available_bytes()
-        if needed > free:
-            raise ConfigError(
-                f"the KV cache of {self.name} takes {needed / _MIB:.0f} MiB for the "
-                f"{join.num_blocks} blocks of the worker, and {free / _MIB:.0f} MiB of memory are "
-                "free on this host. Lower worker.engine.kv_cache_bytes."
-            )
+def _check_checkpoint(path: Path, assignment: Assignment) -> None:
+    """Raise ConfigError if it is not the worker's."""
+    own = CheckpointIdentity.of(path)
+    if own.fingerprint != assignment.fingerprint:
+        what = "its weights are others"
+    elif own.config_digest != assignment.config_digest:
+        what = "its config.json is another"
+    else:
+        return
+    raise ConfigError(
+        f"{path} is not the checkpoint of the worker, {assignment.join.path}: {what}. "
+        "Copy that one here, and name it with --model."
+    )
 
 
 def environments_of(
-    engine: EngineConfig, slot: int, num_slots: int, environ: Mapping[str, str] = os.environ
+    engine: EngineConfig, slot: Slot, environ: Mapping[str, str] = os.environ
 ) -> list[Mapping[str, str]]:
-    """Those of the processes of a stage's ranks, one of ``num_slots`` stages that share this host's
-    cores."""
+    """Those of the processes of a stage's ranks."""
     shared = dict(environ)
-    here = msgspec.structs.replace(engine, pipeline_parallel=num_slots, remote_stages=0)
+    here = msgspec.structs.replace(engine, pipeline_parallel=slot.num_slots, remote_stages=0)
     configure_threads(here, shared=False, environ=shared)
     size = engine.tensor_parallel
-    return [{**shared, **environment_of_rank(slot * size + index)} for index in range(size)]
+    return [{**shared, **environment_of_rank(slot.number * size + index)} for index in range(size)]

@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from millrace.workers.engine.group.control_wire import MAX_PACKET_BYTES, Join
+from millrace.workers.engine.group.control_wire import MAX_PACKET_BYTES, Join, JoinDevices
 from millrace.workers.engine.group.remote.errors import StageError
 
 # Of what is said here and of ``step_wire`` and ``control_wire``: both sides have the same.
-VERSION = 1
+VERSION = 2
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
 HEADER_BYTES = _HEADER.size
@@ -72,10 +72,10 @@ class Header(NamedTuple):
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
     """What a host has of a group. ``join``: what the first rank of its stage is to load, with the
-    shapes of the links of that host; ``fingerprint`` and ``config_digest`` are those of the
-    checkpoint."""
+    shapes of the links of that host and the kind of its devices; ``fingerprint`` and
+    ``config_digest`` are those of the checkpoint."""
 
-    join: Join
+    join: Join | JoinDevices
     fingerprint: str
     config_digest: str
 

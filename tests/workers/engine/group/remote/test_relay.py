@@ -48,7 +48,6 @@ class End(NamedTuple):
 def end(sock: socket.socket, written: LinkShape, read: LinkShape) -> End:
     """A relay that sends what is ``written`` at its host, and writes what is ``read`` there."""
     connection = Connection(sock, WAIT_S)
-    connection.limits = wire.computing(read.part_bytes)
     writers, source = link(written)
     targets, reader = link(read)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

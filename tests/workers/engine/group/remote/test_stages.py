@@ -13,28 +13,35 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from millrace.schemas.errors import AdapterError, ConfigError
 from millrace.schemas.models.adapters import AdapterRef
+from millrace.workers.engine.device_group.runner import DeviceGroupRunner
 from millrace.workers.engine.engine import Engine
+from millrace.workers.engine.group.members import Members
 from millrace.workers.engine.group.ranks import RankLostError
+from millrace.workers.engine.group.remote import cpu_stage, device_stage
 from millrace.workers.engine.group.remote import host as hosts
-from millrace.workers.engine.group.remote import stage as stages
 from millrace.workers.engine.group.remote.errors import StageRefusedError
 from millrace.workers.engine.group.remote.host import Joining, StageHost
 from millrace.workers.engine.group.remote.member import RemoteMember
+from millrace.workers.engine.group.runner import GroupRunner
 from tests.support.engine.stages import Stages
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.group.shapes import SHAPE
-from tests.workers.engine.group.test_group import ask_all, load, runner_of
+from tests.workers.engine.group.test_group import ask_all, load
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
 TOKEN = "stages-of-tests"
 NAN_TOKEN = 202
 RANK_TIMEOUT_S = 4.0
+TWO_OF_THREE = {"pipeline_parallel": 3, "remote_stages": 2}
+# Ranks as on GPUs, which compute on the CPU here.
+DEVICES = {"kernels": "reference", "cuda_graphs": False}
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +89,14 @@ def load_remote(path: Path, port: int, ranks: int = 1, **changes: Any) -> Engine
     ("ranks", "settings"),
     [
         pytest.param(2, {}, id="two stages of two ranks"),
-        pytest.param(1, {"pipeline_parallel": 3, "remote_stages": 2}, id="two remote of three"),
+        pytest.param(1, TWO_OF_THREE, id="two remote of three"),
+        pytest.param(2, DEVICES, id="two stages of two devices"),
+        pytest.param(1, DEVICES | TWO_OF_THREE, id="two remote of three, of devices"),
     ],
 )
 @pytest.mark.usefixtures("joined")
 def test_what_an_engine_can_do_it_can_do_with_remote_stages(
-    llama: tuple[Path, Any], port: int, tmp_path: Path, ranks: int, settings: dict[str, int]
+    llama: tuple[Path, Any], port: int, tmp_path: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
     """Several choices, beams, adapters, cached prefixes, prompts whose numbers are not finite, and
     preempted requests whose blocks are in the hosts' memory meanwhile."""
@@ -102,12 +111,14 @@ def test_what_an_engine_can_do_it_can_do_with_remote_stages(
         with_adapter(adapter, request("adapted", prompt(3, 20, 199))),
         *(request(f"long {i}", prompt(20 + i, 30, 199), max_tokens=120) for i in range(5)),
     ]
+    alike = DEVICES.keys() & settings
     made = []
     for remote in (False, True):
         how = {"num_blocks": 24, "max_adapters": 2, "max_batch_tokens": 32}
-        engine = (
-            load_remote(path, port, ranks, **settings, **how) if remote else load(path, 1, **how)
-        )
+        if remote:
+            engine = load_remote(path, port, ranks, **how | settings)
+        else:
+            engine = load(path, 1, **how | {name: settings[name] for name in alike})
         outputs = ask_all(engine, asked)
         # The blocks of what was not finite are used again.
         outputs += ask_all(engine, [request(f"next {i}", prompt(i, 100, 199)) for i in range(3)])
@@ -137,8 +148,16 @@ def kill_rank(joined: Stages, _: Engine) -> None:
     rank.kill()
 
 
+def members_of(engine: Engine) -> Members:
+    runner = engine._runner
+    if isinstance(runner, DeviceGroupRunner):
+        return runner._lead.members
+    assert isinstance(runner, GroupRunner)
+    return runner.members
+
+
 def cut(_: Stages, engine: Engine) -> None:
-    [member] = runner_of(engine).members._members
+    [member] = members_of(engine)._members
     assert isinstance(member, RemoteMember)
     member._relay._connection.reading.sock.shutdown(socket.SHUT_RDWR)
 
@@ -150,16 +169,17 @@ def stop_host(joined: Stages, _: Engine) -> None:
 FAULTS: list[tuple[Callable[[Stages, Engine], None], str]] = [
     (kill_rank, r"rank 1 \(at .*\) is gone: .* says: rank 1 \(process \d+\) .* exit code -9"),
     (cut, r"rank 1 \(at .*\) is gone: the connection to .* has ended"),
-    (stop_host, "it takes too long|in time"),
+    (stop_host, "it takes too long|in time|Timed out waiting"),
 ]
 
 
+@pytest.mark.parametrize("settings", [{}, DEVICES], ids=["ranks", "devices"])
 async def test_what_ends_a_group_is_said_and_the_host_serves_the_next(
-    llama: tuple[Path, Any], port: int, joined: Stages
+    llama: tuple[Path, Any], port: int, joined: Stages, settings: dict[str, Any]
 ) -> None:
     asked = request("r", prompt(1, 20, 199), max_tokens=30)
     for fail, message in FAULTS:
-        engine = load_remote(llama[0], port)
+        engine = load_remote(llama[0], port, **settings)
         ranks = joined.ranks()
         engine.add(asked)
         engine.step()
@@ -172,10 +192,10 @@ async def test_what_ends_a_group_is_said_and_the_host_serves_the_next(
         del engine
         gc.collect()
         await eventually(lambda gone=ranks: not [rank for rank in gone if rank.is_running()])
-    again = load_remote(llama[0], port)
+    again = load_remote(llama[0], port, max_adapters=1, **settings)
     assert len(tokens_by_request(ask_all(again, [asked]))["r"]) == 30
     # Of an adapter that is not at the host its rank says so.
-    members = runner_of(again).members
+    members = members_of(again)
     number = members.load_adapter(AdapterRef(name="a", version="1", source="/nowhere"), 8)
     with pytest.raises(AdapterError, match=r"rank 1: .*/nowhere"):
         members.wait_loaded(number)
@@ -251,11 +271,25 @@ def test_another_checkpoint_is_refused(llama: tuple[Path, Any], tmp_path: Path) 
 def test_a_host_without_the_memory_refuses(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(cpu_stage, "available_bytes", lambda: 1000)
     port = free_port()
     for text in refusals(port, lambda: load_remote(llama[0], port), {}):
         assert "the KV cache of stage 1 (rank 1) takes" in text
         assert "Lower worker.engine.kv_cache_bytes" in text
+
+
+def test_a_host_without_the_gpus_refuses(
+    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are more the more stages a host computes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device_stage, "_num_devices", lambda: 1)
+    port = free_port()
+    said = refusals(port, lambda: load_remote(llama[0], port, 2, device="cuda"), {})
+    for text in said:
+        assert "stage 1 (ranks 2 to 3) takes the GPUs of this host from number 0 to 1" in text
+        assert "it has 1; where a host computes several stages, --max-stages times" in text
 
 
 def test_a_stage_that_does_not_come_is_named(llama: tuple[Path, Any]) -> None:

@@ -158,11 +158,11 @@ def test_a_stranger_is_turned_away(data: bytes) -> None:
 
 
 def test_another_version_is_refused_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    hello = handshake._hello(bytes(32))
-    monkeypatch.setattr(handshake, "VERSION", 2)
+    hello, version = handshake._hello(bytes(32)), wire.VERSION
+    monkeypatch.setattr(handshake, "VERSION", version + 1)
     for side in (handshake.greet, handshake.welcome):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(hello)
-            with pytest.raises(StageRefusedError, match="version 1 of this protocol and this one"):
+            with pytest.raises(StageRefusedError, match=f"version {version} of this protocol"):
                 side(Stream(ours, SILENCE_S), "")
