@@ -37,11 +37,13 @@ def import_torch() -> None:
     # It would read the entry points of all distributions, for devices that no engine computes on.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.modules.setdefault(_LATER, _Later(_LATER))
-    # All that it makes stays: looking for garbage among it takes a tenth of the time.
+    # All that it makes stays: looking for garbage among it takes a tenth of the time, and as much
+    # again while the rest of an engine is imported.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         import torch  # noqa: F401
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()

@@ -66,13 +66,24 @@ def save_classifier(path: Path, family: str, num_labels: int, **changes: Any) ->
     return model
 
 
+def save_config(path: Path, family: str, **changes: Any) -> None:
+    """The configuration of such a checkpoint without its weights."""
+    config = _config(family, changes)
+    config.architectures = [f"{family}ForCausalLM"]
+    config.save_pretrained(path)
+
+
 def save_llama(path: Path, **changes: Any) -> Any:
     """A random Llama in ``path``; returns the transformers model."""
     return save_model(path, "Llama", **changes)
 
 
+def _config(family: str, changes: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{family}Config")(**(SMALL | changes))
+
+
 def _make(class_name: str, family: str, changes: dict[str, Any]) -> Any:
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    config = _config(family, changes)
     # The plain loop over experts: the grouped kernel asks for sizes that small models lack.
     config._experts_implementation = "eager"
     model = getattr(transformers, class_name)(config)

@@ -37,10 +37,12 @@ class CompilingProcess:
 
 
 @contextmanager
-def compiling_process(folder: Path) -> Iterator[CompilingProcess]:
-    """One that keeps in ``folder`` what Triton compiled, so that no run compiles what another has.
-    What is counted are launches of another variant, which are the same with and without it."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(_ROOT)}
+def compiling_process(folder: Path, compiled: Path) -> Iterator[CompilingProcess]:
+    """One with files of its own in ``folder``, that keeps in ``compiled`` what Triton compiled, so
+    that no run compiles what another has: Triton finds it by a hash of the source of a kernel, of
+    what it calls, of the options and of the compiler. What is counted are launches of another
+    variant, which are the same with and without it."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(compiled), "PYTHONPATH": str(_ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     with subprocess.Popen(
         [sys.executable, "-m", __name__],

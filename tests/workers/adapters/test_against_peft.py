@@ -168,14 +168,22 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def three_adapters(
+    llama: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[AdapterRef]:
+    folders = [tmp_path_factory.mktemp("adapters") / f"a{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        save_adapter(folder, llama[1], seed=number)
+    return [engine_adapter(folder) for folder in folders]
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_request_is_the_same_alone_and_preempted_among_others(
-    llama: tuple[Path, Any], tmp_path: Path, kind: str
+    llama: tuple[Path, Any], three_adapters: list[AdapterRef], kind: str
 ) -> None:
-    path, model = llama
-    for number in range(3):
-        save_adapter(tmp_path / f"a{number}", model, seed=number)
-    adapters = [None, *(engine_adapter(tmp_path / f"a{number}") for number in range(3))]
+    path = llama[0]
+    adapters = [None, *three_adapters]
     requests = [
         with_adapter(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
         for i, adapter in enumerate([*adapters, *adapters[:2]])
@@ -207,17 +215,24 @@ _QUANTIZED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """As compiled kernels take it: the folder of a base model and an adapter, and both models."""
+    path = tmp_path_factory.mktemp("aligned")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
+    model = save_llama(path / "base", **shape)
+    return path, model, save_adapter(path / "one", model, r=6, lora_alpha=12)
+
+
 @pytest.mark.parametrize("kernels", ["torch", "auto", "reference"])
 @pytest.mark.parametrize("weights", _QUANTIZED)
 def test_in_bfloat16_and_beside_quantized_weights(
-    tmp_path: Path, weights: str, kernels: str
+    aligned: tuple[Path, Any, Any], weights: str, kernels: str
 ) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
-    model = save_llama(tmp_path / "base", **shape)
-    adapted = save_adapter(tmp_path / "one", model, r=6, lora_alpha=12)
-    engine = _engine(tmp_path / "base", kernels=kernels, **_QUANTIZED[weights]())
+    path, model, adapted = aligned
+    engine = _engine(path / "base", kernels=kernels, **_QUANTIZED[weights]())
     token_ids = prompt(4, 48)
-    adapter = engine_adapter(tmp_path / "one")
+    adapter = engine_adapter(path / "one")
     for name, one in (("base", None), ("adapted", adapter)):
         engine.add(with_adapter(one, request(name, token_ids, prompt_logprobs=0, max_tokens=4)))
     outputs = drain(engine)

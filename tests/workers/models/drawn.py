@@ -6,7 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-NUM_TOKENS_OUT = 200
+# More than the widest window that slides, but for that of all tokens, and than any window of
+# dynamic scaling.
+NUM_TOKENS_OUT = 100
 MAX_PROMPT_TOKENS = 60
 _MAX_POSITIONS = 512
 

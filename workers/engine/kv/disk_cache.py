@@ -77,8 +77,9 @@ class DiskCache:
         # Of two with one key, the later.
         self._slot_of = OrderedDict((one.key, one.slot) for one in stored)
         used = set(self._slot_of.values())
-        # The lowest are taken first: the file grows as it fills.
-        self._free = [slot for slot in reversed(range(file.num_slots)) if slot not in used]
+        # Slots from here on were never used: the file grows as it fills.
+        self._num_used_slots = max(used, default=-1) + 1
+        self._free = [slot for slot in reversed(range(self._num_used_slots)) if slot not in used]
         self._stamp = stored[-1].stamp if stored else 0
         self._reading: dict[bytes, int] = {}  # out of the way of evictions
         self._num_readers: dict[bytes, int] = {}
@@ -143,6 +144,9 @@ class DiskCache:
     def _take_slot(self) -> int | None:
         if self._free:
             return self._free.pop()
+        if self._num_used_slots < self._file.num_slots:
+            self._num_used_slots += 1
+            return self._num_used_slots - 1
         if not self._slot_of:
             return None
         key, slot = self._slot_of.popitem(last=False)
@@ -250,6 +254,7 @@ class DiskCache:
             *self._writing.values(),
             *self._free,
         ]
-        assert len(slots) == len(set(slots)) == self._file.num_slots, "a slot on disk is lost"
+        assert len(slots) == len(set(slots)) == self._num_used_slots, "a slot on disk is lost"
+        assert all(0 <= slot < self._num_used_slots <= self._file.num_slots for slot in slots)
         assert self._slot_of.keys().isdisjoint(self._reading)
         assert self._num_readers.keys() == self._reading.keys()

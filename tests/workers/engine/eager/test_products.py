@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from millrace.workers.engine.eager.fused_decoder import FusedDecoder
 from millrace.workers.engine.eager.products import choose_product, sample_config, time_ratio
 from millrace.workers.kernels.cpu import CpuKernels
 from millrace.workers.models.decoder import Decoder
-from tests.workers.checkpoints import save_model
+from tests.workers.checkpoints import save_config
 from tests.workers.engine.eager.test_fused_decoder import LLAMA
 from tests.workers.kernels.compiled import compiled
 
@@ -39,9 +40,17 @@ class _Clock:
     def __call__(self) -> float:
         return self.now_s
 
+    def steps(self, took_ms: Iterator[float]) -> Callable[[FlatBatch], None]:
+        """Each takes the next of these times."""
 
-def _config(tmp_path: Path, family: str = "Llama", **changes: Any) -> ModelConfig:
-    save_model(tmp_path, family, **LLAMA | changes)
+        def step(_: FlatBatch) -> None:
+            self.now_s += next(took_ms) / 1000
+
+        return step
+
+
+def _config(tmp_path: Path, family: str = "Llama") -> ModelConfig:
+    save_config(tmp_path, family, **LLAMA)
     return read_model_config(tmp_path)
 
 
@@ -82,16 +91,21 @@ def test_kernels_without_products_are_not_asked(tmp_path: Path) -> None:
 
 def test_a_first_time_and_what_disturbs_some_turns_do_not_count() -> None:
     clock, batches = _Clock(), [products._batch([(0, 3)])] * 2
-    own_s = iter([9.0, 2.0, 7.0, 7.0, 2.0, 7.0] * 2)
-    other_s = iter([0.1, 5.0, 4.0, 4.0, 4.0, 4.0] * 2)
+    own_ms = iter([9, 7, 7, 7, 2, 7] * 2)
+    other_ms = iter([0.1, 5, 4, 4, 4, 4] * 2)
+    steps = clock.steps(own_ms), clock.steps(other_ms)
+    assert time_ratio(*steps, batches, clock) == pytest.approx(0.5)
+    assert not [*own_ms, *other_ms]
 
-    def step(seconds: Any) -> Any:
-        def run(_: FlatBatch) -> None:
-            clock.now_s += next(seconds)
 
-        return run
-
-    assert time_ratio(step(own_s), step(other_s), batches, clock) == 0.5
+def test_long_steps_are_timed_twice() -> None:
+    """Behind the first time, which does not count."""
+    clock, batches = _Clock(), [products._batch([(0, 3)])] * 2
+    own_ms = iter([900, 700, 200] * 2)
+    other_ms = iter([10, 400, 500] * 2)
+    steps = clock.steps(own_ms), clock.steps(other_ms)
+    assert time_ratio(*steps, batches, clock) == pytest.approx(0.5)
+    assert not [*own_ms, *other_ms]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mixtral", "Qwen3Moe"])

@@ -86,8 +86,13 @@ _RESULT = re.compile(r"\s*(%\w+)(?::\d+)? = (.*)")
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilingProcess]:
-    with compiling_process(tmp_path_factory.mktemp("triton")) as process:
+def compiler(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[CompilingProcess]:
+    """What one run of the tests has compiled, the next does not, unless with ``--cache-clear``."""
+    assert pytestconfig.cache is not None
+    compiled = pytestconfig.cache.mkdir("triton")
+    with compiling_process(tmp_path_factory.mktemp("compiler"), compiled) as process:
         yield process
 
 
