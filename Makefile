@@ -23,8 +23,6 @@ up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --w
 # Many tests wait more than they compute, so one process more than there are cores is no loss.
 PROCESSES ?= $(shell nproc | awk '{ print ($$1 < 3) ? $$1 + 1 : 4 }')
 
-# The tests start our programs over and over: what Python compiled is kept for the next start.
-test: export PYTHONDONTWRITEBYTECODE =
 test: setup  ## all tests, or those that ARGS selects
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)

@@ -23,6 +23,10 @@ from tests.support.nats.streams import delete_streams
 from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
 
+# The tests import, and start, our programs over and over: what Python compiled is kept for the next
+# start, also where the environment says otherwise. It was half of the time that an import takes.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # `make test-gpu` sets it, for the tests that are marked so.
 _ON_GPU = os.environ.get("TEST_GPU") == "1"
 if not _ON_GPU:
