@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,6 @@ from millrace.bus import nats as nats_bus
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.pooling import Pooling
-from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -24,32 +23,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 _QUERY = "What is a millrace?"
 _DOCUMENTS = ["The channel of a mill.", "Bread", "the time to the first token " * 3]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "ranker": write_checkpoint(
-            folder / "ranker",
-            architectures=["LlamaForSequenceClassification"],
-            num_labels=1,
-        ),
-        "labeller": write_checkpoint(
-            folder / "labeller",
-            architectures=["LlamaForSequenceClassification"],
-            num_labels=3,
-            id2label={"0": "bad", "1": "good", "2": "odd"},
-        ),
-    }
-
-
-@pytest.fixture(scope="module")
-def small(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    models = [part for path in folders.values() for part in ("--model", str(path))]
-    running = System(tmp_path_factory.mktemp("small"), ("--port", "0", *models)).start()
-    yield running
-    assert running.stop() == 0
 
 
 @pytest.fixture
@@ -72,9 +45,9 @@ def sigmoid(value: float) -> float:
 
 
 async def test_documents_are_ranked_as_transformers_would(
-    http: httpx.AsyncClient, folders: dict[str, Path]
+    http: httpx.AsyncClient, small_models: dict[str, Path]
 ) -> None:
-    expected = [sigmoid(*logits(folders["ranker"], _QUERY, one)) for one in _DOCUMENTS]
+    expected = [sigmoid(*logits(small_models["ranker"], _QUERY, one)) for one in _DOCUMENTS]
     assert max(expected) - min(expected) > 0.01, "there is something to rank"
     asked = {"model": "ranker", "query": _QUERY, "documents": _DOCUMENTS}
     answer = (await http.post("/v1/rerank", json=asked)).json()
@@ -90,16 +63,16 @@ async def test_documents_are_ranked_as_transformers_would(
 
 
 async def test_texts_are_classified_as_transformers_would(
-    http: httpx.AsyncClient, folders: dict[str, Path]
+    http: httpx.AsyncClient, small_models: dict[str, Path]
 ) -> None:
     answer = (await http.post("/classify", json={"model": "labeller", "input": _DOCUMENTS})).json()
     for told, text in zip(answer["data"], _DOCUMENTS, strict=True):
-        expected = torch.tensor(logits(folders["labeller"], text)).softmax(0)
+        expected = torch.tensor(logits(small_models["labeller"], text)).softmax(0)
         assert told["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
         assert told["label"] == ("bad", "good", "odd")[int(expected.argmax())]
 
 
-async def test_a_service_has_a_pair_scored(small: System, folders: dict[str, Path]) -> None:
+async def test_a_service_has_a_pair_scored(small: System, small_models: dict[str, Path]) -> None:
     bus = await nats_bus.connect(NatsConfig(url=small.endpoints["nats"]), "e2e")
     try:
         await bus.jobs.publish(
@@ -123,7 +96,7 @@ async def test_a_service_has_a_pair_scored(small: System, folders: dict[str, Pat
     finally:
         await bus.close()
     told = struct.unpack("<f", found[0].embedding)
-    assert told == pytest.approx(logits(folders["ranker"], _QUERY, _DOCUMENTS[0]), abs=1e-5)
+    assert told == pytest.approx(logits(small_models["ranker"], _QUERY, _DOCUMENTS[0]), abs=1e-5)
 
 
 async def test_what_it_is_for_is_told_and_all_else_refused(http: httpx.AsyncClient) -> None:

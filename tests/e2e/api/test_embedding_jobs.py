@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import openai
@@ -17,7 +17,7 @@ from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
-from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
+from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -25,18 +25,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_JOBS = 60
 _HIDDEN_SIZE = 32
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A model that makes embeddings only, and one that makes tokens."""
-    folder = tmp_path_factory.mktemp("models")
-    embedder = write_checkpoint(folder / "embedder", architectures=["LlamaModel"])
-    writer = write_checkpoint(folder / "writer")
-    arguments = ("--port", "0", "--model", str(embedder), "--model", str(writer))
-    running = System(tmp_path_factory.mktemp("small"), arguments).start()
-    yield running
-    assert running.stop() == 0
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
@@ -12,13 +12,11 @@ import pytest
 
 from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
 from millrace.schemas.tools import ToolFormat
-from tests.registry.tool_formats.templates import FAMILIES
-from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.e2e.api.conftest import TOOL_FORMATS
 from tests.support.system import System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-FORMATS = (ToolFormat.MISTRAL, ToolFormat.QWEN3_CODER, ToolFormat.DEEPSEEK_V31)
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {"on": {"type": "boolean"}, "note": {"type": "string", "maxLength": 4}},
@@ -29,33 +27,14 @@ FUNCTION = {"name": "light", "parameters": PARAMETERS}
 ASKED: Any = [{"role": "user", "content": "Light!"}]
 
 
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """A small model of each of the formats."""
-    folder = tmp_path_factory.mktemp("models")
-    models: list[str] = []
-    for tool_format in FORMATS:
-        source, specials = FAMILIES[tool_format]
-        checkpoint = write_checkpoint(
-            folder / tool_format.value,
-            chat_template=source,
-            special_tokens=specials,
-            max_position_embeddings=4_096,
-        )
-        models += ("--model", str(checkpoint))
-    running = System(tmp_path_factory.mktemp("families"), ("--port", "0", *models)).start()
-    yield running
-    assert running.stop() == 0
-
-
 @pytest.fixture
-async def client(families: System) -> AsyncIterator[openai.AsyncOpenAI]:
-    base_url = f"{families.http}/v1"
+async def client(small: System) -> AsyncIterator[openai.AsyncOpenAI]:
+    base_url = f"{small.http}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as made:
         yield made
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 async def test_a_call_and_its_result(client: openai.AsyncOpenAI, tool_format: ToolFormat) -> None:
     options: dict[str, Any] = {
         "model": tool_format.value,
@@ -90,7 +69,7 @@ async def test_a_call_and_its_result(client: openai.AsyncOpenAI, tool_format: To
     assert again.usage.prompt_tokens > whole.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 async def test_an_item_of_a_response(client: openai.AsyncOpenAI, tool_format: ToolFormat) -> None:
     tool: Any = {"type": "function", "strict": False, **FUNCTION}
     first = await client.responses.create(

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
 from redis import Redis
@@ -142,6 +143,15 @@ def served(redis_server: RedisServer) -> Iterator[Served]:
         made.stop()
 
 
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    """Connections are used again, which also shows an answer that does not end where it says. No
+    proxy and no password is looked for before each request."""
+    with requests.Session() as made:
+        made.trust_env = False
+        yield made
+
+
 @pytest.fixture
 def kept(served: Served) -> Iterator[dict[str, str]]:
     """Ids of one of everything, made anew for each operation. After it a good request works, and
@@ -205,16 +215,20 @@ def _operations() -> Iterator[Any]:
 # Not by the schema's own ``parametrize``: that makes the cases when tests are collected, which each
 # process of a run does, and names all operations' tests alike, of which xdist runs one.
 @pytest.mark.parametrize(("method", "path"), list(_operations()))
-def test_it_keeps_its_word(method: str, path: str, served: Served, kept: dict[str, str]) -> None:
+def test_it_keeps_its_word(
+    method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
+) -> None:
     only = _SCHEMA.include(method=method, path=path)
     [made] = get_all_tests(schema=only, test_func=_keeps_word, settings=None, given_kwargs=None)
     assert isinstance(made, Ok), made
     _operation, test = made.ok()
-    test(served=served, kept=kept)
+    test(served=served, session=session, kept=kept)
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
-def _keeps_word(case: Case[Any], served: Served, kept: dict[str, str]) -> None:
+def _keeps_word(
+    case: Case[Any], served: Served, session: requests.Session, kept: dict[str, str]
+) -> None:
     for name, value in case.path_parameters.items():
         # As text: what is not would lead elsewhere if there is a "#" in it.
         case.path_parameters[name] = kept[name] if value == _KEPT else str(value)
@@ -226,6 +240,7 @@ def _keeps_word(case: Case[Any], served: Served, kept: dict[str, str]) -> None:
         case.headers.update(served.with_key)
     case.call_and_validate(
         base_url=served.url,
+        session=session,
         timeout=_ANSWER_TIMEOUT_S,
         checks=[
             not_a_server_error,
