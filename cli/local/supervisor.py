@@ -21,11 +21,6 @@ _PR_SET_PDEATHSIG = 1
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 5.0
 _STABLE_AFTER_S = 10.0
-# How often it is asked whether a process is ready: the longer it takes, the rarer, since the asking
-# takes time of the cores on which it starts.
-_FIRST_LOOK_S = 0.02
-_LONGEST_LOOK_S = 0.25
-_LOOKS_PER_WAIT = 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Ready = Callable[[], Awaitable[bool]]
@@ -178,22 +173,19 @@ class Supervisor:
     async def _wait_ready(self, running: _Running) -> None:
         process, handle = running.process, running.handle
         assert handle is not None
-        began = time.monotonic()
+        deadline = time.monotonic() + process.start_timeout_s
         while process.ready is not None and not await process.ready():
             if handle.returncode is not None:
                 raise StartError(
                     f"{process.name} ended with exit code {handle.returncode} before it was "
                     f"ready: {self._last_words(running)}"
                 )
-            waited_s = time.monotonic() - began
-            if waited_s > process.start_timeout_s:
+            if time.monotonic() > deadline:
                 raise StartError(
                     f"{process.name} was not ready within {process.start_timeout_s:.0f} s: "
                     f"{self._last_words(running)}"
                 )
-            await asyncio.sleep(
-                min(_LONGEST_LOOK_S, max(_FIRST_LOOK_S, waited_s / _LOOKS_PER_WAIT))
-            )
+            await asyncio.sleep(0.02)
         running.is_ready = True
 
     async def _watch(self, running: _Running) -> None:
