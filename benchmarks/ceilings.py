@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from millrace.workers.models.decoder import DecoderWeights
 
 BATCHES = (1, 8, 16, 32)
-_GEMM_SIZE = 4096
+# The smaller one where the CPU has no products of bfloat16, and takes minutes for the other.
+_GEMM_SIZES, _LONGEST_GEMM_S = (512, 4096), 2.0
 _REPEATS = 7
 _DECODE_REPEATS = 15
 
@@ -95,7 +97,7 @@ def lines(ceilings: Ceilings) -> list[str]:
     most = f" of {allowed:.2f} that its vector instructions allow" if allowed else ""
     return [
         f"machine: {ceilings.num_threads} threads",
-        f"  memory is read at {read:.1f} GB/s; bfloat16 is multiplied at {flops:.2f} TFLOP/s"
+        f"  memory is read at {read:.1f} GB/s; bfloat16 is multiplied at {flops:.3g} TFLOP/s"
         + most,
         f"  {megabytes:.0f} MB of weights, read once a step, bound batch 1 to {bound:.0f} tokens/s",
         f"  the linear maps of a decode step alone, by batch: {gemms}",
@@ -115,9 +117,15 @@ def _bytes_per_step(path: Path) -> int:
 def _gemm_rate() -> float:
     import torch
 
-    left = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
-    right = torch.randn(_GEMM_SIZE, _GEMM_SIZE).bfloat16()
-    return 2 * _GEMM_SIZE**3 / _least_s(lambda: left @ right)
+    rate = 0.0
+    for size in _GEMM_SIZES:
+        flop = 2 * size**3
+        if flop > rate * _LONGEST_GEMM_S > 0:
+            break
+        left = torch.randn(size, size).bfloat16()
+        right = torch.randn(size, size).bfloat16()
+        rate = flop / _least_s(partial(torch.matmul, left, right))
+    return rate
 
 
 def _gemm_only_ms(
