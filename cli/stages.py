@@ -18,7 +18,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "stages",
         help="compute stages of a worker on another host",
         description="Join a worker that was started with --remote-stages and compute the stages "
-        "that it gives: some layers of its model, with their part of the KV cache. It joins again "
+        "that it gives: some layers of its model, with their part of the KV cache, on CPUs if it "
+        "computes on CPUs, else on GPUs, of which each rank of a stage takes one. It joins again "
         "whenever the worker starts its model anew, and stays until Ctrl-C or SIGTERM. What goes "
         "between the hosts is not encrypted, so keep it to a private network. The exit code is 2 "
         "if one side refuses the other.",

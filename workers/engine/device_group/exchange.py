@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from millrace.workers.engine.group.rendezvous import Rendezvous
+from millrace.workers.engine.group.rendezvous import Rendezvous, finding
 from millrace.workers.kernels.ranks import RanksFailedError
 
 _NCCL_TIMEOUT = datetime.timedelta(days=365)
@@ -103,7 +103,5 @@ def _nccl_group(store: Any, rank: int, size: int) -> Any:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT
-    try:
+    with finding():
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    except RuntimeError as error:
-        raise RanksFailedError(f"the ranks did not find one another: {error}") from error

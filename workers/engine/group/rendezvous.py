@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from millrace.workers.engine.group.control_wire import FolderPlace, Place
 from millrace.workers.kernels.ranks import RanksFailedError
 
 _LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def finding() -> Iterator[None]:
+    """What torch finds wrong meanwhile is that ranks do not find one another. Raises
+    RanksFailedError for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksFailedError(f"the ranks did not find one another: {error}") from error
 
 
 class Rendezvous:
@@ -37,7 +48,7 @@ class Rendezvous:
                 _LOOPBACK,
                 lambda name, size: c10d.FileStore(str(folder / name), size),
             )
-        try:
+        with finding():
             whole = c10d.TCPStore(
                 place.host,
                 place.port,
@@ -46,8 +57,6 @@ class Rendezvous:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-        except RuntimeError as error:
-            raise RanksFailedError(f"the ranks did not find one another: {error}") from error
         return cls(place.own_host, lambda name, _: c10d.PrefixStore(name, whole))
 
     def gloo(self, name: str, *, rank: int, size: int, timeout_s: float) -> Any:
@@ -56,9 +65,7 @@ class Rendezvous:
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
-        try:
+        with finding():
             # By address: where the machine's name leads nowhere Gloo would not find one.
             options._devices = [gloo.create_device(hostname=self._own_host)]
             return gloo(self.store(name, size), rank, size, options)
-        except RuntimeError as error:
-            raise RanksFailedError(f"the ranks did not find one another: {error}") from error

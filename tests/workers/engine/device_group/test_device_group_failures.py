@@ -163,6 +163,15 @@ def test_each_rank_needs_a_gpu_of_its_own(llama: Path, monkeypatch: pytest.Monke
         load(llama, 2, device="cuda", kernels="torch")
 
 
+@pytest.mark.parametrize(
+    ("first", "devices"),
+    [("cpu", ["cpu"] * 2), ("cuda", ["cuda:0", "cuda:1"]), ("cuda:3", ["cuda:3", "cuda:4"])],
+)
+def test_ranks_have_the_devices_from_the_first_on(first: str, devices: list[str]) -> None:
+    named = [str(loading._device_of_rank(rank, torch.device(first))) for rank in range(2)]
+    assert named == devices
+
+
 def test_ranks_are_as_many_as_hear_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MAX_RANKS", 3)
     with pytest.raises(ConfigError, match=r"is 4; ranks with a GPU each are 3 at most"):

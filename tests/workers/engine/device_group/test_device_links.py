@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from millrace.workers.engine.device_group.links import StageLinks
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.models.shard import Shard
-from tests.workers.engine.group.places import Places, folder_places, network_places
+from tests.workers.engine.group.places import Places
 
 CPU = torch.device("cpu")
 # What no socket takes before its receiver is there.
@@ -20,13 +19,6 @@ NUM_NUMBERS = 1 << 22
 NUM_STEPS = 7
 # What rank 0 says: a step, rows of one that is so many steps back, or nothing any more.
 Told = Queue[tuple[str, int] | None]
-
-
-@pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])
-def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
-    """Where ranks meet that are on one host, or on several."""
-    made: Places = request.param(tmp_path)
-    return made
 
 
 def met(

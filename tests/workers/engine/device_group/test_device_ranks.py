@@ -16,16 +16,9 @@ from millrace.workers.engine.group.rendezvous import Rendezvous
 from millrace.workers.kernels.ranks import RanksFailedError
 from millrace.workers.models.shard import Shard, vocabulary_range
 from tests.support.servers import free_port
-from tests.workers.engine.group.places import Places, folder_places, network_places
+from tests.workers.engine.group.places import Places, folder_places
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])
-def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
-    """Where ranks meet that are on one host, or on several."""
-    made: Places = request.param(tmp_path)
-    return made
 
 
 def on_all(size: int, work: Callable[[int], Any]) -> list[Any]:
