@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DATA   ?= data
 
-.PHONY: setup up test lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
+.PHONY: setup up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
 
 setup: $(READY)
 
@@ -23,12 +23,28 @@ up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --w
 # Many tests wait more than they compute, so one process more than there are cores is no loss.
 PROCESSES ?= $(shell nproc | awk '{ print ($$1 < 3) ? $$1 + 1 : 4 }')
 
-test: setup  ## all tests, or those that ARGS selects
+# The slow tests that a run takes: all, none, or those of the change and a tenth of the others.
+SLOW ?= some
+# The commit since which files count as changed; empty: see `python -m tests.runner --help`.
+BASE ?=
+SINCE = $(if $(BASE),--base $(BASE))
+PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES)
+
+test: setup  ## the fast tests and some of the slow ones, or those that ARGS selects
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest --numprocesses $(PROCESSES)
+	$(PYTEST) --slow $(SLOW) $(SINCE)
 endif
+
+test-changed: setup  ## the fast tests that a change can affect; ARGS=--explain says why
+	$(BIN)/python -m tests.runner $(SINCE) $(ARGS) -- --numprocesses $(PROCESSES)
+
+test-all: setup  ## every test
+	$(PYTEST) --slow all
+
+measure-tests: setup  ## every test, and what each file took into tests/runner/measured.json
+	$(PYTEST) --slow all --cpu-times --save-measured
 
 lint: setup
 	$(BIN)/ruff format --check .

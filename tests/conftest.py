@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Generator, Iterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,12 +14,13 @@ from hypothesis import HealthCheck, settings
 from playwright.async_api import Browser
 
 from millrace.schemas.config import NatsConfig
-from tests.scheduling import RoomScheduling, longest_first, refuse_namesakes
+from tests.runner.plugin import pytest_addoption as pytest_addoption
+from tests.runner.plugin import pytest_configure as pytest_configure
+from tests.runner.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium
-from tests.support.engine_servers import is_there
+from tests.support.programs import is_there
 from tests.support.nats.streams import delete_streams
-from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.servers import NatsServer, RedisServer
 
 # The tests import, and start, our programs over and over: what Python compiled is kept for the next
@@ -148,7 +148,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    refuse_namesakes(items)
     for marker in _LEFT_OUT:
         if marker not in config.option.markexpr:
             left_out = [item for item in items if item.get_closest_marker(marker)]
@@ -159,10 +158,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker) is not None:
                     item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
-    if hasattr(config, "workerinput"):  # one of several processes
-        items[:] = longest_first(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RoomScheduling:
-    return RoomScheduling(config, log)

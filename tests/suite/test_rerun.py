@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
-_CONFTEST = "from tests.support.rerun import pytest_sessionfinish as pytest_sessionfinish\n"
+_CONFTEST = "from tests.runner.rerun import pytest_sessionfinish as pytest_sessionfinish\n"
 _FLAKY = """
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def _project(folder: Path, **tests: str) -> Path:
 def test_what_passes_alone_is_named_as_flaky(tmp_path: Path, processes: str) -> None:
     project = _project(tmp_path, flaky=_FLAKY, passing=_PASSING)
     assert _run(project, "pytest", "-p", "xdist", "--numprocesses", processes).returncode == 1
-    again = _run(project, "tests.support.rerun")
+    again = _run(project, "tests.runner.rerun")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "FLAKY test_flaky.py::test_flaky" in again.stdout
 
@@ -65,7 +65,7 @@ def test_what_passes_alone_is_named_as_flaky(tmp_path: Path, processes: str) -> 
 def test_what_fails_again_stays_red(tmp_path: Path) -> None:
     project = _project(tmp_path, flaky=_FLAKY, red=_RED)
     assert _run(project, "pytest").returncode == 1
-    again = _run(project, "tests.support.rerun")
+    again = _run(project, "tests.runner.rerun")
     assert again.returncode == 1
     assert "FAILED TWICE test_red.py::test_red" in again.stdout
 
@@ -73,7 +73,7 @@ def test_what_fails_again_stays_red(tmp_path: Path) -> None:
 def test_more_than_a_few_are_not_run_again(tmp_path: Path) -> None:
     project = _project(tmp_path, red=_MANY)
     assert _run(project, "pytest").returncode == 1
-    again = _run(project, "tests.support.rerun")
+    again = _run(project, "tests.runner.rerun")
     assert again.returncode == 1
     assert "4 tests failed; only up to 3 are run again." in again.stdout
 
@@ -84,6 +84,6 @@ def test_more_than_a_few_are_not_run_again(tmp_path: Path) -> None:
 def test_a_run_that_did_not_end_is_not_forgiven(tmp_path: Path, tests: dict[str, str]) -> None:
     project = _project(tmp_path, **tests)
     assert _run(project, "pytest").returncode not in {0, 1}
-    again = _run(project, "tests.support.rerun")
+    again = _run(project, "tests.runner.rerun")
     assert again.returncode == 1
     assert "did not run to their end" in again.stdout

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from millrace.schemas.errors import ConfigError
-from millrace.workers.servers.server_process import find_program
 from tests.support.system import System
-
-
-def is_there(program: str) -> bool:
-    """Whether a worker would find this program."""
-    try:
-        find_program(program, "", program)
-    except ConfigError:
-        return False
-    return True
 
 
 def server_process(system: System, program: str, worker: str = "worker-1") -> psutil.Process:

@@ -13,10 +13,10 @@ _TEXTS = frozenset({".py", ".md", ".js", ".css", ".html", ".sql", ".lua", ".cpp"
 _SETTINGS = frozenset({".toml", ".yaml", ".yml", ".conf", ".txt"})
 
 
-def python_files(*folders: str) -> Iterator[Path]:
+def python_files(*folders: str, root: Path = ROOT) -> Iterator[Path]:
     """Every Python file below these folders of the repository."""
     for folder in folders:
-        yield from sorted((ROOT / folder).rglob("*.py"))
+        yield from sorted((root / folder).rglob("*.py"))
 
 
 def text_files() -> Iterator[Path]:

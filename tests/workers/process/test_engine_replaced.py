@@ -17,7 +17,12 @@ from millrace.workers.engine.types import EngineOutput, EngineStats
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 from tests.support.manual_clock import ManualClock
-from tests.workers.scripted import Bench, ScriptedEngine, bench
+from tests.workers.scripted import Bench, ScriptedEngine, bench, served_model
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return served_model(tmp_path_factory.mktemp("demo"))
 
 _GAUGES = {
     "max_num_sequences",

@@ -1,6 +1,6 @@
 """One more run, alone, for each test that failed in the last run.
 
-    python -m tests.support.rerun
+    python -m tests.runner.rerun
 
 What passes now is flaky: it is printed as such, is a defect, and is forgiven for three tests at
 most. A run that ended in any other way than with failed tests is not forgiven.

@@ -1,0 +1,72 @@
+"""What a changed file affects beside its importers: one table of globs.
+
+The Python files that a target matches count as changed, too: test files, and modules that load the
+changed file. ``EVERYTHING`` selects all tests.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Final
+
+EVERYTHING: Final = "everything"
+
+# These tests read the files of the repository as data: any change can affect them.
+ALWAYS: Final = ("tests/suite/*", "tests/docs/*")
+
+# The first pattern that matches a path counts. A `*` also matches slashes.
+RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    # All of our code stands on these packages.
+    ("schemas/*", (EVERYTHING,)),
+    ("runtime/*", (EVERYTHING,)),
+    # The environment of the tests.
+    ("pyproject.toml", (EVERYTHING,)),
+    ("constraints.txt", (EVERYTHING,)),
+    ("tests/conftest.py", (EVERYTHING,)),
+    # It orders the tests and chooses slow ones; it changes no result.
+    ("tests/runner/measured.json", ()),
+    # SQL, Lua, C++, style sheets, pages and data by the modules that load them.
+    ("telemetry/migrations/*", ("telemetry/store/migrate.py", "tests/deploy/*")),
+    ("telemetry/queries/*.sql", ("telemetry/http/answers.py", "tests/deploy/*")),
+    ("bus/tenancy/*.lua", ("bus/tenancy/*.py",)),
+    ("workers/kernels/native/*", ("workers/kernels/*.py",)),
+    ("benchmarks/support/machine_rates.cpp", ("benchmarks/support/machine_rates.py",)),
+    ("bench/report/*.css", ("bench/report/*.py",)),
+    ("gateway/web/*", ("gateway/api/pages.py", "tests/telemetry/test_ops_*")),
+    ("registry/models.yaml", ("registry/catalogue.py",)),
+    ("registry/demo/*.py", ()),
+    ("registry/demo/*", ("registry/demo/*.py",)),
+    ("benchmarks/results/*", ("tests/benchmarks/*",)),
+    # Data of tests.
+    ("tests/gateway/golden/*", ("tests/gateway/*",)),
+    ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
+    ("tests/docs/banned_words.txt", ()),
+    # Documents that tests hold to the code, and files that run the system elsewhere.
+    ("docs/examples/*", ("tests/e2e/api/*", "tests/gateway/api/test_browser_client.py")),
+    ("docs/openapi.json", ("tests/gateway/test_openapi.py", "tests/gateway/api/test_fuzz_http.py")),
+    ("docs/asyncapi.json", ("tests/bus/test_asyncapi.py",)),
+    ("docs/websocket.schema.json", ("tests/gateway/test_openapi.py",)),
+    ("docs/bench-report.schema.json", ("tests/cli/bench/test_bench.py",)),
+    ("docs/tables.md", ("tests/telemetry/queries/test_analytics_page.py",)),
+    ("docs/analytics.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),
+    ("docs/cost.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),
+    ("docs/*", ("tests/deploy/*", "tests/registry/demo/test_faq.py")),
+    ("deploy/engines/*", ("tests/e2e/engines/test_llamacpp.py", "tests/deploy/*")),
+    ("deploy/nats/*", ("tests/bus/nats/*", "tests/deploy/*")),
+    ("deploy/*", ("tests/deploy/*",)),
+    ("docker-compose.yml", ("tests/deploy/*",)),
+    ("README.md", ("tests/deploy/test_wheel.py", "tests/registry/demo/test_faq.py")),
+    ("*.md", ()),
+    ("LICENSE", ()),
+    ("Makefile", ()),
+    (".*", ()),
+)
+
+
+def targets(path: str) -> tuple[str, ...] | None:
+    """What the table says of a changed path, relative to the repository; None for a path that it
+    does not have."""
+    for pattern, found in RULES:
+        if fnmatchcase(path, pattern):
+            return found
+    return None
