@@ -260,7 +260,7 @@ def test_the_command_runs_pytest_on_the_chosen_files(
     change = Change("0" * 40, ("tests/bus/test_jobs.py",), ())
     monkeypatch.setattr(command, "change_since", lambda _: change)
     ran: list[list[str]] = []
-    monkeypatch.setattr(command.os, "execv", lambda _, words: ran.append(words))
+    monkeypatch.setattr("os.execv", lambda _, words: ran.append(words))
     command.main(["--base", "HEAD", "--explain", "--", "--exitfirst"])
     assert "tests/bus/test_jobs.py: tests/bus/test_jobs.py" in capsys.readouterr().out
     assert ran[0][1:6] == ["-m", "pytest", "--slow", "none", "--exitfirst"]
