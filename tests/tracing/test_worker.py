@@ -15,7 +15,7 @@ from millrace.schemas.transfer import KvSource, TransferEndpoint
 from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations.tracing import RunTraces
 from tests.tracing.kept import KeptSpans, kept_tracing
-from tests.workers.conftest import demo
+from tests.workers.host.conftest import demo
 from tests.workers.scripted import Bench, bench
 
 __all__ = ["demo"]
