@@ -60,6 +60,7 @@ def main() -> int:
     red = [node_id for node_id in failed if not passes_alone(node_id)]
     for node_id in failed:
         _say(f"{'FAILED TWICE' if node_id in red else 'FLAKY'} {node_id}")
+    _say(f"{len(failed) - len(red)} tests passed only on a second run. Each is a defect.")
     return 1 if red else 0
 
 

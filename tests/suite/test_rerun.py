@@ -60,6 +60,7 @@ def test_what_passes_alone_is_named_as_flaky(tmp_path: Path, processes: str) -> 
     again = _run(project, "tests.runner.rerun")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "FLAKY test_flaky.py::test_flaky" in again.stdout
+    assert "1 tests passed only on a second run." in again.stdout
 
 
 def test_what_fails_again_stays_red(tmp_path: Path) -> None:
