@@ -18,7 +18,12 @@ from tests.e2e.clients import chat_body
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="a system of its own; tests/scheduler/fleet holds when workers come and go"
+    ),
+]
 
 NUM_SLOTS = 4
 SETTINGS = {

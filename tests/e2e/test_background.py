@@ -14,7 +14,7 @@ import pytest
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 250
 GATEWAYS = ("gateway-1", "gateway-2")
@@ -73,7 +73,14 @@ async def _answers(client: openai.AsyncOpenAI) -> bool:
 
 @pytest.mark.parametrize(
     "parts",
-    [GATEWAYS, ("worker-1",), (*GATEWAYS, "worker-1")],
+    [
+        GATEWAYS,
+        ("worker-1",),
+        pytest.param(
+            (*GATEWAYS, "worker-1"),
+            marks=pytest.mark.slow(reason="each of them alone is killed in a fast test"),
+        ),
+    ],
     ids=["gateways", "worker", "gateways-and-worker"],
 )
 async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, ...]) -> None:

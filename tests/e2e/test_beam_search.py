@@ -15,7 +15,13 @@ from millrace.schemas.sampling import SamplingOptions
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="a system of its own; tests/gateway/resuming/test_beam_search.py is fast"
+    ),
+    pytest.mark.timeout(240),
+]
 
 _NUM_SEARCHES, _WIDTH, _NUM_TOKENS = 3, 6, 200
 _BEAMS = {"use_beam_search": True}

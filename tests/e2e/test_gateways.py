@@ -21,7 +21,7 @@ from tests.e2e.weather import weather_tools
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_CLIENTS = 12
 NUM_TOKENS = 250
@@ -66,6 +66,7 @@ async def both_come_back(pair: Pair) -> AsyncIterator[None]:
         await _serves(pair.system, gateway)
 
 
+@pytest.mark.slow(reason="19 s of CPU; tests/scheduler/test_replicas.py is fast")
 def test_as_many_schedulers_serve_as_were_asked_for(pair: Pair) -> None:
     run = pair.system.data / "run"
     pids = [int((run / f"scheduler-{number}.pid").read_text()) for number in (1, 2)]
@@ -133,7 +134,14 @@ async def _serves(system: System, gateway: str) -> None:
 
 @pytest.mark.parametrize(
     "parts",
-    [("gateway-1",), GATEWAYS, ("gateway-2", "worker-1")],
+    [
+        ("gateway-1",),
+        GATEWAYS,
+        pytest.param(
+            ("gateway-2", "worker-1"),
+            marks=pytest.mark.slow(reason="each of them alone is killed in a fast test"),
+        ),
+    ],
     ids=["one", "both", "one-and-the-worker"],
 )
 async def test_clients_go_on_when_gateways_are_killed(pair: Pair, parts: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from tests.e2e.clients import Answer, ask_sse, ask_websocket
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 20
 LONG = {"max_tokens": 300, "ignore_eos": True}
@@ -77,7 +77,10 @@ def _num_replacements(log: Path) -> int:
     return log.read_text().count("all requests go on in the new engine")
 
 
-@pytest.mark.parametrize("num_kills", [1, 2])
+@pytest.mark.parametrize(
+    "num_kills",
+    [1, pytest.param(2, marks=pytest.mark.slow(reason="one kill of the engine is in a fast test"))],
+)
 async def test_all_streams_go_on_when_the_engine_is_killed(
     system: System, http: httpx.AsyncClient, num_kills: int
 ) -> None:
@@ -114,6 +117,7 @@ async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
     await eventually(recorded, timeout_s=15.0)
 
 
+@pytest.mark.slow(reason="20 s of CPU; tests/workers/host/test_zombie.py is fast")
 async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     system: System, http: httpx.AsyncClient
 ) -> None:
@@ -140,7 +144,19 @@ async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     await eventually(recorded, timeout_s=15.0)
 
 
-@pytest.mark.parametrize("part", ["scheduler-1", "telemetry-1", "kafka", "nats", "redis"])
+_RECORDS_WAIT = pytest.mark.slow(reason="tests/telemetry/sink/test_crashes.py is fast")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "scheduler-1",
+        "nats",
+        "redis",
+        pytest.param("telemetry-1", marks=_RECORDS_WAIT),
+        pytest.param("kafka", marks=_RECORDS_WAIT),
+    ],
+)
 async def test_nothing_is_lost_when_a_part_is_killed(
     system: System, http: httpx.AsyncClient, part: str
 ) -> None:

@@ -13,7 +13,10 @@ import websockets
 from tests.e2e.clients import chat_body
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="a system of its own; tests/scheduler/queues holds the order"),
+]
 
 _SETTINGS = {
     "worker": {

@@ -21,7 +21,7 @@ from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_JOBS = 60
 _HIDDEN_SIZE = 32

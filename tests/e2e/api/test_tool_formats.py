@@ -15,7 +15,7 @@ from millrace.schemas.tools import ToolFormat
 from tests.e2e.api.conftest import TOOL_FORMATS
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -20,7 +20,12 @@ from tests.support.system import System
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import save_adapter
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="a system of its own with twenty adapters; tests/workers/adapters is fast"
+    ),
+]
 
 _NUM_ADAPTERS = 20
 _TOKENS = 160
