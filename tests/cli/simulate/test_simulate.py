@@ -177,8 +177,8 @@ def test_fair_sharing_spares_a_quiet_tenant_what_arrival_order_does_not() -> Non
 
 
 def test_backlogged_tenants_are_served_alike_by_tokens() -> None:
-    short = make_load(300, 0.01, tenant="short", output_tokens=20)
-    long = make_load(100, 0.03, tenant="long", output_tokens=60)
+    short = make_load(150, 0.01, tenant="short", output_tokens=20)
+    long = make_load(50, 0.03, tenant="long", output_tokens=60)
     trace = sorted([*short, *long], key=lambda request: request.at_s)
     fair = report_trace(trace, make_settings(1), "fair").fairness["free"]
     fifo = report_trace(trace, make_settings(1), "fifo").fairness["free"]

@@ -147,7 +147,7 @@ class _Fleet:
 _COUNTS = st.integers(1, 24)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(_COUNTS, _COUNTS, st.floats(0.0, 30.0), st.floats(0.0, 12.0), st.floats(0.0, 12.0))
 def test_a_load_that_stays_as_it_is_moves_workers_one_way_and_then_none(
     num_prefill: int, num_decode: int, prompt_s: float, short_s: float, occupied: float

@@ -24,6 +24,7 @@ from tests.workers.scripted import Bench, ScriptedEngine, bench, served_model
 def demo(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return served_model(tmp_path_factory.mktemp("demo"))
 
+
 _GAUGES = {
     "max_num_sequences",
     "num_running",
