@@ -1,4 +1,7 @@
-"""Numbered migrations: each runs once, in order, and running them again changes nothing."""
+"""Numbered migrations: each runs once, in order, and running them again changes nothing.
+
+A new store begins with the schema, which stands for the migrations 1 to 20 of earlier versions.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,27 @@ import msgspec
 from millrace.schemas.errors import MillraceError
 from millrace.telemetry.store.store import PlainTable, Store
 
+# The number of the schema, and of the last migration that it stands for.
+SCHEMA = 20
 APPLIED = PlainTable("schema_migrations", ("number", "name"), ("UInt32", "String"))
+_LEDGER = """
+CREATE TABLE IF NOT EXISTS schema_migrations
+(
+    number     UInt32 COMMENT 'The number of a migration that has run',
+    name       String COMMENT 'The migration''s file',
+    applied_at DateTime64(3, 'UTC') DEFAULT now64(3) COMMENT 'When it ran, UTC'
+)
+ENGINE = ReplacingMergeTree
+ORDER BY number
+COMMENT 'Which migrations have run.'
+"""
 _NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 # Within a line it is a comment's: text of a column.
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|\Z)")
 
 
 class MigrationError(MillraceError, code="migration_failed"):
-    """The database is ahead of this version of Millrace, or a migration's file is misnamed."""
+    """This version cannot bring the database up to date, or a migration's file is misnamed."""
 
 
 class Migration(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +64,22 @@ def load_migrations() -> list[Migration]:
 def lacking(applied: set[int], database: str) -> list[Migration]:
     """The migrations of this version that a database lacks, which has those of these numbers.
 
-    Raises MigrationError for a database that a newer version has migrated.
+    Raises MigrationError for a database that a newer version has migrated, and for one to which an
+    earlier version applied only some of the migrations that the schema stands for.
     """
     migrations = load_migrations()
-    unknown = applied - {migration.number for migration in migrations}
-    if unknown:
+    last = migrations[-1].number
+    if max(applied, default=0) > last:
         raise MigrationError(
-            f"the database {database} has migration {max(unknown)}, which this version does "
+            f"the database {database} has migration {max(applied)}, which this version does "
             "not know: run the version that made it, or a newer one"
+        )
+    if applied and SCHEMA not in applied:
+        raise MigrationError(
+            f"the database {database} has migration {max(applied)} of an earlier version and lacks "
+            f"others up to {SCHEMA}: run the earlier version that has migration {SCHEMA} on it "
+            "once, or begin with an empty database, which is filled from what Kafka and the outbox "
+            "still keep"
         )
     return [migration for migration in migrations if migration.number not in applied]
 
@@ -63,13 +87,9 @@ def lacking(applied: set[int], database: str) -> list[Migration]:
 async def migrate(store: Store) -> list[str]:
     """Bring the database up to date; the names of the migrations that ran.
 
-    Raises MigrationError for a database that a newer version has migrated, StoreUnavailableError.
+    Raises MigrationError as ``lacking`` does, and StoreUnavailableError.
     """
-    await store.command(
-        "CREATE TABLE IF NOT EXISTS schema_migrations (number UInt32, name String, "
-        "applied_at DateTime64(3, 'UTC') DEFAULT now64(3)) "
-        "ENGINE = ReplacingMergeTree ORDER BY number"
-    )
+    await store.command(_LEDGER)
     applied = {int(row[0]) for row in await store.rows("SELECT number FROM schema_migrations")}
     ran = []
     for migration in lacking(applied, store.database):

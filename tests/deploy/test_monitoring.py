@@ -202,7 +202,7 @@ async def test_who_draws_boards_reads_all_but_transcripts() -> None:
     asked = tables & _named_in("queries", r"\b(?:FROM|JOIN) (\w+)")
     assert asked >= {"requests", "deliveries"}
     assert asked <= granted
-    views = _named_in("migrations", r"\bVIEW (\w+) AS")
+    views = _named_in("migrations", r"\bCREATE VIEW IF NOT EXISTS (\w+)")
     assert granted <= tables | views
     assert not any("transcript" in name for name in granted)
     assert "<readonly>2</readonly>" in text

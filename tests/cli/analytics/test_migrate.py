@@ -50,7 +50,7 @@ def test_a_store_from_nothing_and_what_is_asked_of_it(tmp_path: Path) -> None:
 
 def test_a_dry_run_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "--dry-run", "--data", str(tmp_path)]) == 0
-    assert "0001_requests.sql" in capsys.readouterr().out
+    assert "0020_schema.sql" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

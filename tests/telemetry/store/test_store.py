@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, MalformedMessageError
 from millrace.schemas.records import RECORD_VERSION, Attempt, TranscriptRecord
-from millrace.telemetry.store.migrate import MigrationError, load_migrations, migrate
+from millrace.telemetry.store.migrate import SCHEMA, MigrationError, load_migrations, migrate
 from millrace.telemetry.store.outbox_ledger import OutboxLedger, merge
 from millrace.telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
 from millrace.telemetry.store.tables import (
@@ -35,7 +35,7 @@ ALL_TABLES = (REQUESTS, DELIVERIES, WORKER_SAMPLES, TRANSCRIPTS)
 
 async def test_migrations_run_once_and_in_order(store: Store) -> None:
     numbers = [migration.number for migration in load_migrations()]
-    assert numbers == list(range(1, len(numbers) + 1))
+    assert numbers == list(range(SCHEMA, SCHEMA + len(numbers)))
     assert await migrate(store) == []
     applied = await store.rows("SELECT number FROM schema_migrations FINAL ORDER BY number")
     assert [row[0] for row in applied] == numbers
