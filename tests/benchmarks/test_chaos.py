@@ -25,7 +25,7 @@ _ROUNDS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="runs a round of faults on a whole system for each kind of event")
 @pytest.mark.timeout(360)
 def test_nothing_is_lost_repeated_or_answered_twice() -> None:
     done = subprocess.run(

@@ -15,6 +15,8 @@ from benchmarks.gpu.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow(reason="runs benchmarks of GPU kernels in Triton's interpreter")
+
 
 def run(*arguments: str) -> str:
     """What a module of the benchmark prints; it must end well."""
@@ -31,7 +33,6 @@ def run(*arguments: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_sections_run_and_are_right(tmp_path: Path) -> None:
     output = run("benchmarks.gpu", "--smoke", "--out", str(tmp_path))

@@ -24,6 +24,7 @@ _SAID = {
 }
 
 
+@pytest.mark.slow(reason="runs each benchmark of the scheduler from end to end")
 @pytest.mark.parametrize("name", _SAID)
 def test_a_smoke_run_says_everything(name: str) -> None:
     done = subprocess.run(

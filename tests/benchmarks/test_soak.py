@@ -12,6 +12,7 @@ from benchmarks.soak.checks import problems
 from benchmarks.soak.requests import LONGEST_TOKENS, Expected
 
 
+@pytest.mark.slow(reason="serves 300 random requests on an engine with few blocks")
 @pytest.mark.timeout(180)
 def test_mixed_requests_on_a_tiny_pool_end_as_they_have_to(tmp_path: Path) -> None:
     requests = soak.draw(300, seed=1)

@@ -245,7 +245,7 @@ def _is_json(text: str) -> bool:
 
 
 class TestAnswers:
-    @pytest.mark.slow
+    @pytest.mark.slow(reason="asks the demo model every held-out question")
     @pytest.mark.timeout(300)
     def test_held_out_phrasings_get_the_right_answer(
         self, pairs: list[Pair], answerer: Answerer
@@ -257,6 +257,7 @@ class TestAnswers:
         asked = ask_natural(answerer, load_natural())
         assert num_sensible(asked) >= REQUIRED_SENSIBLE * len(asked)
 
+    @pytest.mark.slow(reason="asks the demo model every question of a newcomer, one at a time")
     @torch.inference_mode()
     def test_objects_that_a_grammar_began_are_closed(self, chat_tokenizer: Any) -> None:
         """As behind a schema's `{"answer": "`; the grammar forbids, but does not hurry."""

@@ -73,6 +73,7 @@ def test_labels_are_those_of_transformers(
     assert (stats.num_free_blocks, stats.outstanding_tokens) == (128, 0)
 
 
+@pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize(
     "ranks",
     [

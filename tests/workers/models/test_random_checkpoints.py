@@ -140,7 +140,7 @@ def test_logits_and_completions_are_those_of_transformers(
     check(family, data.draw(checkpoints(family)), lengths, cuts, budget)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="draws many more checkpoints than the quick test above")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 @WIDE

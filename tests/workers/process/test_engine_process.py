@@ -51,6 +51,9 @@ _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_seque
 _INT8 = msgspec.structs.replace(_CONFIG, quantization="int8")
 
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")

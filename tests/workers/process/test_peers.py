@@ -24,6 +24,9 @@ _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_seque
 _PROMPT = tuple(range(20, 110))
 
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")

@@ -40,7 +40,10 @@ from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.llamacpp]
+pytestmark = [
+    pytest.mark.slow(reason="starts another project's server with a real model"),
+    pytest.mark.llamacpp,
+]
 
 _NUM_STREAMS = 20
 _EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")

@@ -26,7 +26,10 @@ from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.llamacpp]
+pytestmark = [
+    pytest.mark.slow(reason="starts another project's server with a real model"),
+    pytest.mark.llamacpp,
+]
 
 
 @pytest.fixture(scope="module")

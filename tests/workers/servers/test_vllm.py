@@ -35,7 +35,11 @@ from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.relay import port_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow(reason="starts another project's server with a real model"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]
 
 _CONTEXT_WINDOW_TOKENS = 4096
 # Of its prefix cache, on a processor.

@@ -22,6 +22,8 @@ from tests.workers.engine.device_group.group_engines import MOE, SHAPE, load, ru
 from tests.workers.engine.kv.test_host_cache import fast_swaps
 from tests.workers.engine.support import drain, last_by_request, prompt, request, tokens_by_request
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 
 def ask_all(engine: Engine, requests: list[EngineRequest]) -> list[EngineOutput]:
     for one in requests:

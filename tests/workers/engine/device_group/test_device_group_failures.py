@@ -24,6 +24,8 @@ from tests.workers.checkpoints import save_model
 from tests.workers.engine.device_group.group_engines import MOE, SHAPE, load, runner_of
 from tests.workers.engine.support import drain, prompt, request, tokens_by_request
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,6 +33,8 @@ from tests.workers.engine.support import (
     tokens_by_request,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 
 def load(path: Path, ranks: int, **changes: Any) -> Engine:
     settings: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_blocks": 40}

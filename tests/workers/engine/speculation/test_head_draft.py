@@ -160,6 +160,7 @@ def test_it_drafts_for_all_completions_of_a_prompt(copier: _World) -> None:
     assert _share(copier.engine(), requests, known) > 0.5
 
 
+@pytest.mark.usefixtures("warm_processes")
 def test_it_drafts_for_a_group_of_ranks(copier: _World) -> None:
     requests = _texts(0.0)
     without = load(copier.target, "off", tensor_parallel=2)

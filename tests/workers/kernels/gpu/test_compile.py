@@ -15,7 +15,10 @@ import pytest
 
 from tests.support.engine.compiling_process import CompilingProcess, compiling_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow(reason="compiles every GPU kernel for Hopper without a GPU"),
+    pytest.mark.timeout(300),
+]
 
 # Kernels of one's own that have what the tool is there to find.
 BROKEN = """

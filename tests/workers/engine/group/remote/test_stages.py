@@ -44,6 +44,10 @@ TWO_OF_THREE = {"pipeline_parallel": 3, "remote_stages": 2}
 DEVICES = {"kernels": "reference", "cuda_graphs": False}
 
 
+# Except for the ranks of ``millrace stages``, which are started as a user's are.
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     path = tmp_path_factory.mktemp("llama")
