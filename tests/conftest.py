@@ -19,8 +19,8 @@ from tests.runner.plugin import pytest_configure as pytest_configure
 from tests.runner.rerun import pytest_sessionfinish as pytest_sessionfinish
 from tests.support.certificates import Authority
 from tests.support.chromium import CHROMIUM, chromium
-from tests.support.programs import is_there
 from tests.support.nats.streams import delete_streams
+from tests.support.programs import is_there
 from tests.support.servers import NatsServer, RedisServer
 
 # The tests import, and start, our programs over and over: what Python compiled is kept for the next

@@ -42,8 +42,8 @@ _MAX_FDS = 16
 _SPARE_FD = 500
 
 
-class _Server:
-    """The process that forks."""
+class Server:
+    """The process that forks. It ends when its socket is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,15 +70,11 @@ class _Server:
         assert answer, "the server of warm processes ended"
         return int(answer)
 
-    def stop(self) -> None:
-        self._socket.close()
-        self._process.wait()
-
 
 class WarmProcess(subprocess.Popen[Any]):
     """A process that was started anew, or forked if it runs one of ``_MODULES``."""
 
-    server: ClassVar[_Server]
+    server: ClassVar[Server]
 
     # In CPython 3.11 to 3.14 ``others`` are (executable, preexec_fn, close_fds, pass_fds, cwd, env,
     # startupinfo, creationflags, shell, six files of pipes, ...).
@@ -92,16 +88,6 @@ class WarmProcess(subprocess.Popen[Any]):
         self.pid = self.server.fork(command[3:], environment=others[5], fds=tuple(others[3]))
         self._child_created = True
         self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
-
-
-@contextmanager
-def warm_server() -> Iterator[None]:
-    """``WarmProcess`` can be used meanwhile."""
-    WarmProcess.server = _Server()
-    try:
-        yield
-    finally:
-        WarmProcess.server.stop()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineOutput, EngineRequest
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.workers.checkpoints import save_classifier
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.group.shapes import SHAPE

@@ -45,6 +45,7 @@ from millrace.workers.process.wire import (
     report_decoder,
 )
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
 
 _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_sequences=8)

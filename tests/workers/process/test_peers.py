@@ -18,6 +18,7 @@ from millrace.schemas.transfer import KvSource
 from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.process.engine_process import EngineClient
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
 
 _CONFIG = EngineConfig(num_blocks=64, num_threads=1, device="cpu", max_num_sequences=8)

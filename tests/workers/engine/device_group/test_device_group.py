@@ -15,6 +15,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.sequence import UNREAD_TOKEN
 from millrace.workers.engine.types import EngineOutput, EngineRequest
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.device.test_device_runner import answers, mixed_requests

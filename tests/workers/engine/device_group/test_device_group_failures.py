@@ -19,6 +19,7 @@ from millrace.workers.engine.device_group.making import meet
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.group.control_wire import JoinDevices
 from millrace.workers.engine.group.ranks import RankLostError
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
 from tests.workers.checkpoints import save_model
 from tests.workers.engine.device_group.group_engines import MOE, SHAPE, load, runner_of

@@ -22,6 +22,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.group.ranks import RankLostError
 from millrace.workers.engine.group.runner import GroupRunner
 from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.workers.checkpoints import save_model

@@ -18,6 +18,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.scheduling.cost_model import CostModel
 from millrace.workers.engine.speculation.head_draft import HeadDraft
 from millrace.workers.engine.types import EngineRequest
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.workers.eagle_heads import HEAD, head_tensors, save_head
 from tests.workers.engine.speculation.test_equality import _behind, _load
 from tests.workers.engine.speculation.worlds import VOCAB_SIZE, Answers, load, run

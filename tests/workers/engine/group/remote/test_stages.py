@@ -28,6 +28,7 @@ from millrace.workers.engine.group.remote.host import Joining, StageHost
 from millrace.workers.engine.group.remote.member import RemoteMember
 from millrace.workers.engine.group.runner import GroupRunner
 from tests.support.engine.stages import Stages
+from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
