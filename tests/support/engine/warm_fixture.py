@@ -1,0 +1,27 @@
+"""The fixture of warm processes. Test files import it, so that only they count as affected by what
+the processes run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.support.engine.warm_processes import Server, WarmProcess
+
+
+@cache
+def _server() -> Server:
+    """One server for all tests of this process. It ends when its socket is closed, with us."""
+    return Server()
+
+
+@pytest.fixture(scope="module")
+def warm_processes() -> Iterator[None]:
+    """Ranks and engines that the tests of a module start have imported torch already."""
+    WarmProcess.server = _server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", WarmProcess)
+        yield
