@@ -113,7 +113,7 @@ async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, 
         (row,) = pair.sql(query)
         return (int(row["num_rows"]), int(row["completion_tokens"])) == (1, NUM_TOKENS)
 
-    await eventually(recorded, timeout_s=15.0)
+    await eventually(recorded)
     await eventually(
         lambda: all(pair.pid(part) != pid for part, pid in ended.items()), timeout_s=30.0
     )

@@ -112,7 +112,7 @@ async def _recorded_once(system: System, answers: list[Answer]) -> None:
         "any(completion_tokens) AS completion_tokens "
         f"FROM requests FINAL WHERE request_id IN ({ids}) GROUP BY request_id"
     )
-    await eventually(lambda: len(system.sql(query)) == NUM_CLIENTS, timeout_s=15.0, what="rows")
+    await eventually(lambda: len(system.sql(query)) == NUM_CLIENTS, what="rows")
     for row in system.sql(query):
         told = (int(row["num_rows"]), row["status"], int(row["completion_tokens"]))
         assert told == (1, "done", NUM_TOKENS)

@@ -36,7 +36,7 @@ async def test_no_word_of_a_request_is_in_a_log_a_metric_or_a_table(
     assert refused.status_code == 400
     ids = ", ".join(f"'{answer.request_id}'" for answer in answers)
     rows = f"SELECT * FROM requests FINAL WHERE request_id IN ({ids})"
-    await eventually(lambda: len(system.sql(rows)) == len(answers), timeout_s=15.0, what="rows")
+    await eventually(lambda: len(system.sql(rows)) == len(answers), what="rows")
     tables = [
         row["name"]
         for row in system.sql("SELECT name FROM system.tables WHERE database='millrace'")

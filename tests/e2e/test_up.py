@@ -106,7 +106,7 @@ async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_
         for system, answer in zip(systems, answers, strict=True):
             query = "SELECT request_id FROM requests FINAL WHERE tenant != 'system'"
             own = [{"request_id": answer.request_id}]
-            await eventually(partial(_tells, system, query, own), timeout_s=10.0)
+            await eventually(partial(_tells, system, query, own))
     finally:
         for system in systems:
             system.stop()
@@ -148,6 +148,6 @@ async def test_a_usual_port_that_is_taken_moves_and_a_second_life_keeps_the_reco
     running.start()
     try:
         query = f"SELECT count() AS n FROM requests FINAL WHERE request_id = '{answer.request_id}'"
-        await eventually(lambda: int(running.sql(query)[0]["n"]) == 1, timeout_s=10.0)
+        await eventually(lambda: int(running.sql(query)[0]["n"]) == 1)
     finally:
         assert running.stop() == 0

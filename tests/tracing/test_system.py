@@ -198,7 +198,7 @@ async def test_a_published_job_goes_on_in_its_trace_or_begins_one(
     subject = subjects.job(TenantQueue("demo", Tier.FREE, None))
     await client.jetstream().publish(subject, json.dumps(body).encode(), headers=headers)
     await client.close()
-    await eventually(lambda: bool(collector.of_request("traced-1")), timeout_s=15.0)
+    await eventually(lambda: bool(collector.of_request("traced-1")))
     ours = collector.of_request("traced-1")[0].trace_id
     spans = await _stored(collector, ours)
     (first,) = spans["scheduler", "job demo"]
@@ -216,7 +216,7 @@ async def test_the_analyst_finds_the_trace_in_the_record(
     answer = await http.post("/v1/chat/completions", json=_body(4) | {"stream": False})
     request_id, trace_id = answer.headers["x-request-id"], answer.headers["x-trace-id"]
     query = f"SELECT trace_id FROM requests FINAL WHERE request_id = '{request_id}'"
-    await eventually(lambda: system.sql(query) == [{"trace_id": trace_id}], timeout_s=15.0)
+    await eventually(lambda: system.sql(query) == [{"trace_id": trace_id}])
 
 
 async def test_no_word_of_a_prompt_and_no_tenant_leaves_in_a_trace(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -118,28 +116,30 @@ def test_a_pid_that_another_process_has_by_now_is_not_signalled(tmp_path: Path) 
 def test_down_waits_as_long_as_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The process ignores the first SIGTERM and ends at the second."""
     (tmp_path / "run").mkdir()
     program = (
-        "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "print(flush=True); sys.stdin.readline()"
+        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
+        "print(flush=True); signal.sigwait([signal.SIGTERM]);"
+        "print(flush=True); signal.sigwait([signal.SIGTERM])"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    deaf = subprocess.Popen([sys.executable, "-c", program], **pipes)  # type: ignore[call-overload]
+    stubborn = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
-        deaf.stdout.readline()
-        (tmp_path / "run" / "up.pid").write_text(f"{deaf.pid} {started_ticks(deaf.pid)}\n")
+        assert stubborn.stdout is not None
+        stubborn.stdout.readline()
+        (tmp_path / "run" / "up.pid").write_text(f"{stubborn.pid} {started_ticks(stubborn.pid)}\n")
         assert main(["down", "--wait", "50ms", "--data", str(tmp_path)]) == 1
         assert "It still runs after 0 s" in capsys.readouterr().out
         assert main(["status", "--data", str(tmp_path)]) == 1
         assert "is just starting or stopping" in capsys.readouterr().out
         assert main(["status", "--json", "--data", str(tmp_path)]) == 1
         assert json.loads(capsys.readouterr().out)["well"] is False
-        threading.Timer(0.05, deaf.send_signal, (signal.SIGKILL,)).start()
+        stubborn.stdout.readline()  # It has taken the first signal, so the second one is new.
         assert main(["down", "--data", str(tmp_path)]) == 0
         assert "Stopped in" in capsys.readouterr().out
     finally:
-        deaf.kill()
-        deaf.communicate()
+        stubborn.kill()
+        stubborn.communicate()
 
 
 def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,14 +169,14 @@ class EngineSystemChecks(EngineAnswerChecks):
             )
             return row
 
-        await eventually(lambda: int(counted()["ids"]) == _NUM_STREAMS, timeout_s=15.0)
+        await eventually(lambda: int(counted()["ids"]) == _NUM_STREAMS)
         assert int(counted()["rows"]) == _NUM_STREAMS
 
     async def test_nothing_of_the_server_outlives_its_worker(self, system: System) -> None:
         server = server_process(system, self.program)
         family = [server, *server.children(recursive=True)]
         system.kill("worker-1")
-        await eventually(lambda: not any(runs(one) for one in family), timeout_s=15.0)
+        await eventually(lambda: not any(runs(one) for one in family))
         log = system.data / "logs" / "worker-1.log"
         num_serving = log.read_text().count('"serving"')
         await eventually(lambda: log.read_text().count('"serving"') > num_serving, timeout_s=240.0)

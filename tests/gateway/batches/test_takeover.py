@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from redis.asyncio import Redis
+
 from millrace.bus import redis_keys
 from millrace.gateway.batches.runner import RELEASE
-from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import RedisConfig
 from tests.support.batch_system import (
     Connect,
@@ -66,21 +67,20 @@ async def test_two_gateways_that_both_think_that_they_run_it(
         worker.hold_after = 50
         batch = await first.begin(lines)
         await eventually(lambda: worker.num_running >= 50)
-        link = RedisLink(redis)
         runners = [front.server._batches for front in (first, second)]
         await eventually(lambda: {runner.num_running for runner in runners} == {0, 1})
         old, new = sorted(runners, key=lambda runner: -runner.num_running)
         key = redis_keys.batch_lease_key(batch.id)
-        holder = await link.call("GET", key)
 
         async def is_taken() -> bool:
             # Until the other one looks, the owner would take it back. In one go, or it might be the
             # other one's by the time that it is deleted.
-            await link.evaluate(RELEASE, [key], [holder])
+            await client.eval(RELEASE.source, 1, key, old._holder)
             return new.num_running == 1
 
-        await eventually(is_taken)
-        await link.close()
+        # Unlike the gateway's link, this client waits for Redis however long it takes.
+        async with Redis.from_url(redis.url) as client:
+            await eventually(is_taken)
         worker.release()
         batch = await first.end(batch)
         assert batch.status == "completed"
