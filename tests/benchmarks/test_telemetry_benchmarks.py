@@ -18,7 +18,7 @@ _SAID = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="smoke runs of benchmarks, which promise nothing to users")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", _SAID)
 def test_a_smoke_run_says_everything(name: str) -> None:

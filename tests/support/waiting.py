@@ -15,8 +15,10 @@ async def eventually(
     predicate: Callable[[], bool] | Callable[[], Awaitable[bool]],
     timeout_s: float = _DEADLINE_S,
     what: str = "the condition",
+    poll_s: float = _POLL_S,
 ) -> None:
-    """Return as soon as ``predicate`` holds; AssertionError after ``timeout_s``."""
+    """Return as soon as ``predicate`` holds; AssertionError after ``timeout_s``. A predicate that
+    costs CPU, such as a query of a store, is better asked less often: ``poll_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
         outcome = predicate()
@@ -26,4 +28,4 @@ async def eventually(
             return
         if time.monotonic() > deadline:
             raise AssertionError(f"{what} did not hold within {timeout_s} s")
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(poll_s)

@@ -24,6 +24,8 @@ from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
 
+# Each question to the store costs this process and the asked one some milliseconds of CPU.
+POLL_S = 0.05
 PASSWORD = "of the store's door"
 
 
@@ -80,7 +82,9 @@ class TelemetryProcess:
                 return self._get("/ping") == b"Ok.\n"
             return False
 
-        await eventually(lambda: asyncio.to_thread(ready), timeout_s=30, what="telemetry is up")
+        await eventually(
+            lambda: asyncio.to_thread(ready), timeout_s=30, what="telemetry is up", poll_s=POLL_S
+        )
 
     def kill(self) -> None:
         assert self._process is not None

@@ -27,7 +27,10 @@ from tests.telemetry.traffic import MOVED_ID, NUM_REQUESTS, fill
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
+    pytest.mark.slow(
+        reason="20 s of Chromium; test_ops_page.py loads the same page, and tests/telemetry/queries"
+        " has the queries that it asks"
+    ),
     pytest.mark.browser,
 ]
 

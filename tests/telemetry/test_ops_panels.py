@@ -27,7 +27,10 @@ NS = 10**9
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
+    pytest.mark.slow(
+        reason="23 s of Chromium; test_ops_page.py loads the same page, and tests/telemetry/queries"
+        " has the queries that it asks"
+    ),
     pytest.mark.browser,
 ]
 

@@ -73,8 +73,8 @@ async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop
     moody.away = True
     bus = MemoryBus(MemoryBroker())
     # A partition of the embedded cluster keeps 5 MB; these are eight for each, compressed.
-    for number in range(12_000):
-        record = msgspec.structs.replace(request_record(number), user=secrets.token_hex(2_500))
+    for number in range(3_000):
+        record = msgspec.structs.replace(request_record(number), user=secrets.token_hex(10_000))
         await bus.outbox.publish(record)
     async with running(bus, moody, embedded_kafka) as service:
         # By then the bridge has sent all that it lets Kafka hold.
@@ -82,11 +82,11 @@ async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop
         moody.away = False
 
         async def landed() -> bool:
-            return await service.ledger.mark() == 12_000
+            return await service.ledger.mark() == 3_000
 
         await eventually(landed, timeout_s=30)
-        assert service.sink.num_stored == 12_000, "none was dropped and replayed"
-    assert await count(store) == 12_000
+        assert service.sink.num_stored == 3_000, "none was dropped and replayed"
+    assert await count(store) == 3_000
 
 
 async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(
@@ -171,8 +171,6 @@ async def test_the_embedded_kafka_dies_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_bad_configuration_is_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
     for settings, words, code in (
-        ({}, "exactly one of clickhouse.url and clickhouse.path", 2),
-        ({"MILLRACE_CLICKHOUSE__PAHT": "x"}, "paht", 2),
         ({"MILLRACE_CLICKHOUSE__PATH": str(tmp_path / "store")}, "password only", 2),
         (
             {

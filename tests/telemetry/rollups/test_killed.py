@@ -5,20 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from millrace.bus.nats import connect
 from millrace.schemas.config import KafkaConfig, NatsConfig, TelemetryConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
-from tests.telemetry.process import TelemetryProcess
+from tests.telemetry.process import POLL_S, TelemetryProcess
 from tests.telemetry.records import request_record
 
 NUM_RECORDS = 120
 
 
-@pytest.mark.slow
 async def test_killed_between_insert_and_count(nats_server: NatsServer, tmp_path: Path) -> None:
     kafka = EmbeddedKafka()
     process = TelemetryProcess(
@@ -56,4 +54,4 @@ async def _answers(process: TelemetryProcess, sql: str, expected: str) -> None:
     async def holds() -> bool:
         return await process.sql(sql) == expected
 
-    await eventually(holds, timeout_s=30, what=sql)
+    await eventually(holds, timeout_s=30, what=sql, poll_s=POLL_S)

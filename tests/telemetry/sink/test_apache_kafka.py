@@ -18,7 +18,10 @@ from tests.telemetry.records import request_record
 
 pytestmark = [
     pytest.mark.kafka,
-    pytest.mark.slow,
+    pytest.mark.slow(
+        reason="a JVM for 40 s; the same path runs over the embedded Kafka in test_pipeline.py, "
+        "test_twice.py and test_crashes.py, and a broker that ends in test_store_full.py"
+    ),
     pytest.mark.timeout(240),
     pytest.mark.skipif(missing_tool() is not None, reason=f"{missing_tool()} is not installed"),
 ]
@@ -49,7 +52,7 @@ async def landed(store: Store, seed: int, num_records: int) -> None:
     async def complete() -> bool:
         return await count(store, f"requests_once WHERE {mine}") == num_records
 
-    await eventually(complete, timeout_s=30, what=f"{num_records} requests")
+    await eventually(complete, timeout_s=30, what=f"{num_records} requests", poll_s=0.05)
     assert await count(store, f"requests FINAL WHERE {mine}") == num_records
     tokens = sum(request_record(number, seed=seed).prompt_tokens for number in range(num_records))
     sums = await store.rows(f"SELECT sum(prompt_tokens) FROM requests_once WHERE {mine}")

@@ -17,10 +17,11 @@ from millrace.schemas.config import KafkaConfig, NatsConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
-from tests.telemetry.process import TelemetryProcess
+from tests.telemetry.process import POLL_S, TelemetryProcess
 from tests.telemetry.records import request_record
 
-NUM_RECORDS = 2_400
+NUM_LIVES = 2
+NUM_RECORDS = 1_200
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ async def all_landed(process: TelemetryProcess, num_records: int) -> None:
     async def landed() -> bool:
         return await process.sql("SELECT uniqExact(request_id) FROM requests") == str(num_records)
 
-    await eventually(landed, timeout_s=30, what=f"{num_records} requests in ClickHouse")
+    await eventually(landed, timeout_s=30, what=f"{num_records} in ClickHouse", poll_s=POLL_S)
     counts = await process.sql(
         "SELECT count(), sum(prompt_tokens), (SELECT count() FROM requests_once), "
         "(SELECT count() FROM requests FINAL) FROM requests"
@@ -50,7 +51,6 @@ async def all_landed(process: TelemetryProcess, num_records: int) -> None:
     assert counts == f"{num_records}\t{tokens}\t{num_records}\t{num_records}"
 
 
-@pytest.mark.slow
 async def test_killed_again_and_again(
     bus: NatsBus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
@@ -59,11 +59,11 @@ async def test_killed_again_and_again(
         tmp_path, nats_server.url, KafkaConfig(bootstrap_servers=kafka.bootstrap_servers)
     )
     draw = random.Random(5)
-    for first in range(0, NUM_RECORDS, NUM_RECORDS // 4):
+    for first in range(0, NUM_RECORDS, NUM_RECORDS // NUM_LIVES):
         process.start()
         await process.answers()
         publishing = asyncio.create_task(
-            publish(bus, first, first + NUM_RECORDS // 4, pause_s=0.05)
+            publish(bus, first, first + NUM_RECORDS // NUM_LIVES, pause_s=0.05)
         )
 
         # In mid-flight: part of what it pulled is in Kafka, part in ClickHouse, part nowhere.
@@ -71,7 +71,7 @@ async def test_killed_again_and_again(
             newest = await process.sql("SELECT max(request_id) FROM requests")
             return newest >= request_record(first).request_id
 
-        await eventually(moves, timeout_s=20)
+        await eventually(moves, timeout_s=20, poll_s=POLL_S)
         await asyncio.sleep(draw.random() * 0.4)
         process.kill()
         await publishing
@@ -82,14 +82,13 @@ async def test_killed_again_and_again(
     kafka.close()
 
 
-@pytest.mark.slow
 async def test_telemetry_and_kafka_die_together(
     bus: NatsBus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     """The embedded Kafka comes back empty, at another address; what it held is replayed."""
     # The sink is kept waiting, so that what dies is in Kafka, acknowledged, and nowhere else.
     process = TelemetryProcess(tmp_path, nats_server.url, KafkaConfig(), batch_interval_s=5.0)
-    for life in range(1, 4):
+    for life in range(1, 3):
         kafka = EmbeddedKafka()
         process.use(kafka)
         process.start()
@@ -104,7 +103,7 @@ async def test_telemetry_and_kafka_die_together(
     process.use(kafka)
     process.start()
     await process.answers()
-    await all_landed(process, 900)
+    await all_landed(process, 600)
     assert process.stop() == 0
     kafka.close()
 

@@ -29,7 +29,6 @@ from tests.telemetry.records import request_record
 
 pytestmark = [
     pytest.mark.kafka,
-    pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.skipif(missing_tool() is not None, reason=f"{missing_tool()} is not installed"),
 ]

@@ -25,7 +25,7 @@ from tests.support.servers import NatsServer, free_port
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, running
-from tests.telemetry.process import TelemetryProcess
+from tests.telemetry.process import POLL_S, TelemetryProcess
 from tests.telemetry.records import request_record
 
 _WITHIN_S = 60.0
@@ -58,7 +58,6 @@ async def shown(port: int, path: str) -> str:
     return ""
 
 
-@pytest.mark.slow
 async def test_clickhouse_has_no_room(
     disk: SmallDisk, nats_server: NatsServer, embedded_kafka: KafkaConfig
 ) -> None:
@@ -78,7 +77,7 @@ async def test_clickhouse_has_no_room(
                 )
                 return counts == f"{num_records}\t{num_records}"
 
-            await eventually(all_there, _WITHIN_S, f"{num_records} requests in ClickHouse")
+            await eventually(all_there, _WITHIN_S, f"{num_records} in ClickHouse", POLL_S)
 
         async def named() -> bool:
             return "clickhouse refuses rows because its disk is full" in await shown(
@@ -92,19 +91,18 @@ async def test_clickhouse_has_no_room(
         await landed(50)
         disk.fill()
         await publish(bus, 50, 300)
-        await eventually(named, _WITHIN_S, "health names the store")
+        await eventually(named, _WITHIN_S, "health names the store", POLL_S)
         told = await shown(metrics.port, "metrics")
         assert 'millrace_store_healthy{store="clickhouse"} 0.0' in told
         disk.make_room()
         await landed(300)
-        await eventually(well, _WITHIN_S, "health is well")
+        await eventually(well, _WITHIN_S, "health is well", POLL_S)
     finally:
         process.stop()
         await bus.close()
 
 
 @pytest.mark.kafka
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(missing_tool() is not None, reason=f"{missing_tool()} is not installed")
 async def test_kafka_has_no_room(store: Store, disk: SmallDisk) -> None:
@@ -120,7 +118,7 @@ async def test_kafka_has_no_room(store: Store, disk: SmallDisk) -> None:
                 async def all_there() -> bool:
                     return await count(store, "requests_once") == num_records
 
-                await eventually(all_there, _WITHIN_S, f"{num_records} requests in ClickHouse")
+                await eventually(all_there, _WITHIN_S, f"{num_records} in ClickHouse", POLL_S)
 
             await publish(bus, 0, 50)
             await landed(50)
