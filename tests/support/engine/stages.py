@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import IO
+from unittest.mock import patch
 
 import psutil
+
+from millrace.cli.main import main
+from tests.support.engine.warm_processes import WarmProcess, warm_server
 
 _ENDS_WITHIN_S = 15.0
 
@@ -17,10 +21,12 @@ _ENDS_WITHIN_S = 15.0
 class Stages:
     """A running ``millrace stages``, whose ranks have a thread each. ``log`` is where it writes."""
 
+    _MODULE = ("millrace", "stages")
+
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
         with log.open("ab") as output:
-            self._process = _start(output, arguments)
+            self._process = _start(output, (*self._MODULE, *arguments))
 
     @property
     def pid(self) -> int:
@@ -52,10 +58,28 @@ class Stages:
         self._process.wait()
 
 
+class WarmStages(Stages):
+    """The same with ranks that are forks of its first child, which has imported torch."""
+
+    _MODULE = (__name__,)
+
+    def ranks(self) -> list[psutil.Process]:
+        return super().ranks()[1:]
+
+
 def _start(output: IO[bytes], arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "millrace", "stages", *arguments],
+        [sys.executable, "-m", *arguments],
         stdout=output,
         stderr=output,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+
+
+def _main() -> int:
+    with warm_server(), patch.object(subprocess, "Popen", WarmProcess):
+        return main(["stages", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

@@ -77,14 +77,20 @@ def test_labels_are_those_of_transformers(
 @pytest.mark.usefixtures("warm_processes")
 @pytest.mark.parametrize(
     "ranks",
-    [
-        {"pipeline_parallel": 2},
-        {"tensor_parallel": 2, "pipeline_parallel": 2},
-        {"pipeline_parallel": 2, "kernels": "reference"},
-    ],
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}],
     ids=str,
 )
 def test_labels_of_a_group_of_ranks(tmp_path: Path, ranks: dict[str, Any]) -> None:
+    check_ranks(tmp_path, **ranks)
+
+
+def test_labels_of_a_group_of_ranks_on_devices(tmp_path: Path) -> None:
+    """Their processes start anew, as a user's do."""
+    check_ranks(tmp_path, pipeline_parallel=2, kernels="reference")
+
+
+def check_ranks(tmp_path: Path, **ranks: Any) -> None:
+    """The labels of a group of ranks are those of transformers."""
     save_classifier(tmp_path, "Llama", 3, **SHAPE)
     config = EngineConfig(
         num_blocks=128, device="cpu", max_batch_tokens=40, max_num_sequences=8, num_threads=1

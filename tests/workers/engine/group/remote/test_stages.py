@@ -27,7 +27,7 @@ from millrace.workers.engine.group.remote.errors import StageRefusedError
 from millrace.workers.engine.group.remote.host import Joining, StageHost
 from millrace.workers.engine.group.remote.member import RemoteMember
 from millrace.workers.engine.group.runner import GroupRunner
-from tests.support.engine.stages import Stages
+from tests.support.engine.stages import Stages, WarmStages
 from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
@@ -45,7 +45,6 @@ TWO_OF_THREE = {"pipeline_parallel": 3, "remote_stages": 2}
 DEVICES = {"kernels": "reference", "cuda_graphs": False}
 
 
-# Except for the ranks of ``millrace stages``, which are started as a user's are.
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
@@ -62,10 +61,10 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def joined(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    """A host of two stages."""
+    """A host of two stages, whose ranks are forks. Those of the host that is killed are not."""
     folder = tmp_path_factory.mktemp("stages")
     (folder / "token").write_text(f"{TOKEN}\n")
-    host = Stages(
+    host = WarmStages(
         folder / "log",
         *("--join", f"127.0.0.1:{port}", "--token-file", str(folder / "token")),
         *("--max-stages", "2"),
