@@ -70,6 +70,11 @@ class Server:
         assert answer, "the server of warm processes ended"
         return int(answer)
 
+    def stop(self) -> None:
+        """End the server; its forks live on."""
+        self._socket.close()
+        self._process.wait()
+
 
 class WarmProcess(subprocess.Popen[Any]):
     """A process that was started anew, or forked if it runs one of ``_MODULES``."""
@@ -88,6 +93,16 @@ class WarmProcess(subprocess.Popen[Any]):
         self.pid = self.server.fork(command[3:], environment=others[5], fds=tuple(others[3]))
         self._child_created = True
         self._close_pipe_fds(*others[9:15])  # type: ignore[attr-defined]
+
+
+@contextmanager
+def warm_server() -> Iterator[None]:
+    """``WarmProcess`` can be used meanwhile."""
+    WarmProcess.server = Server()
+    try:
+        yield
+    finally:
+        WarmProcess.server.stop()
 
 
 @contextmanager
