@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import peft
 import torch
 
 from millrace.registry.checkpoints.adapters.outline import adapter_version
@@ -28,6 +27,8 @@ def save_adapter(
 ) -> Any:
     """A random adapter of transformers' ``model`` in ``path``; returns PEFT's model of both."""
     settings = {"r": 4, "lora_alpha": 8} | config
+    import peft  # seconds of CPU, which only runs of these tests take
+
     adapted = peft.get_peft_model(
         copy.deepcopy(model), peft.LoraConfig(target_modules=list(targets), **settings)
     )
