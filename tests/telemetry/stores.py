@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from millrace.telemetry.store.store import Store
 
+# How often tests ask a store whether rows have come: each query costs some milliseconds of CPU.
+POLL_S = 0.05
 TABLES = (
     "requests",
     "deliveries",
