@@ -9,13 +9,14 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser
 
-from millrace.schemas.config import KafkaConfig
+from millrace.schemas.config import ClickHouseConfig, KafkaConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from millrace.telemetry.store.embedded_engine import connect
+from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
 from tests.support.servers import NatsServer
 from tests.telemetry.ops_page import OpsPage, serving
-from tests.telemetry.stores import empty_store
+from tests.telemetry.stores import empty
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +28,20 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     held.close()
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def opened_store(store_path: Path) -> AsyncIterator[Store]:
+    """The store of this process, with all its tables."""
+    opened = await Store.open(ClickHouseConfig(path=str(store_path)))
+    await migrate(opened)
+    yield opened
+    await opened.close()
+
+
 @pytest.fixture
-async def store(store_path: Path) -> AsyncIterator[Store]:
-    async with empty_store(store_path) as opened:
-        yield opened
+async def store(opened_store: Store) -> Store:
+    """The store of this process, without rows."""
+    await empty(opened_store)
+    return opened_store
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -23,9 +23,8 @@ from millrace.schemas.config import (
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
+from tests.telemetry.stores import POLL_S
 
-# Each question to the store costs this process and the asked one some milliseconds of CPU.
-POLL_S = 0.05
 PASSWORD = "of the store's door"
 
 

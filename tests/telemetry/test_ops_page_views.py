@@ -22,7 +22,7 @@ from millrace.schemas.records import RequestRecord
 from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.ops_page import OpsPage, serving, shoot
-from tests.telemetry.stores import empty_store
+from tests.telemetry.stores import empty
 from tests.telemetry.traffic import MOVED_ID, NUM_REQUESTS, fill
 
 pytestmark = [
@@ -36,10 +36,10 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def store(store_path: Path) -> AsyncIterator[Store]:
-    """One for all tests here, which only look at it."""
-    async with empty_store(store_path) as opened:
-        yield opened
+async def store(opened_store: Store) -> Store:
+    """Emptied once for all tests here, which only look at it."""
+    await empty(opened_store)
+    return opened_store
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

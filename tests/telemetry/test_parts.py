@@ -26,6 +26,7 @@ from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
 from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import request_record
+from tests.telemetry.stores import POLL_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +64,7 @@ async def test_the_sink_waits_for_a_store_that_is_away(
         async def landed() -> bool:
             return await count(store) == 50
 
-        await eventually(landed, timeout_s=20)
+        await eventually(landed, timeout_s=20, poll_s=POLL_S)
 
 
 async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop_it(
@@ -84,7 +85,7 @@ async def test_a_backlog_stays_in_the_outbox_while_the_embedded_kafka_would_drop
         async def landed() -> bool:
             return await service.ledger.mark() == 3_000
 
-        await eventually(landed, timeout_s=30)
+        await eventually(landed, timeout_s=30, poll_s=POLL_S)
         assert service.sink.num_stored == 3_000, "none was dropped and replayed"
     assert await count(store) == 3_000
 
@@ -102,7 +103,7 @@ async def test_one_row_that_clickhouse_refuses_does_not_hold_up_the_others(
         async def settled() -> bool:
             return await service.ledger.mark() == 40
 
-        await eventually(settled, timeout_s=20)
+        await eventually(settled, timeout_s=20, poll_s=POLL_S)
     assert await count(store) == 39
     [message] = await dead_letters(embedded_kafka, 1)
     assert message.key == moody.refused_id.encode()
@@ -120,7 +121,7 @@ async def test_a_new_outbox_starts_a_new_ledger(store: Store, embedded_kafka: Ka
             async def landed(wanted: int = num_records) -> bool:
                 return await service.ledger.mark() == wanted
 
-            await eventually(landed, timeout_s=20)
+            await eventually(landed, timeout_s=20, poll_s=POLL_S)
     assert await count(store) == 40
 
 

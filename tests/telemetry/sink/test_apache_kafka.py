@@ -15,6 +15,7 @@ from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
 from tests.telemetry.pipeline import count, running
 from tests.telemetry.records import request_record
+from tests.telemetry.stores import POLL_S
 
 pytestmark = [
     pytest.mark.kafka,
@@ -52,7 +53,7 @@ async def landed(store: Store, seed: int, num_records: int) -> None:
     async def complete() -> bool:
         return await count(store, f"requests_once WHERE {mine}") == num_records
 
-    await eventually(complete, timeout_s=30, what=f"{num_records} requests", poll_s=0.05)
+    await eventually(complete, timeout_s=30, what=f"{num_records} requests", poll_s=POLL_S)
     assert await count(store, f"requests FINAL WHERE {mine}") == num_records
     tokens = sum(request_record(number, seed=seed).prompt_tokens for number in range(num_records))
     sums = await store.rows(f"SELECT sum(prompt_tokens) FROM requests_once WHERE {mine}")

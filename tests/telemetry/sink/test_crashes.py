@@ -17,8 +17,9 @@ from millrace.schemas.config import KafkaConfig, NatsConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
-from tests.telemetry.process import POLL_S, TelemetryProcess
+from tests.telemetry.process import TelemetryProcess
 from tests.telemetry.records import request_record
+from tests.telemetry.stores import POLL_S
 
 NUM_LIVES = 2
 NUM_RECORDS = 1_200

@@ -13,6 +13,7 @@ from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import NOW_NS, delivery_record, request_record, worker_sample
+from tests.telemetry.stores import POLL_S
 
 
 async def test_records_of_every_kind_land_once(store: Store, embedded_kafka: KafkaConfig) -> None:
@@ -27,7 +28,7 @@ async def test_records_of_every_kind_land_once(store: Store, embedded_kafka: Kaf
         async def landed() -> bool:
             return await service.ledger.mark() == 540
 
-        await eventually(landed, timeout_s=20)
+        await eventually(landed, timeout_s=20, poll_s=POLL_S)
     assert await count(store) == 500
     assert await count(store, "deliveries") == 20
     assert await count(store, "worker_samples") == 20
@@ -53,7 +54,7 @@ async def test_a_row_says_what_its_record_said(store: Store, embedded_kafka: Kaf
         async def landed() -> bool:
             return await count(store) == 2
 
-        await eventually(landed, timeout_s=20)
+        await eventually(landed, timeout_s=20, poll_s=POLL_S)
     rows = await store.rows(
         "SELECT session, worker, cost, ttft_ms, completion_tokens, outbox_sequence, "
         "toUnixTimestamp64Micro(received_at), toUnixTimestamp64Micro(first_token_at) "
@@ -91,7 +92,7 @@ async def test_poison_goes_to_the_dead_letters_and_its_batch_lands(
         async def landed() -> bool:
             return await service.ledger.mark() == 23
 
-        await eventually(landed, timeout_s=20)
+        await eventually(landed, timeout_s=20, poll_s=POLL_S)
     assert await count(store) == 20
     letters = await dead_letters(embedded_kafka, 3)
     reasons = [dict(letter.headers)["reason"].decode() for letter in letters]
@@ -109,7 +110,7 @@ async def test_kafka_that_forgot_everything_is_filled_again(store: Store) -> Non
         async def all_landed() -> bool:
             return await count(store) == 100
 
-        await eventually(all_landed, timeout_s=20)
+        await eventually(all_landed, timeout_s=20, poll_s=POLL_S)
     # Bridged, acknowledged in the outbox, and then gone with Kafka before the sink had them.
     for number in range(100, 150):
         await bus.outbox.publish(request_record(number))
@@ -122,7 +123,7 @@ async def test_kafka_that_forgot_everything_is_filled_again(store: Store) -> Non
         async def refilled() -> bool:
             return await count(store) == 150
 
-        await eventually(refilled, timeout_s=20)
+        await eventually(refilled, timeout_s=20, poll_s=POLL_S)
     second.close()
 
 
@@ -136,7 +137,7 @@ async def test_what_a_dead_bridge_held_is_not_waited_for(
         async def one() -> bool:
             return await count(store) == 1
 
-        await eventually(one, timeout_s=20)
+        await eventually(one, timeout_s=20, poll_s=POLL_S)
     for number in range(1, 11):
         await bus.outbox.publish(request_record(number))
     held = await bus.outbox.pull(5, 1.0)
@@ -146,4 +147,4 @@ async def test_what_a_dead_bridge_held_is_not_waited_for(
         async def all_landed() -> bool:
             return await count(store) == 11
 
-        await eventually(all_landed, timeout_s=15)
+        await eventually(all_landed, timeout_s=15, poll_s=POLL_S)

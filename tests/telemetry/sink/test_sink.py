@@ -26,6 +26,7 @@ from tests.support.waiting import eventually
 from tests.telemetry.moody import MoodyStore
 from tests.telemetry.pipeline import count, dead_letters, running
 from tests.telemetry.records import NOW_NS, delivery_record, request_record
+from tests.telemetry.stores import POLL_S
 
 PARTITION = TopicPartition(subjects.REQUESTS_TOPIC, 0)
 SECRET = "the words of somebody"
@@ -37,7 +38,7 @@ async def reached(service: TelemetryService, mark: int) -> None:
     async def settled() -> bool:
         return await service.ledger.mark() == mark
 
-    await eventually(settled, timeout_s=30)
+    await eventually(settled, timeout_s=30, poll_s=POLL_S)
 
 
 async def test_the_lag_is_seen_while_the_store_is_away_and_goes_back_to_nothing(

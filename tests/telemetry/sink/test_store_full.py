@@ -25,8 +25,9 @@ from tests.support.servers import NatsServer, free_port
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import count, running
-from tests.telemetry.process import POLL_S, TelemetryProcess
+from tests.telemetry.process import TelemetryProcess
 from tests.telemetry.records import request_record
+from tests.telemetry.stores import POLL_S
 
 _WITHIN_S = 60.0
 

@@ -94,8 +94,8 @@ async def test_a_later_record_takes_the_place_of_one_in_another_range(unmerged: 
 
 
 async def test_a_range_reads_little_more_than_the_range(store: Store) -> None:
-    rows = [request_record(n, done_ns=NOW_NS - n * SECOND_NS) for n in range(60_000)]
-    await store.insert(REQUESTS, REQUESTS.to_columns(rows, range(1, 60_001)), "all")
+    rows = [request_record(n, done_ns=NOW_NS - n * SECOND_NS) for n in range(30_000)]
+    await store.insert(REQUESTS, REQUESTS.to_columns(rows, range(1, 30_001)), "all")
     answer = await store.reader.read(
         "SELECT count() FROM requests FINAL "
         f"WHERE done_at > fromUnixTimestamp64Micro({NOW_NS // 1000 - 900_000_000}, 'UTC')",

@@ -14,6 +14,7 @@ from millrace.telemetry.store.store import Store
 from tests.support.waiting import eventually
 from tests.telemetry.pipeline import dead_letters, running
 from tests.telemetry.records import delivery_record, request_record, worker_sample
+from tests.telemetry.stores import POLL_S
 
 # As version 1 wrote them, without what version 2 added. Their time is in 2090, so that no table
 # finds them too old.
@@ -52,7 +53,7 @@ async def land(store: Store, kafka: KafkaConfig, payloads: dict[str, bytes]) -> 
         async def settled() -> bool:
             return await service.ledger.mark() == len(payloads)
 
-        await eventually(settled, timeout_s=20)
+        await eventually(settled, timeout_s=20, poll_s=POLL_S)
 
 
 async def test_records_of_version_1_land_with_the_defaults_of_what_they_lack(
