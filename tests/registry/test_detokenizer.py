@@ -48,7 +48,7 @@ def streamed(
 
 
 @KINDS
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
 def test_text_streams_as_it_decodes(kind: str, text: str) -> None:
     tokenizer, backend = made(kind)
@@ -61,7 +61,7 @@ def test_text_streams_as_it_decodes(kind: str, text: str) -> None:
 
 
 @KINDS
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=IDS)
 def test_garbage_streams_as_it_decodes(kind: str, ids: list[int]) -> None:
     tokenizer, _ = made(kind)
@@ -71,14 +71,14 @@ def test_garbage_streams_as_it_decodes(kind: str, ids: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=IDS)
 def test_decoding_is_the_library_s(kind: str, skip: bool, ids: list[int]) -> None:
     tokenizer, backend = made(kind)
     assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(3, 258), st.integers(0, 720)), max_size=40))
 def test_broken_bytes_never_spoil_their_neighbours(ids: list[int]) -> None:
     """The library turns a whole run of byte tokens into U+FFFD if one of them is broken, which a
@@ -92,7 +92,7 @@ def test_broken_bytes_never_spoil_their_neighbours(ids: list[int]) -> None:
 
 
 @KINDS
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(prompt=IDS, ids=IDS)
 def test_after_a_prompt_the_text_goes_on(kind: str, prompt: list[int], ids: list[int]) -> None:
     tokenizer, _ = made(kind)

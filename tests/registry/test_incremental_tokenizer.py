@@ -82,7 +82,7 @@ def _ids_of(tokenizer: Tokenizer, pieces: list[str], before: list[int]) -> list[
 
 @_KINDS
 @pytest.mark.parametrize("before", ["", "The stream", "a "])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pieces=_PIECES)
 def test_what_is_given_is_spelled(kind: str, before: str, pieces: list[str]) -> None:
     tokenizer = _made(kind)
@@ -127,7 +127,7 @@ def _with_known_rules(pattern: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pattern", [GPT_2, LLAMA_3, QWEN_2])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from(

@@ -20,7 +20,7 @@ from tests.support.engine.gguf_made import TOKENS, write_metadata
 
 _FUZZED = settings(
     deadline=None,
-    max_examples=300,
+    max_examples=200,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -185,7 +185,7 @@ def test_a_request_is_the_same_alone_and_preempted_among_others(
     path = llama[0]
     adapters = [None, *three_adapters]
     requests = [
-        with_adapter(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=70, **_KINDS[kind]))
+        with_adapter(adapter, request(f"r{i}", prompt(i, 20 + i), max_tokens=45, **_KINDS[kind]))
         for i, adapter in enumerate([*adapters, *adapters[:2]])
     ]
     alone: dict[tuple[str, int], list[int]] = {}

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
@@ -18,10 +17,10 @@ import yaml
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.sampling import Grammar, GrammarKind
-from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.dialect import (
     Part,
     RefusedByServerError,
@@ -36,7 +35,6 @@ from tests.workers.servers.stand_ins.checks import (
     attached_to,
     check_cancel,
     check_refused,
-    launched,
     steered_request,
 )
 from tests.workers.servers.stand_ins.sglang_server import SglangServer
@@ -129,27 +127,6 @@ def test_a_python_starts_it_as_a_module(model: ServedModel, tmp_path: Path) -> N
     assert arguments[:3] == ["/venv/bin/python3", "-m", "sglang.launch_server"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("kernels", "torch"), ("kv_cache_bytes", 1 << 30)])
-def test_a_setting_that_it_does_not_have_is_refused_by_name(
-    model: ServedModel, tmp_path: Path, name: str, value: object
-) -> None:
-    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
-        _options(model, tmp_path, **{name: value})
-
-
-async def test_it_is_started_on_a_port_with_a_key(model: ServedModel, tmp_path: Path) -> None:
-    """By a program that listens there and wants the key, as SGLang does."""
-    program = tmp_path / "sglang"
-    async with launched(model, EngineKind.SGLANG, program, "sglang_server") as engine:
-        heard = Heard(engine)
-        engine.add(request("r"))
-        await heard.ended("r")
-        assert len(heard.tokens("r")) == 12
-        url = f"{engine._client.url}/server_info"
-        async with aiohttp.ClientSession() as others, others.get(url) as answer:
-            assert answer.status == 401
-
-
 # --- what it says of itself ---
 
 
@@ -166,40 +143,6 @@ async def test_one_that_runs_is_known_by_what_it_says(model: ServedModel) -> Non
 async def test_without_metrics_it_is_asked_whether_it_lives(model: ServedModel) -> None:
     async with _attached(model, _server(model, info={"enable_metrics": False})) as engine:
         assert (await engine._dialect.read_load(engine._client)).kv_usage == 0.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "config", "error", "says"),
-    [
-        ({"version": "0.4.6"}, {}, ConfigError, "0.5.4 or newer is needed"),
-        ({"version": None}, {}, EngineFailedError, "does not say its version"),
-        ({"window": 64}, {}, ConfigError, "context window is 64 tokens"),
-        ({"api_key": "other"}, {"api_key": "k"}, EngineFailedError, "status 401"),
-        ({}, {"served_name": "llama"}, ConfigError, "no model 'llama'"),
-    ],
-)
-async def test_what_is_not_that_model_on_such_a_server_is_refused(
-    model: ServedModel,
-    changes: dict[str, Any],
-    config: dict[str, Any],
-    error: type[MillraceError],
-    says: str,
-) -> None:
-    with pytest.raises(error, match=says):
-        async with _attached(model, _server(model, **changes), **config):
-            """Never reached."""
-
-
-async def test_another_tokenizer_is_refused(model: ServedModel) -> None:
-    class Other:
-        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            return [ord(character) % 300 for character in text]
-
-    server = _server(model)
-    server.tokenizer = Other()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="tokenizer is not that of"):
-        async with _attached(model, server):
-            """Never reached."""
 
 
 # --- requests ---

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
@@ -16,18 +15,13 @@ import pytest_asyncio
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ConfigError, MillraceError
-from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.dialect import RefusedByServerError, ServerAddress, ServerStreamError
 from millrace.workers.servers.dialects.tgi import TgiDialect
 from millrace.workers.servers.dialects.tgi_answers import TgiReader
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import (
-    END_AT,
     attached_to,
-    check_cancel,
-    check_end,
-    launched,
 )
 from tests.workers.servers.stand_ins.tgi_server import TgiServer
 
@@ -102,30 +96,6 @@ def test_a_group_of_devices_is_told_of(model: ServedModel, tmp_path: Path) -> No
     assert "--num-shard" not in _options(model, tmp_path)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("kernels", "torch"), ("kv_cache_bytes", 1), ("overlap", False), ("load_format", "dummy")],
-)
-def test_a_setting_that_it_does_not_have_is_refused_by_name(
-    model: ServedModel, tmp_path: Path, name: str, value: object
-) -> None:
-    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
-        _options(model, tmp_path, **{name: value})
-
-
-async def test_it_is_started_on_a_port_with_a_key(model: ServedModel, tmp_path: Path) -> None:
-    """By a program that listens there and wants the key, as TGI does."""
-    program = tmp_path / "text-generation-launcher"
-    async with launched(model, EngineKind.TGI, program, "tgi_server") as engine:
-        heard = Heard(engine)
-        engine.add(request("r"))
-        await heard.ended("r")
-        assert len(heard.tokens("r")) == 12
-        url = f"{engine._client.url}/tokenize"
-        async with aiohttp.ClientSession() as others, others.post(url, json={}) as answer:
-            assert answer.status == 401
-
-
 # --- what it says of itself ---
 
 
@@ -137,38 +107,6 @@ async def test_one_that_runs_is_known_by_what_it_says(model: ServedModel) -> Non
         assert engine.facts.context_window_tokens == 128
         assert engine.facts.max_num_sequences == 3
         assert (await engine._dialect.read_load(engine._client)).num_steps == 43
-
-
-@pytest.mark.parametrize(
-    ("changes", "config", "error", "says"),
-    [
-        ({"version": "1.4.5"}, {}, ConfigError, r"2\.0 or newer is needed"),
-        ({"info": {"max_total_tokens": None}}, {}, EngineFailedError, "no tgi server"),
-        ({"window": 64}, {}, ConfigError, "context window is 64 tokens"),
-        ({"info": {"max_input_tokens": 99}}, {}, ConfigError, "context window is 100 tokens"),
-        ({"api_key": "other"}, {"api_key": "k"}, EngineFailedError, "status 401"),
-    ],
-)
-async def test_what_is_not_that_model_on_such_a_server_is_refused(
-    model: ServedModel,
-    changes: dict[str, Any],
-    config: dict[str, Any],
-    error: type[MillraceError],
-    says: str,
-) -> None:
-    with pytest.raises(error, match=says):
-        async with _attached(model, TgiServer(model.tokenizer, **changes), **config):
-            """Never reached."""
-
-
-async def test_another_tokenizer_is_refused(model: ServedModel) -> None:
-    class Other:
-        def encode(self, text: str) -> list[int]:
-            return [ord(character) % 300 for character in text]
-
-    with pytest.raises(ConfigError, match="tokenizer is not that of"):
-        async with _attached(model, TgiServer(Other())):  # type: ignore[arg-type]
-            """Never reached."""
 
 
 # --- requests ---
@@ -210,17 +148,6 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
     ]
 
 
-async def test_an_end_of_the_sequence_is_its_last_token(model: ServedModel) -> None:
-    async with _attached(model, TgiServer(model.tokenizer, end_at=END_AT)) as engine:
-        await check_end(engine)
-
-
-async def test_a_cancel_ends_the_connection(model: ServedModel) -> None:
-    server = TgiServer(model.tokenizer, token_s=0.02)
-    async with _attached(model, server) as engine:
-        await check_cancel(engine, server)
-
-
 async def test_it_is_given_no_more_than_it_takes(model: ServedModel) -> None:
     server = TgiServer(model.tokenizer, max_concurrent_requests=3, token_s=0.002)
     async with _attached(model, server) as engine:
@@ -232,21 +159,6 @@ async def test_it_is_given_no_more_than_it_takes(model: ServedModel) -> None:
         await heard.ended(*(name for name in names if name != "r3"))
     assert all(output.error is None for output in heard.outputs)
     assert len(server.calls) == 6
-
-
-async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:
-    """Also within a character, wherever that is."""
-    tokens = []
-    for breaks_at in ({}, {number: number for number in range(1, 4)}):
-        server = TgiServer(model.tokenizer, breaks_at=breaks_at)
-        async with _attached(model, server) as engine:
-            heard = Heard(engine)
-            engine.add(request("r", max_tokens=30))
-            await heard.ended("r")
-            assert len(server.calls) == 1 + len(breaks_at)
-            tokens.append(heard.tokens("r"))
-    assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 30
 
 
 def test_a_character_that_was_begun_is_made_anew(model: ServedModel) -> None:

@@ -15,20 +15,15 @@ import yaml
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine_like import EngineFailedError, EngineLike
+from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.dialect import ServerAddress, ServerLoad, ServerStreamError
 from millrace.workers.servers.dialects.openai_answers import TokenIdsReader
 from millrace.workers.servers.dialects.trtllm import TrtllmDialect
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.scripted import EOS
 from tests.workers.servers.stand_ins.checks import (
-    END_AT,
     attached_to,
-    check_cancel,
-    check_end,
-    launched,
 )
 from tests.workers.servers.stand_ins.trtllm_server import TrtllmServer
 
@@ -119,26 +114,6 @@ def test_the_command_has_what_the_settings_say(model: ServedModel, tmp_path: Pat
     assert variables == {"CUDA_VISIBLE_DEVICES": "2", "OMP_NUM_THREADS": "3"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("kernels", "torch"), ("kv_cache_bytes", 1), ("device", "cpu")]
-)
-def test_a_setting_that_it_does_not_have_is_refused_by_name(
-    model: ServedModel, tmp_path: Path, name: str, value: object
-) -> None:
-    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
-        _command(model, tmp_path, **{name: value})
-
-
-async def test_it_is_started_on_a_port(model: ServedModel, tmp_path: Path) -> None:
-    program = tmp_path / "trtllm-serve"
-    async with launched(model, EngineKind.TRTLLM, program, "trtllm_server") as engine:
-        assert engine.stats.max_num_sequences == 64
-        heard = Heard(engine)
-        engine.add(request("r"))
-        await heard.ended("r")
-        assert len(heard.tokens("r")) == 12
-
-
 # --- what it says of itself ---
 
 
@@ -160,36 +135,6 @@ async def test_its_load_is_that_of_the_last_step_that_it_told(model: ServedModel
             assert await read_load(engine._client) == ServerLoad(kv_usage=0.25, num_steps=154)
         server.steps = [{"iter": 155, "kvCacheStats": None}]
         assert await read_load(engine._client) == ServerLoad(num_steps=155)
-
-
-@pytest.mark.parametrize(
-    ("version", "config", "error", "says"),
-    [
-        ("0.20.0", {}, ConfigError, r"1\.0 or newer is needed"),
-        (None, {}, EngineFailedError, "does not say its version"),
-        ("1.2.0", {"served_name": "llama"}, ConfigError, "no model 'llama'"),
-    ],
-)
-async def test_what_is_not_that_model_on_such_a_server_is_refused(
-    model: ServedModel,
-    version: str | None,
-    config: dict[str, Any],
-    error: type[MillraceError],
-    says: str,
-) -> None:
-    with pytest.raises(error, match=says):
-        async with _attached(model, TrtllmServer(model.tokenizer, version=version), **config):
-            """Never reached."""
-
-
-async def test_another_model_is_seen_by_how_it_cuts_a_text(model: ServedModel) -> None:
-    class Other:
-        def encode(self, text: str) -> list[int]:
-            return list(text.encode())
-
-    with pytest.raises(ConfigError, match="it has another model"):
-        async with _attached(model, TrtllmServer(Other())):  # type: ignore[arg-type]
-            """Never reached."""
 
 
 # --- requests ---
@@ -226,31 +171,6 @@ async def test_a_request_and_its_answer(model: ServedModel) -> None:
             "stream_options": {"include_usage": True},
         }
     ]
-
-
-async def test_an_end_of_the_sequence_is_its_last_token(model: ServedModel) -> None:
-    async with _attached(model, TrtllmServer(model.tokenizer, end_at=END_AT)) as engine:
-        await check_end(engine)
-
-
-async def test_a_cancel_ends_the_connection(model: ServedModel) -> None:
-    server = TrtllmServer(model.tokenizer, token_s=0.02)
-    async with _attached(model, server) as engine:
-        await check_cancel(engine, server)
-
-
-async def test_a_stream_that_broke_goes_on_where_it_stopped(model: ServedModel) -> None:
-    tokens = []
-    for breaks_at in ({}, {1: 1, 2: 5}):
-        server = TrtllmServer(model.tokenizer, breaks_at=breaks_at)
-        async with _attached(model, server) as engine:
-            heard = Heard(engine)
-            engine.add(request("r", max_tokens=30))
-            await heard.ended("r")
-            assert len(server.calls) == 1 + len(breaks_at)
-            tokens.append(heard.tokens("r"))
-    assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 30
 
 
 @pytest.mark.parametrize(

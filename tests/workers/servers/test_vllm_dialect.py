@@ -174,26 +174,6 @@ def test_the_usual_command_leaves_compiling_and_caching_on(model: ServedModel) -
     assert _options(model, device="cuda:3")[1]["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_blocks", 9),
-        ("kernels", "torch"),
-        ("deterministic", True),
-        ("ageing_s", 1.0),
-        ("itl_bound_ms", 5.0),
-        ("host_cache_bytes", 0),
-        ("idle_offload_s", 1.0),
-        ("collectives", "gloo"),
-    ],
-)
-def test_a_setting_of_the_own_engine_is_refused_by_name(
-    model: ServedModel, name: str, value: object
-) -> None:
-    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
-        _options(model, **{name: value})
-
-
 # --- what it says of itself ---
 
 

@@ -137,7 +137,7 @@ def test_grammars_are_followed(engine: Engine, tokenizer: Tokenizer, text: str) 
 
 def test_any_object_is_an_object(engine: Engine, tokenizer: Tokenizer) -> None:
     any_object = Grammar(kind=GrammarKind.JSON_OBJECT)
-    told = run(engine, tokenizer, *(ask(f"o{i}", any_object, max_tokens=1_500) for i in range(6)))
+    told = run(engine, tokenizer, *(ask(f"o{i}", any_object, max_tokens=500) for i in range(6)))
     stopped = [i for i in range(6) if told.reason(f"o{i}") is FinishReason.STOP]
     for i in range(6):
         assert told.text(f"o{i}").lstrip().startswith("{")

@@ -62,7 +62,7 @@ def cuts(draw: st.DrawFn) -> list[int]:
     company=st.lists(st.sampled_from((1, 70)), max_size=2),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_chunks_and_company_change_nothing(
     shape: Shape, edges: list[int], company: list[int], seed: int
 ) -> None:

@@ -40,7 +40,7 @@ def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tens
     return memory[:, :width]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     num_rows=st.sampled_from([0, 1, 1, 2, 5, 16, 17, 40]),
     num_outputs=st.sampled_from([1, 16, 24, 33, 96]),
@@ -110,7 +110,7 @@ def test_fixed_products_of_a_row_do_not_depend_on_others(
         assert torch.equal(reference_linear(rows[some], weight, fixed=True), referred[some])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     num_rows=st.sampled_from([0, 1, 1, 2, 16, 17, 66]),
     width=st.sampled_from([1, 16, 33, 96]),

@@ -46,7 +46,7 @@ def drawn(num_rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tens
     return memory[:, :width]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     kind=st.sampled_from(KINDS),
     num_rows=st.sampled_from([0, 1, 1, 2, 5, 16, 17, 40]),
