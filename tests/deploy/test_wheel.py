@@ -15,7 +15,10 @@ import pytest
 from tests.support.repository import PACKAGES, ROOT
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="builds a wheel and starts a system from it"),
+]
 
 # A user's own modules, named as packages of ours and as ones of Python that our processes import.
 _NAMESAKES = (*PACKAGES, "millrace", "asyncio", "json", "queue", "uuid", "torch", "msgspec")

@@ -18,7 +18,12 @@ from tests.e2e.clients import chat_body
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="workers of a whole system come and go; the scheduler's tests decide by a clock"
+    ),
+]
 
 NUM_SLOTS = 4
 SETTINGS = {

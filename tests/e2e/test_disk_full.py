@@ -15,7 +15,13 @@ from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="fills a whole system's disk; the gateway and sink tests fill each store alone"
+    ),
+    pytest.mark.timeout(240),
+]
 
 _NUM_STREAMS = 16
 _CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

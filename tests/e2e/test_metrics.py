@@ -12,7 +12,7 @@ from tests.support.scraped import Scraped
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 def _targets(system: System) -> dict[str, tuple[str, str]]:

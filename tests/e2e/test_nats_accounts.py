@@ -29,7 +29,7 @@ from tests.e2e.guarded_system import GuardedSystem, guarded_system
 from tests.support.nats.users import ACME
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 WITHIN_S = 60.0
 ENDS = ("done", "cancelled", "expired", "shed", "failed")

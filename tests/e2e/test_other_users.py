@@ -25,7 +25,7 @@ from millrace.cli.local.private_files import Credentials
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 # Tries to read each file, and says hello to each server without a password: prints what it got.
 # Of the whole machine; a test's own is among the run's folders.

@@ -13,7 +13,12 @@ import websockets
 from tests.e2e.clients import chat_body
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts a system for one order of requests that the scheduler's tests check"
+    ),
+]
 
 _SETTINGS = {
     "worker": {

@@ -12,7 +12,7 @@ from tests.e2e.clients import ask_nats, ask_sse, ask_websocket
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 def _rows_with(system: System, table: str, word: str) -> int:

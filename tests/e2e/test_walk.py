@@ -20,7 +20,7 @@ from tests.e2e.clients import Answer, ask_nats, ask_sse, ask_websocket, chat_bod
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 QUESTIONS = (
     "What is TTFT?",

@@ -52,7 +52,15 @@ def test_a_worker_full_of_free_streams_answers_an_enterprise_request_at_once(
     assert all(one.status is Status.DONE for one in found[Tier.FREE])
 
 
-@pytest.mark.parametrize(("free_tokens", "enterprise_tokens"), [(256, 50), (100, 200)])
+@pytest.mark.parametrize(
+    ("free_tokens", "enterprise_tokens"),
+    [
+        pytest.param(
+            256, 50, marks=pytest.mark.slow(reason="the other case checks the same weight")
+        ),
+        (100, 200),
+    ],
+)
 def test_a_flood_of_enterprise_requests_gets_its_weight_and_no_more(
     free_tokens: int, enterprise_tokens: int
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_LINES = 200
 

@@ -19,7 +19,12 @@ from millrace.schemas.pooling import Pooling
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts seven engines; the engine's tests score with each kind of model"
+    ),
+]
 
 _QUERY = "What is a millrace?"
 _DOCUMENTS = ["The channel of a mill.", "Bread", "the time to the first token " * 3]

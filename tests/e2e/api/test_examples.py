@@ -11,7 +11,7 @@ from playwright.async_api import expect
 from tests.support.chromium import chromium
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.browser

@@ -18,7 +18,7 @@ from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.e2e.schema_answers import check_schema_answer
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 6
 QUESTION = "What is TTFT?"

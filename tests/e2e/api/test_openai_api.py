@@ -23,7 +23,7 @@ from tests.e2e.weather import CITY, FORECAST, PARAMETERS
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 ASK: Any = [{"role": "user", "content": "What is TTFT?"}]
 GREEDY: dict[str, Any] = {"model": "demo", "messages": ASK, "temperature": 0}

@@ -19,7 +19,7 @@ from tests.support.system import System
 from tests.support.waiting import eventually
 from tests.telemetry.ops_page import shoot
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "words of mine"}]}
 

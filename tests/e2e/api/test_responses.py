@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 QUESTION = "What is TTFT?"
 _TOOL: Any = {

@@ -13,7 +13,7 @@ from tests.e2e.clients import ask_nats, ask_sse, ask_websocket, chat_body
 from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 6
 QUESTION = "What is TTFT?"

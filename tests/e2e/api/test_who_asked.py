@@ -22,7 +22,7 @@ from millrace.schemas.sampling import SamplingParams
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 _SHORT = {"model": "demo", "max_tokens": 4}
 _MESSAGES = [{"role": "user", "content": "What is TTFT?"}]

@@ -12,7 +12,12 @@ import pytest
 from tests.e2e.clients import Answer, ask_many
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts a system of two ranks; the group's tests kill ranks without one"
+    ),
+]
 
 NUM_STREAMS = 6
 LONG = {"max_tokens": 60, "ignore_eos": True}

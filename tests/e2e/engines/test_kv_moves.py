@@ -17,7 +17,12 @@ from tests.support.scraped import Scraped
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="over a minute of long prompts; the workers' tests move blocks between two of them"
+    ),
+]
 
 _LONG = "What is a KV cache? " * 150
 _MAX_TOKENS = 400

@@ -19,7 +19,11 @@ from tests.support.repository import ROOT
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.llamacpp]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a server of another project"),
+    pytest.mark.llamacpp,
+]
 
 
 def on_llamacpp(folder: Path) -> tuple[str, ...]:

@@ -17,7 +17,12 @@ from tests.e2e.clients import ask_websocket
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a server of another project"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]
 
 _NUM_STREAMS = 12
 _NUM_TOKENS = 600

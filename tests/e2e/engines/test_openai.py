@@ -21,7 +21,11 @@ from tests.support.servers import free_port
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.llamacpp]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a server of another project"),
+    pytest.mark.llamacpp,
+]
 
 _NUM_STREAMS = 20
 

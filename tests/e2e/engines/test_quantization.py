@@ -15,7 +15,10 @@ from tests.e2e.clients import Answer, ask_sse, chat_body
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a system for one option of the engine"),
+]
 
 _QUESTIONS = (
     "What is Millrace?",

@@ -18,7 +18,12 @@ from tests.e2e.clients import Answer, ask_many
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts a system of four ranks; the group's tests kill ranks without one"
+    ),
+]
 
 NUM_STREAMS = 20
 LONG = {"max_tokens": 200, "ignore_eos": True}

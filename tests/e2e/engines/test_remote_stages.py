@@ -16,7 +16,12 @@ from tests.support.servers import free_port
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts ranks on two hosts; the group's tests kill them without a system"
+    ),
+]
 
 NUM_STREAMS = 8
 LONG = {"max_tokens": 100, "ignore_eos": True}

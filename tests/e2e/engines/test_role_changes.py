@@ -15,7 +15,12 @@ from tests.e2e.clients import ask_sse
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="swaps the roles of a system's workers; the scheduler's tests cover the decisions"
+    ),
+]
 
 _LONG = "What is a KV cache? " * 40
 _NUM_STREAMS = 6

@@ -14,7 +14,10 @@ from tests.e2e.clients import Answer, ask_sse, chat_body
 from tests.e2e.interruptions import assert_streams_survive_the_worker
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a system for one option of the engine"),
+]
 
 _TERMS = ("Millrace", "TTFT", "continuous batching", "a KV cache", "a lease", "SSE")
 

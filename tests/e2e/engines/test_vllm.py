@@ -10,7 +10,12 @@ from millrace.schemas.engines import EngineKind
 from tests.e2e.engines.checks import EngineSystemChecks
 from tests.support.system import System
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts a server of another project"),
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")
