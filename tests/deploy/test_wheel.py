@@ -17,7 +17,7 @@ from tests.support.system import System
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="it builds and installs a wheel, and starts a system from it"),
+    pytest.mark.slow(reason="builds a wheel and starts a system from it"),
 ]
 
 # A user's own modules, named as packages of ours and as ones of Python that our processes import.

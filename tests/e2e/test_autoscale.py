@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="a system of its own; tests/scheduler/fleet holds when workers come and go"
+        reason="workers of a whole system come and go; the scheduler's tests decide by a clock"
     ),
 ]
 

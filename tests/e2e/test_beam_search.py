@@ -15,13 +15,7 @@ from millrace.schemas.sampling import SamplingOptions
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow(
-        reason="a system of its own; tests/gateway/resuming/test_beam_search.py is fast"
-    ),
-    pytest.mark.timeout(240),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 _NUM_SEARCHES, _WIDTH, _NUM_TOKENS = 3, 6, 200
 _BEAMS = {"use_beam_search": True}
@@ -45,6 +39,7 @@ def texts(answers: list[Any]) -> list[list[str]]:
     return [[choice.message.content for choice in answer.choices] for answer in answers]
 
 
+@pytest.mark.slow(reason="searches of seconds; the gateway and worker tests begin them anew")
 @pytest.mark.parametrize("part", ["engine", "worker"])
 async def test_searches_start_anew_when_what_runs_them_is_killed(system: System, part: str) -> None:
     """The same answers, one record each, and nothing of them twice."""

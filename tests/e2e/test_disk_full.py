@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="a system on a disk of its own; tests/gateway/test_store_full.py is fast"
+        reason="fills a whole system's disk; the gateway and sink tests fill each store alone"
     ),
     pytest.mark.timeout(240),
 ]

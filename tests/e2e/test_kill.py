@@ -59,6 +59,17 @@ async def _start_streams(system: System, http: httpx.AsyncClient) -> list[asynci
     return tasks
 
 
+@pytest.fixture(scope="module")
+def undisturbed(system: System) -> list[Answer]:
+    """What the streams are answered when nothing is killed."""
+
+    async def ask_all() -> list[Answer]:
+        async with httpx.AsyncClient(base_url=system.http, timeout=60.0) as http:
+            return await asyncio.gather(*await _ask_all(system, http))
+
+    return asyncio.run(ask_all())
+
+
 async def _kill_while_streaming(
     system: System, http: httpx.AsyncClient, *parts: str
 ) -> list[Answer]:
@@ -84,13 +95,12 @@ def _num_replacements(log: Path) -> int:
 
 @pytest.mark.parametrize(
     "num_kills",
-    [1, pytest.param(2, marks=pytest.mark.slow(reason="one kill of the engine is in a fast test"))],
+    [1, pytest.param(2, marks=pytest.mark.slow(reason="the same as one kill, once more"))],
 )
 async def test_all_streams_go_on_when_the_engine_is_killed(
-    system: System, http: httpx.AsyncClient, num_kills: int
+    system: System, http: httpx.AsyncClient, undisturbed: list[Answer], num_kills: int
 ) -> None:
     """The worker lives, starts another engine and goes on in it: more than once."""
-    undisturbed = await asyncio.gather(*await _start_streams(system, http))
     worker_pid, log = system.pid("worker-1"), system.data / "logs" / "worker-1.log"
     num_replaced = _num_replacements(log)
     tasks = await _start_streams(system, http)
@@ -114,12 +124,11 @@ async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
     await _each_has_one_record(system, answers)
 
 
-@pytest.mark.slow(reason="20 s of CPU; tests/workers/host/test_zombie.py is fast")
+@pytest.mark.slow(reason="tests/protocol and the scheduler's tests cover workers that come back")
 async def test_a_frozen_worker_that_wakes_up_does_no_harm(
-    system: System, http: httpx.AsyncClient
+    system: System, http: httpx.AsyncClient, undisturbed: list[Answer]
 ) -> None:
     """It was given up and does not know: what it still sends and acknowledges must not count."""
-    undisturbed = await asyncio.gather(*await _start_streams(system, http))
     log = system.data / "logs" / "scheduler-1.log"
     num_gone = log.read_text().count("a worker is gone")
     tasks = await _start_streams(system, http)
@@ -137,19 +146,7 @@ async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     await _each_has_one_record(system, answers)
 
 
-_RECORDS_WAIT = pytest.mark.slow(reason="tests/telemetry/sink/test_crashes.py is fast")
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        "scheduler-1",
-        "nats",
-        "redis",
-        pytest.param("telemetry-1", marks=_RECORDS_WAIT),
-        pytest.param("kafka", marks=_RECORDS_WAIT),
-    ],
-)
+@pytest.mark.parametrize("part", ["scheduler-1", "telemetry-1", "kafka", "nats", "redis"])
 async def test_nothing_is_lost_when_a_part_is_killed(
     system: System, http: httpx.AsyncClient, part: str
 ) -> None:

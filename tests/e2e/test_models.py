@@ -231,7 +231,7 @@ class Load:
         await self._client.close()
 
 
-@pytest.mark.slow(reason="39 s of CPU; tests/registry/rollouts is fast")
+@pytest.mark.slow(reason="12 s of load; the registry and gateway tests cover rollouts")
 async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -> None:
     load = Load(millrace.system.http)
     before = asyncio.create_task(load.stream(60))
@@ -323,7 +323,7 @@ def test_a_model_whose_worker_does_not_come_up_is_not_added(
     millrace.becomes_well()
 
 
-@pytest.mark.slow(reason="it starts and ends the system once more; tests/cli/local is fast")
+@pytest.mark.slow(reason="starts a second system; tests/cli covers down and remembered models")
 def test_models_are_remembered_and_down_ends_all(millrace: Millrace, tiny: Path) -> None:
     """Last, since it stops the system."""
     # One whose engine computes, beside those that do not.

@@ -15,7 +15,9 @@ from tests.support.system import System
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="a system of its own; tests/scheduler/queues holds the order"),
+    pytest.mark.slow(
+        reason="starts a system for one order of requests that the scheduler's tests check"
+    ),
 ]
 
 _SETTINGS = {

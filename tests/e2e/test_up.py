@@ -91,7 +91,7 @@ def _tells(system: System, query: str, rows: list[dict[str, Any]]) -> bool:
     return system.sql(query) == rows
 
 
-@pytest.mark.slow(reason="two systems of its own")
+@pytest.mark.slow(reason="starts two systems; tests/cli/local covers how ports are chosen")
 async def test_systems_that_start_at_the_same_moment_have_nothing_in_common(tmp_path: Path) -> None:
     arguments = ("--engine", "simulated")
     systems = [System(tmp_path / name, arguments) for name in ("one", "other")]
@@ -123,7 +123,7 @@ def test_a_taken_port_that_was_asked_for_is_refused_with_who_has_it(tmp_path: Pa
     assert "--port 0" in refused.stderr
 
 
-@pytest.mark.slow(reason="two systems of its own; tests/cli/local/test_up.py is fast")
+@pytest.mark.slow(reason="starts a system twice; tests/cli/local covers how ports are chosen")
 async def test_a_usual_port_that_is_taken_moves_and_a_second_life_keeps_the_records(
     tmp_path: Path,
 ) -> None:

@@ -26,7 +26,7 @@ class System:
 
     data: Path
     arguments: tuple[str, ...] = ()
-    starts_within_s: float = 90.0
+    starts_within_s: float = 110.0
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
     """In which it is started, by its installed command's way: nothing in it is imported."""

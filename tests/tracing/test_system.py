@@ -21,7 +21,12 @@ from tests.support.system import System
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector, Told, tree
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts a whole system; the other tests of this folder check the spans of each part"
+    ),
+]
 
 CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"
 SECRET = "What is the word that nobody may read?"

@@ -11,12 +11,7 @@ import pytest
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow(
-        reason="a gateway is killed under a batch; tests/gateway/batches/test_takeover.py is fast"
-    ),
-]
+pytestmark = pytest.mark.e2e
 
 NUM_LINES = 200
 

@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="transformers scores every document, too; tests/gateway/api/pooled is fast"
+        reason="starts seven engines; the engine's tests score with each kind of model"
     ),
 ]
 

@@ -21,7 +21,10 @@ from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(reason="starts seven engines; the worker's tests make embeddings for jobs"),
+]
 
 NUM_JOBS = 60
 _HIDDEN_SIZE = 32

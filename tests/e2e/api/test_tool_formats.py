@@ -15,7 +15,12 @@ from millrace.schemas.tools import ToolFormat
 from tests.e2e.api.conftest import TOOL_FORMATS
 from tests.support.system import System
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow(
+        reason="starts seven engines; the gateway's tests read the calls of each format"
+    ),
+]
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -20,12 +20,7 @@ from tests.support.system import System
 from tests.support.waiting import eventually
 from tests.workers.adapters.saved import save_adapter
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow(
-        reason="a system of its own with twenty adapters; tests/workers/adapters is fast"
-    ),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(reason="makes 22 adapters and starts two engines")]
 
 _NUM_ADAPTERS = 20
 _TOKENS = 160

@@ -15,7 +15,7 @@ from tests.support.system import System
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="a system of ranks with devices; tests/workers/engine/device_group is fast"
+        reason="starts a system of two ranks; the group's tests kill ranks without one"
     ),
 ]
 

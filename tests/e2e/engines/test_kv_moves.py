@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="two systems of two workers each; tests/workers/process/test_peers.py is fast"
+        reason="over a minute of long prompts; the workers' tests move blocks between two of them"
     ),
 ]
 

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="systems that start llama.cpp's server; tests/workers/servers is fast"),
+    pytest.mark.slow(reason="starts a server of another project"),
     pytest.mark.llamacpp,
 ]
 

@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="vLLM takes minutes to start"),
+    pytest.mark.slow(reason="starts a server of another project"),
     pytest.mark.vllm,
     pytest.mark.timeout(600),
 ]

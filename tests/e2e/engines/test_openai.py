@@ -23,9 +23,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(
-        reason="a system and llama.cpp's server of its own; tests/workers/servers is fast"
-    ),
+    pytest.mark.slow(reason="starts a server of another project"),
     pytest.mark.llamacpp,
 ]
 

@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="a system of its own; tests/workers/quantization is fast"),
+    pytest.mark.slow(reason="starts a system for one option of the engine"),
 ]
 
 _QUESTIONS = (

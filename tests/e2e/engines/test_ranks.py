@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="a system of ranks that are killed; tests/workers/engine/group is fast"
+        reason="starts a system of four ranks; the group's tests kill ranks without one"
     ),
 ]
 

@@ -18,7 +18,9 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="a system on two hosts; tests/workers/engine/group/remote is fast"),
+    pytest.mark.slow(
+        reason="starts ranks on two hosts; the group's tests kill them without a system"
+    ),
 ]
 
 NUM_STREAMS = 8

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow(
-        reason="a system of its own; tests/scheduler/placement holds how roles change"
+        reason="swaps the roles of a system's workers; the scheduler's tests cover the decisions"
     ),
 ]
 

@@ -16,7 +16,7 @@ from tests.support.system import System
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="a system of its own; tests/workers/engine/speculation is fast"),
+    pytest.mark.slow(reason="starts a system for one option of the engine"),
 ]
 
 _TERMS = ("Millrace", "TTFT", "continuous batching", "a KV cache", "a lease", "SSE")

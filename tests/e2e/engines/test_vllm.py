@@ -12,7 +12,7 @@ from tests.support.system import System
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="vLLM takes minutes to start"),
+    pytest.mark.slow(reason="starts a server of another project"),
     pytest.mark.vllm,
     pytest.mark.timeout(600),
 ]

@@ -40,15 +40,18 @@ from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
-# Together, in one process, which has to begin with them early.
-pytestmark = pytest.mark.slow
-
 _START_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 10.0
 _KEPT = "KEPT"  # stands for the id of something that is there
 _KEY = "Idempotency-Key"
 _NUMBERS = itertools.count()
-_CONFIG = {
+# About 200 drawn examples in all.
+_FEW: dict[str, Any] = {
+    "generation": {"max-examples": 3, "deterministic": True, "no-shrink": True},
+    "phases": {"coverage": {"enabled": False}, "examples": {"enabled": False}},
+}
+# Drawn examples, the document's own, and the bounds of each schema.
+_MANY: dict[str, Any] = {
     "generation": {"max-examples": 8, "deterministic": True, "no-shrink": True},
     "phases": {"coverage": {"unexpected-methods": ["get", "delete"]}},
 }
@@ -203,26 +206,46 @@ def says_what_is_wrong(_context: CheckContext, response: Response, _case: Case[A
     assert "x-request-id" in response.headers
 
 
-_SCHEMA = schemathesis.openapi.from_dict(_reachable(), config=SchemathesisConfig.from_dict(_CONFIG))
+def _schema(config: Json) -> Any:
+    return schemathesis.openapi.from_dict(_reachable(), config=SchemathesisConfig.from_dict(config))
 
 
-def _operations() -> Iterator[Any]:
-    for path, methods in _SCHEMA.items():
-        for method in methods:
-            yield pytest.param(method, path, id=f"{method.upper()} {path}")
-
-
+_FEW_EXAMPLES = _schema(_FEW)
+_MANY_EXAMPLES = _schema(_MANY)
 # Not by the schema's own ``parametrize``: that makes the cases when tests are collected, which each
 # process of a run does, and names all operations' tests alike, of which xdist runs one.
-@pytest.mark.parametrize(("method", "path"), list(_operations()))
+_EACH_OPERATION = pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        pytest.param(method, path, id=f"{method.upper()} {path}")
+        for path, methods in _FEW_EXAMPLES.items()
+        for method in methods
+    ],
+)
+
+
+@_EACH_OPERATION
 def test_it_keeps_its_word(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
 ) -> None:
-    only = _SCHEMA.include(method=method, path=path)
+    _check(_FEW_EXAMPLES, method, path, served=served, session=session, kept=kept)
+
+
+@pytest.mark.slow(reason="thousands of examples; the test above sends the first 200")
+@_EACH_OPERATION
+def test_it_keeps_its_word_at_every_bound(
+    method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
+) -> None:
+    _check(_MANY_EXAMPLES, method, path, served=served, session=session, kept=kept)
+
+
+def _check(schema: Any, method: str, path: str, **fixtures: Any) -> None:
+    """Send the examples of one operation."""
+    only = schema.include(method=method, path=path)
     [made] = get_all_tests(schema=only, test_func=_keeps_word, settings=None, given_kwargs=None)
     assert isinstance(made, Ok), made
     _operation, test = made.ok()
-    test(served=served, session=session, kept=kept)
+    test(**fixtures)
 
 
 @settings(suppress_health_check=list(HealthCheck), deadline=None)

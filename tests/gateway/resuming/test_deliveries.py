@@ -1,4 +1,4 @@
-"""One delivery record for what a client saw, whichever gateways held its stream."""
+"""A socket that was lost goes on, and one delivery record tells what its client saw."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ async def test_a_return_to_the_same_gateway(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
     await begin_and_cut(pair.first, reading, dripping)
+    assert reading.next_index < len(TEXT)
     await go_on(pair, pair.first, reading)
+    assert reading.text == TEXT
+    assert not pair.worker.cancelled
+    assert len(pair.worker.jobs) == 1
     [record] = await records(pair)
     assert (record.outcome, record.num_resumes, record.num_epochs) == ("done", 1, 1)
     assert record.tokens_delivered == len(TEXT)
@@ -82,6 +86,8 @@ async def test_a_death_of_the_gateway_that_began(pair: Pair) -> None:
         socket.transport.abort()
     killed_ms = (time.monotonic() - begun_s) * 1e3
     await go_on(pair, pair.second, reading)
+    assert reading.text == TEXT
+    assert len(pair.worker.jobs) == 1
     await eventually(lambda: not len(pair.second.gateway.streams))
     found = [
         codec.RECORD.decode(message.payload, codec.MSGPACK)

@@ -69,22 +69,6 @@ async def test_token_ids_are_told_again(pair: Pair) -> None:
     assert stored.json() == first.json()
 
 
-async def test_equal_requests_at_the_same_time_are_one(pair: Pair) -> None:
-    body = CHAT | {"stream": False}
-    headers = {"Idempotency-Key": "k-2"}
-    pair.worker.gate.clear()
-    async with httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http:
-        asking = [
-            asyncio.create_task(http.post(PATH, json=body, headers=headers)) for _ in range(3)
-        ]
-        await eventually(lambda: len(pair.first.gateway.responses.copies) == 2)
-        pair.worker.gate.set()
-        answers = await asyncio.gather(*asking)
-    assert [answer.status_code for answer in answers] == [200] * 3
-    assert answers[0].json() == answers[1].json() == answers[2].json()
-    assert len(pair.worker.jobs) == 1
-
-
 async def test_a_key_outlives_its_connection(pair: Pair) -> None:
     dripping = await slow(pair.worker)
     headers = {"Idempotency-Key": "k-3"}

@@ -22,18 +22,6 @@ from tests.support.running_gateway import MODEL, running_gateway
 from tests.support.waiting import eventually
 
 
-async def test_a_lost_socket_goes_on_at_the_same_gateway(pair: Pair) -> None:
-    reading = Reading()
-    dripping = await slow(pair.worker)
-    await begin_and_cut(pair.first, reading, dripping)
-    assert reading.next_index < len(TEXT)
-    await go_on(pair, pair.first, reading)
-    assert reading.text == TEXT
-    assert not pair.worker.cancelled
-    assert len(pair.worker.jobs) == 1
-    await eventually(lambda: len(pair.first.gateway.streams) == 0)
-
-
 async def test_a_lost_socket_goes_on_at_another_gateway(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
@@ -50,23 +38,6 @@ async def test_a_lost_socket_goes_on_at_another_gateway(pair: Pair) -> None:
     assert reading.text == TEXT
     assert not pair.worker.cancelled
     await eventually(lambda: len(pair.second.gateway.streams) == 0)
-
-
-async def test_a_stream_of_a_gateway_that_died_goes_on(pair: Pair) -> None:
-    reading = Reading()
-    dripping = await slow(pair.worker)
-    async with opened(pair.first) as socket:
-        await send(socket, "generate", id="a", model=MODEL, prompt=TEXT)
-        while reading.next_index < 5:
-            reading.take(await until(socket, "delta"))
-        pair.worker.gate.clear()
-        dripping.cancel()
-        await pair.kill_first()
-        pair.worker.gate.clear()
-        socket.transport.abort()
-    await go_on(pair, pair.second, reading)
-    assert reading.text == TEXT
-    assert len(pair.worker.jobs) == 1
 
 
 async def test_who_queued_at_a_gateway_that_died_is_served_by_another(pair: Pair) -> None:

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from tests.e2e.gateways.names import GATEWAYS
 from tests.support.system import System
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 
 NUM_TOKENS = 250
-GATEWAYS = ("gateway-1", "gateway-2")
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    folder = tmp_path_factory.mktemp("background")
-    settings = folder / "settings.yaml"
-    settings.write_text(json.dumps({"gateway": {"drain_timeout_s": 0.2}}))
-    arguments = ("--port", "0", "--gateways", "2", "--config", str(settings))
-    running = System(folder / "data", arguments=arguments).start()
-    yield running
-    assert running.stop() == 0
 
 
 def _client(system: System) -> openai.AsyncOpenAI:
@@ -74,14 +61,14 @@ async def _answers(client: openai.AsyncOpenAI) -> bool:
 @pytest.mark.parametrize(
     "parts",
     [
-        GATEWAYS,
-        ("worker-1",),
+        pytest.param(GATEWAYS, id="gateways"),
+        pytest.param(("worker-1",), id="worker"),
         pytest.param(
             (*GATEWAYS, "worker-1"),
-            marks=pytest.mark.slow(reason="each of them alone is killed in a fast test"),
+            id="gateways-and-worker",
+            marks=pytest.mark.slow(reason="the other cases kill each part"),
         ),
     ],
-    ids=["gateways", "worker", "gateways-and-worker"],
 )
 async def test_it_goes_on_when_parts_are_killed(pair: System, parts: tuple[str, ...]) -> None:
     async with _client(pair) as client:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import runpy
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 
 import httpx
 import psutil
 import pytest
 
 from tests.e2e.clients import Answer, chat_body
+from tests.e2e.gateways.names import GATEWAYS
 from tests.e2e.resuming import EventClient, Persistent, SocketClient, WholeClient
-from tests.e2e.weather import weather_tools
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -25,50 +22,21 @@ pytestmark = pytest.mark.e2e
 
 NUM_CLIENTS = 12
 NUM_TOKENS = 250
-GATEWAYS = ("gateway-1", "gateway-2")
 KINDS: tuple[type[Persistent], ...] = (SocketClient, EventClient, WholeClient)
 
 
-@dataclass
-class Pair:
-    """A system with two gateways and schedulers, and what its clients are answered when nothing
-    happens."""
-
-    system: System
-    undisturbed: list[Answer]
-
-
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = tmp_path_factory.mktemp("gateways")
-    tools, settings = folder / "tools.yaml", folder / "settings.yaml"
-    # Little time to drain, so that answers are cut and have to go on elsewhere.
-    gateway = {"drain_timeout_s": 0.2, "tools": str(tools)}
-    settings.write_text(json.dumps({"gateway": gateway}))
-    replicas = ("--gateways", "2", "--schedulers", "2")
-    arguments = ("--port", "0", *replicas, "--config", str(settings))
+def undisturbed(pair: System) -> list[Answer]:
+    """What the clients are answered when nothing happens."""
 
     async def ask_all() -> list[Answer]:
-        return await asyncio.gather(*(client.ask() for client in _clients(running)))
+        return await asyncio.gather(*(client.ask() for client in _clients(pair)))
 
-    with weather_tools() as catalogue:
-        tools.write_text(catalogue)
-        running = System(folder / "data", arguments=arguments).start()
-        yield Pair(running, asyncio.run(ask_all()))
-        assert running.stop() == 0
+    return asyncio.run(ask_all())
 
 
-@pytest.fixture(autouse=True)
-async def both_come_back(pair: Pair) -> AsyncIterator[None]:
-    """After each test both gateways serve again, whatever was done to them."""
-    yield
-    for gateway in GATEWAYS:
-        await _serves(pair.system, gateway)
-
-
-@pytest.mark.slow(reason="19 s of CPU; tests/scheduler/test_replicas.py is fast")
-def test_as_many_schedulers_serve_as_were_asked_for(pair: Pair) -> None:
-    run = pair.system.data / "run"
+def test_as_many_schedulers_serve_as_were_asked_for(pair: System) -> None:
+    run = pair.data / "run"
     pids = [int((run / f"scheduler-{number}.pid").read_text()) for number in (1, 2)]
     for pid in pids:
         assert "millrace.scheduler" in psutil.Process(pid).cmdline()
@@ -85,9 +53,11 @@ def _clients(system: System) -> list[Persistent]:
     ]
 
 
-async def _end_while_streaming(pair: Pair, number: signal.Signals, *parts: str) -> list[Persistent]:
+async def _end_while_streaming(
+    system: System, undisturbed: list[Answer], number: signal.Signals, *parts: str
+) -> list[Persistent]:
     """Signal parts while all clients are in the middle; the clients, with their answers checked."""
-    system, clients = pair.system, _clients(pair.system)
+    clients = _clients(system)
     tasks = [asyncio.create_task(client.ask()) for client in clients]
     streaming = [client for client in clients if not isinstance(client, WholeClient)]
     await eventually(lambda: all(client.num_tokens for client in streaming), timeout_s=30.0)
@@ -95,7 +65,7 @@ async def _end_while_streaming(pair: Pair, number: signal.Signals, *parts: str) 
     for pid in ended.values():
         os.kill(pid, number)
     answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=90.0)
-    assert [answer.text for answer in answers] == [answer.text for answer in pair.undisturbed]
+    assert [answer.text for answer in answers] == [answer.text for answer in undisturbed]
     assert [answer.completion_tokens for answer in answers] == [NUM_TOKENS] * NUM_CLIENTS
     assert any(client.num_connections > 1 for client in clients)
     await _recorded_once(system, answers)
@@ -118,43 +88,33 @@ async def _recorded_once(system: System, answers: list[Answer]) -> None:
         assert told == (1, "done", NUM_TOKENS)
 
 
-async def _serves(system: System, gateway: str) -> None:
-    """Wait until the gateway of this name answers again: each connection reaches either one."""
-
-    async def answers() -> bool:
-        try:
-            async with httpx.AsyncClient(base_url=system.http) as http:
-                health = (await http.get("/healthz")).json()
-        except httpx.TransportError:
-            return False
-        return bool(health["gateway_id"] == gateway)
-
-    await eventually(answers, timeout_s=30.0, what=f"{gateway} in its next life")
-
-
 @pytest.mark.parametrize(
     "parts",
     [
-        ("gateway-1",),
-        GATEWAYS,
+        pytest.param(("gateway-1",), id="one"),
+        pytest.param(GATEWAYS, id="both"),
         pytest.param(
             ("gateway-2", "worker-1"),
-            marks=pytest.mark.slow(reason="each of them alone is killed in a fast test"),
+            id="one-and-the-worker",
+            marks=pytest.mark.slow(reason="the other cases and test_kill.py kill each part"),
         ),
     ],
-    ids=["one", "both", "one-and-the-worker"],
 )
-async def test_clients_go_on_when_gateways_are_killed(pair: Pair, parts: tuple[str, ...]) -> None:
-    await _end_while_streaming(pair, signal.SIGKILL, *parts)
+async def test_clients_go_on_when_gateways_are_killed(
+    pair: System, undisturbed: list[Answer], parts: tuple[str, ...]
+) -> None:
+    await _end_while_streaming(pair, undisturbed, signal.SIGKILL, *parts)
 
 
-async def test_a_gateway_that_shuts_down_cuts_nobody_off_without_a_word(pair: Pair) -> None:
-    clients = await _end_while_streaming(pair, signal.SIGTERM, "gateway-1")
+async def test_a_gateway_that_shuts_down_cuts_nobody_off_without_a_word(
+    pair: System, undisturbed: list[Answer]
+) -> None:
+    clients = await _end_while_streaming(pair, undisturbed, signal.SIGTERM, "gateway-1")
     assert [client.unannounced for client in clients] == [0] * NUM_CLIENTS
 
 
-async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Pair) -> None:
-    system, session_id = pair.system, uuid.uuid4().hex
+async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: System) -> None:
+    system, session_id = pair, uuid.uuid4().hex
     client = SocketClient(
         system, "What is TTFT?", session_id=session_id, max_tokens=NUM_TOKENS, ignore_eos=True
     )
@@ -172,9 +132,9 @@ async def test_a_turn_is_in_its_session_once_though_its_gateway_died(pair: Pair)
     ]
 
 
-async def test_rounds_of_tools_go_on_after_a_kill(pair: Pair) -> None:
+async def test_rounds_of_tools_go_on_after_a_kill(pair: System) -> None:
     """The gateways die when the tool's result is in the next prompt, or about to be."""
-    system = pair.system
+    system = pair
 
     def client() -> SocketClient:
         return SocketClient(
@@ -206,11 +166,11 @@ async def test_rounds_of_tools_go_on_after_a_kill(pair: Pair) -> None:
     await eventually(lambda: [row["request_id"] for row in system.sql(query)] == rounds)
 
 
-async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: Pair) -> None:
+async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: System) -> None:
     """The first connection is gone before it has seen anything; the answer is made once."""
     headers = {"Idempotency-Key": uuid.uuid4().hex}
     body = chat_body("What is a KV cache?", stream=True)
-    async with httpx.AsyncClient(base_url=pair.system.http, timeout=60.0) as http:
+    async with httpx.AsyncClient(base_url=pair.http, timeout=60.0) as http:
         async with http.stream(
             "POST", "/v1/chat/completions", json=body, headers=headers
         ) as response:
@@ -223,15 +183,15 @@ async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: Pair) -> 
     assert other.json()["error"]["code"] == "idempotency_conflict"
 
 
-def test_the_example_of_the_documents_goes_on_after_a_kill(pair: Pair) -> None:
+def test_the_example_of_the_documents_goes_on_after_a_kill(
+    pair: System, undisturbed: list[Answer]
+) -> None:
     example = runpy.run_path("docs/examples/resume_stream.py")
     options = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     pieces = []
-    for number, piece in enumerate(
-        example["answer"](pair.system.http, "What is TTFT? 0", **options)
-    ):
+    for number, piece in enumerate(example["answer"](pair.http, "What is TTFT? 0", **options)):
         pieces.append(piece)
         if number == 3:
-            killed = [pair.system.kill(gateway) for gateway in GATEWAYS]
+            killed = [pair.kill(gateway) for gateway in GATEWAYS]
     assert len(killed) == 2
-    assert "".join(pieces) == pair.undisturbed[0].text
+    assert "".join(pieces) == undisturbed[0].text

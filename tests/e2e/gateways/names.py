@@ -1,0 +1,3 @@
+"""The names of the two gateways."""
+
+GATEWAYS = ("gateway-1", "gateway-2")
