@@ -125,6 +125,7 @@ async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
 
 
 @pytest.mark.slow(reason="tests/protocol and the scheduler's tests cover workers that come back")
+@pytest.mark.slow(reason="20 s of CPU; tests/workers/host/test_zombie.py freezes a worker, too")
 async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     system: System, http: httpx.AsyncClient, undisturbed: list[Answer]
 ) -> None:
@@ -146,7 +147,19 @@ async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     await _each_has_one_record(system, answers)
 
 
-@pytest.mark.parametrize("part", ["scheduler-1", "telemetry-1", "kafka", "nats", "redis"])
+_RECORDS_WAIT = pytest.mark.slow(reason="tests/telemetry/sink/test_crashes.py kills it, too")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "scheduler-1",
+        "nats",
+        "redis",
+        pytest.param("telemetry-1", marks=_RECORDS_WAIT),
+        pytest.param("kafka", marks=_RECORDS_WAIT),
+    ],
+)
 async def test_nothing_is_lost_when_a_part_is_killed(
     system: System, http: httpx.AsyncClient, part: str
 ) -> None:

@@ -63,6 +63,7 @@ async def _names_of(socket: websockets.ClientConnection, kind: str, count: int) 
     return names
 
 
+@pytest.mark.slow(reason="starts a system; tests/scheduler/queues holds the order")
 async def test_the_lowest_priority_is_served_first(socket: websockets.ClientConnection) -> None:
     await _ask(socket, "running", max_tokens=1_900)
     assert await _names_of(socket, "started", 1) == ["running"]

@@ -33,6 +33,7 @@ def _line(number: int) -> str:
     )
 
 
+@pytest.mark.slow(reason="25 s of CPU; tests/gateway/batches kills a gateway, too")
 async def test_every_line_is_answered_once_though_the_gateway_is_killed(system: System) -> None:
     base_url = f"{system.http}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=20) as client:
