@@ -64,11 +64,15 @@ class Executed:
 
     @classmethod
     def read(cls, folder: Path) -> Executed:
-        """The union of all files of data in a folder. Raises sqlite3.Error for damaged ones."""
+        """The union of all files of data in a folder. A process that is killed while it writes
+        leaves a damaged file: it is named and left out."""
         arcs: dict[str, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
         for file in sorted(folder.glob("coverage.*")):
-            for path, context, begin, end in _rows(file):
-                arcs[path][begin, end].add(sys.intern(context))
+            try:
+                for path, context, begin, end in _rows(file):
+                    arcs[path][begin, end].add(sys.intern(context))
+            except sqlite3.DatabaseError as error:
+                _say(f"Left out {file.name}: {error}")
         return cls(arcs)
 
     def tests_of(self, path: str, lines: Iterable[int]) -> set[str]:

@@ -38,6 +38,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("registry/demo/*", ("registry/demo/*.py",)),
     ("benchmarks/results/*", ("tests/benchmarks/*",)),
     # Data of tests.
+    ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
     ("tests/docs/banned_words.txt", ()),
