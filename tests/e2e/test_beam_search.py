@@ -39,7 +39,7 @@ def texts(answers: list[Any]) -> list[list[str]]:
     return [[choice.message.content for choice in answer.choices] for answer in answers]
 
 
-@pytest.mark.slow(reason="searches of seconds; the gateway and worker tests begin them anew")
+@pytest.mark.slow(reason="kills under long searches; the worker host's test starts one anew")
 @pytest.mark.parametrize("part", ["engine", "worker"])
 async def test_searches_start_anew_when_what_runs_them_is_killed(system: System, part: str) -> None:
     """The same answers, one record each, and nothing of them twice."""

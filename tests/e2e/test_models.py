@@ -231,7 +231,7 @@ class Load:
         await self._client.close()
 
 
-@pytest.mark.slow(reason="12 s of load; the registry and gateway tests cover rollouts")
+@pytest.mark.slow(reason="about 38 s of CPU; the registry and gateway tests cover rollouts")
 async def test_versions_are_rolled_out_and_back_under_load(millrace: Millrace) -> None:
     load = Load(millrace.system.http)
     before = asyncio.create_task(load.stream(60))

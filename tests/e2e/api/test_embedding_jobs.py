@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow(reason="starts seven engines; the worker's tests make embeddings for jobs"),
+    pytest.mark.slow(reason="starts seven engines; the engine's pooling tests compare embeddings"),
 ]
 
 NUM_JOBS = 60

@@ -231,7 +231,7 @@ def test_it_keeps_its_word(
     _check(_FEW_EXAMPLES, method, path, served=served, session=session, kept=kept)
 
 
-@pytest.mark.slow(reason="thousands of examples; the test above sends the first 200")
+@pytest.mark.slow(reason="eight drawn examples and every bound; the test above draws the first 200")
 @_EACH_OPERATION
 def test_it_keeps_its_word_at_every_bound(
     method: str, path: str, served: Served, session: requests.Session, kept: dict[str, str]
