@@ -21,7 +21,7 @@ _ENDS_WITHIN_S = 15.0
 class Stages:
     """A running ``millrace stages``, whose ranks have a thread each. ``log`` is where it writes."""
 
-    _MODULE = ("millrace", "stages")
+    _MODULE: tuple[str, ...] = ("millrace", "stages")
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
