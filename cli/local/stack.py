@@ -54,9 +54,9 @@ _NATS_ACCESS = (
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
 # Records can wait: an engine that shares its cores with them would make tokens more slowly.
 _ANALYTICS_NICENESS = 10
-# Other programs of a busy machine come before these parts, so their start may take minutes. The
+# Other programs of a busy machine come before these parts, so their start may take a minute. The
 # limit is for a part that hangs: the end of a part's process is noticed at once.
-_ANALYTICS_START_TIMEOUT_S = 300.0
+_ANALYTICS_START_TIMEOUT_S = 120.0
 # What a worker may take to end when it has drained.
 _GOODBYE_S = 4.0
 # Puts nothing in the place of what the catalogue says of a model's engine.
