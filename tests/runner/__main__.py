@@ -43,8 +43,7 @@ def _print_choice(chosen: dict[str, Chosen], *, explain: bool) -> None:
     num_tests = sum(room.tests for room in rooms)
     _say(
         f"{num_tests} tests in {len(chosen)} of {len(files_of_tests())} files can be affected; "
-        f"they took {sum(room.cpu_s for room in rooms):.0f} s of CPU when they "
-        "were measured, slow ones included."
+        f"the fast ones took {measured.fast_cpu_s(chosen):.0f} s of CPU when they were measured."
     )
     for file, why in chosen.items() if explain else ():
         _say(f"  {file}: {why.reason}")

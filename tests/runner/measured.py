@@ -7,6 +7,7 @@ the CPU. They order the files of a run, and say what a choice of tests will take
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,12 @@ class Measured(msgspec.Struct, frozen=True):
     def read(cls, file: Path = FILE) -> Measured:
         """The figures in the file. Raises msgspec.DecodeError for a damaged one."""
         return msgspec.json.decode(file.read_bytes(), type=cls)
+
+    def fast_cpu_s(self, files: Iterable[str]) -> float:
+        """CPU seconds of the fast tests of these files; a file that was not measured counts 0."""
+        wanted = set(files) & self.rooms.keys()
+        slow = (s for node_id, s in self.slow_test_s.items() if node_id.split("::")[0] in wanted)
+        return sum(self.rooms[file].cpu_s for file in wanted) - sum(slow)
 
     def write(self, file: Path = FILE) -> None:
         """Write the figures, one room a line, so that a diff shows what changed."""

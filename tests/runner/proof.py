@@ -107,23 +107,24 @@ def _statement_lines(text: str) -> dict[int, int]:
 
 
 def _changed_lines(commit: str, path: str) -> set[int]:
-    """The lines of today's file that this commit wrote, each by the first line of its statement."""
+    """The lines of today's file that this commit wrote, each by the first line of its statement.
+    Coverage has lines of Python files only."""
+    if not path.endswith(".py") or not (ROOT / path).is_file():
+        return set()
     blamed = git("blame", "-l", "-s", f"{commit}^..HEAD", "--", path)
     lines = {
         number
         for number, line in enumerate(blamed.splitlines(), start=1)
         if line.startswith(commit)
     }
-    if not path.endswith(".py"):
-        return set()
     first = _statement_lines((ROOT / path).read_text())
     return {first[line] for line in lines if line in first}
 
 
-def _code_commits(number: int) -> list[str]:
-    """The last commits that changed files of code, the newest first; merges left out."""
+def _code_commits(number: int, newest: str) -> list[str]:
+    """The last commits that changed files of code, from ``newest`` back; merges left out."""
     found = []
-    for commit in git("rev-list", "--no-merges", "HEAD").splitlines():
+    for commit in git("rev-list", "--no-merges", newest).splitlines():
         paths = _paths_of(commit)
         if any(path.endswith(_CODE) and not path.startswith("docs/") for path in paths):
             found.append(commit)
@@ -142,30 +143,28 @@ def _file(node_id: str) -> str:
     return node_id.split("::", 1)[0]
 
 
-def replay_commits(executed: Executed, number: int) -> int:
+def replay_commits(executed: Executed, number: int, newest: str) -> int:
     """Print, for each commit, how many test files executed its lines and how many are chosen; the
     number of files that were missed."""
     selector, measured = Selector.of_repository(), Measured.read()
     misses, seconds = 0, []
-    for commit in _code_commits(number):
+    for commit in _code_commits(number, newest):
         paths = _paths_of(commit)
         expected: set[str] = set()
         for path in paths:
-            if (ROOT / path).is_file():
-                lines = _changed_lines(commit, path)
-                expected |= {_file(test) for test in executed.tests_of(path, lines)}
+            lines = _changed_lines(commit, path)
+            expected |= {_file(test) for test in executed.tests_of(path, lines)}
         chosen = selector.affected(paths)
         missed = {file for file in expected - chosen.keys() if (ROOT / file).is_file()}
         misses += len(missed)
-        rooms = [measured.rooms[file] for file in chosen if file in measured.rooms]
-        took_s = sum(room.cpu_s for room in rooms)
+        took_s = measured.fast_cpu_s(chosen)
         is_all = any(path.startswith(("schemas/", "runtime/")) for path in paths)
         if not is_all:
             seconds.append(took_s)
+        names = ", ".join(sorted(missed)) or "none"
         _say(
             f"{commit[:10]} {len(paths):4} paths, {len(expected):4} test files executed them, "
-            f"{len(chosen):4} chosen, {took_s:6.0f} CPU s{' (all)' if is_all else ''}, "
-            f"missed: {', '.join(sorted(missed)) or 'none'}"
+            f"{len(chosen):4} chosen, {took_s:6.0f} CPU s of fast tests, missed: {names}"
         )
     if seconds:
         _say(f"Median without schemas/ and runtime/: {statistics.median(seconds):.0f} CPU s")
@@ -213,14 +212,14 @@ def _mutations(path: str, lines: set[int]) -> Iterator[Mutation]:
             yield Mutation(path, first[target.lineno], begin, end, new.replace("{}", old))
 
 
-def try_mutations(executed: Executed, number: int, seed: int, most_tests: int) -> int:
+def try_mutations(executed: Executed, number: int, newest: str, seed: int, most_tests: int) -> int:
     """Break functions that the last commits changed, one at a time, in this checkout; the number of
     failed tests that were not chosen. The files are put back."""
     selector, draw = Selector.of_repository(), random.Random(seed)
     found: list[Mutation] = []
-    for commit in _code_commits(60):
+    for commit in _code_commits(60, newest):
         for path in _paths_of(commit):
-            if path.endswith(".py") and path.split("/")[0] in PACKAGES and (ROOT / path).is_file():
+            if path.split("/")[0] in PACKAGES and path.endswith(".py") and (ROOT / path).is_file():
                 lines = _changed_lines(commit, path)
                 found += [m for m in _mutations(path, lines) if executed.tests_of(path, [m.line])]
     misses = 0
@@ -305,6 +304,7 @@ def main() -> int:
     parser.add_argument("what", choices=("measure", "commits", "mutations", "tiers"))
     parser.add_argument("data", type=Path, help="the folder of what was executed")
     parser.add_argument("--number", type=int, help="commits (60) or mutations (20)")
+    parser.add_argument("--newest", default="HEAD", help="the newest of the commits (HEAD)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--most-tests", type=int, default=20, help="tests run for a mutation")
     options, more = parser.parse_known_args()
@@ -315,9 +315,10 @@ def main() -> int:
         compare_tiers(executed, set(Measured.read().slow_test_s))
         return 0
     if options.what == "commits":
-        return int(replay_commits(executed, options.number or 60) > 0)
+        return int(replay_commits(executed, options.number or 60, options.newest) > 0)
     number = options.number or 20
-    return int(try_mutations(executed, number, options.seed, options.most_tests) > 0)
+    misses = try_mutations(executed, number, options.newest, options.seed, options.most_tests)
+    return int(misses > 0)
 
 
 if __name__ == "__main__":
