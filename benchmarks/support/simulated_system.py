@@ -48,7 +48,7 @@ class SimulatedSystem:
         """One more; it serves once its queue's state is heard."""
         heard = asyncio.Event()
         subscription = await self.bus.control.subscribe_queue_status(lambda _: heard.set())
-        self.schedulers.append(self._start("scheduler", len(self.schedulers), ()))
+        self.schedulers.append(self._start("millrace.scheduler", len(self.schedulers), ()))
         await asyncio.wait_for(heard.wait(), _START_TIMEOUT_S)
         await subscription.close()
 
@@ -59,12 +59,12 @@ class SimulatedSystem:
 
     def restart_scheduler(self, number: int) -> None:
         """After it was killed."""
-        self.schedulers[number] = self._start("scheduler", number, ())
+        self.schedulers[number] = self._start("millrace.scheduler", number, ())
 
     async def start_workers(self, count: int) -> None:
         """``count`` of them in one process; returns when all have announced themselves."""
         options = ("--engine", "simulated", "--count", str(count))
-        self._workers.append(self._start("workers", len(self._workers), options))
+        self._workers.append(self._start("millrace.workers", len(self._workers), options))
         await self.bus.workers.watch(self._note)
         await eventually(lambda: len(self.statuses) >= count, timeout_s=_START_TIMEOUT_S)
 

@@ -73,7 +73,14 @@ class GuardedSystem:
         }
         with (self._directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", package, "--config", str(self._file), *options],
+                [
+                    sys.executable,
+                    "-m",
+                    f"millrace.{package}",
+                    "--config",
+                    str(self._file),
+                    *options,
+                ],
                 stdout=log,
                 stderr=log,
                 env=os.environ | environment,
