@@ -35,6 +35,8 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("gateway/web/*", ("gateway/api/pages.py", "tests/telemetry/test_ops_*")),
     ("registry/models.yaml", ("registry/catalogue.py",)),
     ("registry/demo/*.py", ()),
+    ("registry/demo/faq/*", ("registry/demo/faq.py",)),
+    ("registry/demo/natural_questions.yaml", ("registry/demo/faq.py",)),
     ("registry/demo/*", ("registry/demo/*.py",)),
     ("benchmarks/results/*", ("tests/benchmarks/*",)),
     # Data of tests.
