@@ -125,7 +125,6 @@ async def test_all_streams_finish_when_worker_and_scheduler_are_killed_together(
 
 
 @pytest.mark.slow(reason="tests/protocol and the scheduler's tests cover workers that come back")
-@pytest.mark.slow(reason="20 s of CPU; tests/workers/host/test_zombie.py freezes a worker, too")
 async def test_a_frozen_worker_that_wakes_up_does_no_harm(
     system: System, http: httpx.AsyncClient, undisturbed: list[Answer]
 ) -> None:
