@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PACKAGES := bench bus cli gateway millrace registry runtime scheduler schemas simulation telemetry workers
 DATA   ?= data
 
 .PHONY: setup up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
@@ -15,6 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,rdma,dev]'
 	$(BIN)/python -m millrace.workers.kernels.build
+# Else each process that starts first would compile the same modules.
+	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) benchmarks
 	@touch $(READY)
 
 up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.runner.cpu_times import Meter, Seconds, tree_cpu_s
 from tests.runner.measured import Measured, Room, measured_run
-from tests.runner.tiers import MOST_AFFECTED_S, SHARES, SlowShare, share_of, taken
+from tests.runner.tiers import (
+    MOST_AFFECTED_S,
+    SHARES,
+    SlowShare,
+    share_of,
+    slow_reason,
+    taken,
+)
 from tests.support.repository import ROOT
 
 _NOTHING = Measured("a CPU", {}, {})
@@ -114,10 +122,9 @@ def _run(project: Path, text: str, *options: str) -> subprocess.CompletedProcess
     )
 
 
-def test_a_plain_run_takes_all_and_says_what_each_file_took(tmp_path: Path) -> None:
-    done = _run(tmp_path, _PROJECT, "--cpu-times")
+def test_a_plain_run_takes_all(tmp_path: Path) -> None:
+    done = _run(tmp_path, _PROJECT)
     assert "101 passed" in done.stdout, done.stdout + done.stderr
-    assert "test_it.py" in done.stdout[done.stdout.index("CPU s") :]
 
 
 def test_the_fast_tier_alone(tmp_path: Path) -> None:
@@ -129,17 +136,31 @@ def test_the_fast_tier_alone(tmp_path: Path) -> None:
 def test_a_share_of_the_slow_tests_is_the_same_in_all_processes(
     tmp_path: Path, processes: str
 ) -> None:
-    done = _run(tmp_path, _PROJECT, "--slow", "some", "-n", processes, "--cpu-times")
+    options = ("--slow", "some", "--base", "no-such-commit", "-n", processes, "--cpu-times")
+    done = _run(tmp_path, _PROJECT, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    share = SlowShare.of_checkout("HEAD").share
+    share = SlowShare.of_checkout("no-such-commit").share
     number = sum(share_of(f"test_it.py::test_slow[{n}]") == share for n in range(100))
     assert f"{number + 1} passed" in done.stdout, done.stdout
     assert f"Slow tier: {number} of 100 tests were chosen" in done.stdout
     assert "test_it.py" in done.stdout[done.stdout.index("CPU s") :]
 
 
-@pytest.mark.parametrize("marker", ["slow", 'slow("why")', 'slow(reason="")'])
-def test_a_slow_test_says_why(tmp_path: Path, marker: str) -> None:
-    done = _run(tmp_path, f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass\n")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "say why" in done.stdout + done.stderr
+class _Item:
+    nodeid = "tests/test_it.py::test_it"
+
+    def __init__(self, mark: pytest.MarkDecorator) -> None:
+        self._mark = mark.mark
+
+    def get_closest_marker(self, _name: str) -> pytest.Mark:
+        return self._mark
+
+
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mark", [_SLOW, _SLOW("why"), _SLOW(reason=""), _SLOW(reason=3)])
+def test_a_slow_test_says_why(mark: pytest.MarkDecorator) -> None:
+    with pytest.raises(pytest.UsageError, match="say why"):
+        slow_reason(cast(pytest.Item, _Item(mark)))
+    assert slow_reason(cast(pytest.Item, _Item(_SLOW(reason="why")))) == "why"

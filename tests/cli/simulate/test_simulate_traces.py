@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace import telemetry
 from millrace.bench.spread import fixed, parse_spread
 from millrace.cli.main import main
 from millrace.cli.simulate import history
@@ -28,6 +27,7 @@ from millrace.simulation.traces.synthesise import (
 )
 from millrace.simulation.traces.texts import Texts
 from millrace.simulation.traces.trace import TraceRequest, read_trace
+from millrace.telemetry.store.migrate import load_migrations
 
 GOOD = '{"at_s": 1.5, "prompt_tokens": 10, "output_tokens": 5, "prefix": [["system", 4]]}'
 
@@ -252,13 +252,12 @@ def test_histories_of_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
     """In processes of their own: the engine holds a store until its process ends."""
-    tables = Path(telemetry.__path__[0], "migrations").glob("*.sql")
     script = (
         "import sys, chdb\n"
         "store = chdb.connect(sys.argv[1])\n"
         "store.query('CREATE DATABASE millrace')\n"
         "store.query('USE millrace')\n"
-        "store.query(open(sys.argv[2]).read().split(';')[0])\n"
+        "store.query(sys.argv[2])\n"
         "store.query('INSERT INTO requests (request_id, tenant, tier, model_served, session, "
         "prompt_tokens, completion_tokens, received_at, done_at) VALUES "
         "(\\'a\\', \\'acme\\', \\'pro\\', \\'demo\\', \\'s\\', 50, 7, "
@@ -267,10 +266,9 @@ def test_history_from_a_store_that_a_system_left(tmp_path: Path) -> None:
         "\\'2026-01-31 10:00:02\\', now64())')\n"
         "store.close()\n"
     )
-    create = next(table for table in tables if "TABLE IF NOT EXISTS requests" in table.read_text())
-    subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "clickhouse"), str(create)], check=True
-    )
+    statements = load_migrations()[0].statements
+    create = next(one for one in statements if "CREATE TABLE IF NOT EXISTS requests\n" in one)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "clickhouse"), create], check=True)
     saved = tmp_path / "trace.jsonl"
     command = "-m millrace.cli simulate --from-clickhouse --since 2026-01-31 --until 2026-02-01"
     command += f" --data {tmp_path} --save-trace {saved}"
