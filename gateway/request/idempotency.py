@@ -46,14 +46,14 @@ class Idempotency:
                 break
             if known_id != awaited_id:
                 awaited_id, give_up_s = known_id, now_s + _SUBMITTED_WITHIN_S
-            elif now_s >= give_up_s and known_id not in self._submitting:
-                break  # whoever claimed it died
             try:
                 # The response under way or done, if it was accepted so far.
                 response = await self._resuming.share(
                     requester.caller, known_id, requester.client, owner=requester.owner
                 )
             except UnknownRequestError:
+                if now_s >= give_up_s and not self._is_here(known_id):
+                    break  # The gateway that claimed the key died.
                 await self._clock.sleep(_POLL_S)
                 continue
             if requester.trace is not None:
@@ -70,6 +70,10 @@ class Idempotency:
             raise
         finally:
             self._submitting.discard(known_id)
+
+    def _is_here(self, request_id: str) -> bool:
+        """Whether this gateway submits the request, or has its response."""
+        return request_id in self._submitting or self._responses.get(request_id) is not None
 
     async def release_of_failure(self, response: ResponseStream) -> None:
         """Let the key of a response be tried again if that failed in a way that may pass."""

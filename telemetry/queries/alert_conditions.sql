@@ -116,9 +116,10 @@ SELECT
     )
 FROM
 (
-    SELECT name, sampled_at, (num_blocks - num_free_blocks) / nullIf(num_blocks, 0) AS used
+    -- A worker whose engine tells of no blocks has no cache that could be full.
+    SELECT name, sampled_at, (num_blocks - num_free_blocks) / num_blocks AS used
     FROM worker_samples FINAL
-    WHERE sampled_at >= now64(6) - toIntervalMinute(30)
+    WHERE sampled_at >= now64(6) - toIntervalMinute(30) AND num_blocks > 0
 )
 GROUP BY name
 HAVING max(sampled_at) > now64(6) - toIntervalSecond(45)

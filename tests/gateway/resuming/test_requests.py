@@ -153,6 +153,44 @@ async def test_two_take_up_the_key_of_a_gateway_that_died(
     assert len(first.gateway.streams) == 0
 
 
+async def test_a_client_that_waited_too_long_shares_what_another_submitted(
+    fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its patience ended while the other client's request was submitted and answered."""
+    monkeypatch.setattr(idempotency, "_SUBMITTED_WITHIN_S", 0.1)
+    first, _ = fronts
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    index, submitter = first.gateway.idempotency._index, first.gateway.idempotency._submitter
+    claim, submit = index.claim, submitter.submit
+    await claim("local", "k-1", digest_of(b"/v1/chat/completions", body), "chatcmpl-gone")
+    waiting, answered = asyncio.Event(), asyncio.Event()
+    claims: list[str] = []
+    submitted: list[str] = []
+
+    async def claim_late(tenant: str, key: str, digest: str, new_id: str) -> str:
+        claims.append(new_id)
+        if new_id == claims[0] and len(claims) == 2:
+            waiting.set()
+            await answered.wait()
+        return await claim(tenant, key, digest, new_id)
+
+    async def submit_noted(request: Any, requester: Any, request_id: str, key: str = "") -> Any:
+        submitted.append(request_id)
+        return await submit(request, requester, request_id, key)
+
+    monkeypatch.setattr(index, "claim", claim_late)
+    monkeypatch.setattr(submitter, "submit", submit_noted)
+    headers = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
+    path = "/v1/chat/completions"
+    async with httpx.AsyncClient(base_url=first.url, timeout=8) as http:
+        late = asyncio.create_task(http.post(path, content=body, headers=headers))
+        await waiting.wait()
+        other = await http.post(path, content=body, headers=headers)
+        answered.set()
+        assert (await late).json() == other.json()
+    assert submitted == ["chatcmpl-gone"]
+
+
 async def test_a_key_that_was_given_up_belongs_to_the_next(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:

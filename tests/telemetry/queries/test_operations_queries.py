@@ -152,13 +152,18 @@ async def test_poison_stalls_and_full_caches(store: Store) -> None:
         )
         for age_s in range(1, 600, 10)
     ]
-    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(60)), "full")
+    # The engine of this worker tells of no blocks.
+    without = worker_sample(0, sampled_ns=now_ns - NS, worker="w-2")
+    samples.append(msgspec.structs.replace(without, num_blocks=0, num_free_blocks=0))
+    await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(61)), "full")
     found = await conditions(store)
     assert found["MillracePoison", "demo"]["is_over"] == 1
     assert found["MillraceStreamsStall", "demo"]["value"] == pytest.approx(0.5)
     cache = found["MillraceKvCacheFull", "w-1"]
     assert (cache["is_over"], cache["value"]) == (1, pytest.approx(0.98))
     assert cache["since_s"] == pytest.approx(now_ns / NS - 400, abs=12)
+    assert ("MillraceKvCacheFull", "w-2") not in found
+    assert None not in {row["is_over"] for row in found.values()}
 
 
 async def test_refusals_by_time_and_by_what_is_looked_for(store: Store) -> None:
