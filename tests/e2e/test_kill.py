@@ -61,7 +61,7 @@ async def _start_streams(system: System, http: httpx.AsyncClient) -> list[asynci
 
 @pytest.fixture(scope="module")
 def undisturbed(system: System) -> list[Answer]:
-    """What the streams are answered when nothing is killed."""
+    """The answers to the streams when nothing is killed."""
 
     async def ask_all() -> list[Answer]:
         async with httpx.AsyncClient(base_url=system.http, timeout=60.0) as http:

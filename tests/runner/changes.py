@@ -1,4 +1,4 @@
-"""What git says of the change that is tested."""
+"""Reads the change that is tested from git."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _UTIME = 11  # of the fields that follow the name of the process in /proc/PID/st
 
 
 class Seconds(NamedTuple):
-    """What a test, or a room of tests, took."""
+    """The time that a test, or all tests of a file, took."""
 
     cpu_s: float
     wall_s: float
@@ -58,7 +58,7 @@ class Meter:
         self._wall_s = time.monotonic()
 
     def lap(self) -> Seconds:
-        """What has been used since the last lap."""
+        """Return the seconds that were used since the last lap."""
         cpu_s, wall_s = tree_cpu_s(), time.monotonic()
         used = Seconds(max(0.0, cpu_s - self._cpu_s), wall_s - self._wall_s)
         self._cpu_s, self._wall_s = cpu_s, wall_s

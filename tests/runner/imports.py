@@ -42,7 +42,7 @@ def path_of(module: str) -> str:
 
 @dataclass
 class Source:
-    """What one file may load: modules that it imports, and names that stand in its strings."""
+    """The modules that one file may load: imports, and names in its strings."""
 
     imports: set[str] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
@@ -129,7 +129,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def source_of(module: str, text: str, *, is_package: bool = False) -> Source:
-    """What a module of this name and text may load. Raises SyntaxError."""
+    """Read the modules that a module of this name and text may load. Raises SyntaxError."""
     return _Reader(module, is_package=is_package).read(text)
 
 

@@ -1,4 +1,4 @@
-"""What each file of tests took when the suite was last measured.
+"""The times of each file of tests when the suite was last measured.
 
 `make measure-tests` runs every test and writes the figures into ``measured.json``, with the name of
 the CPU. They order the files of a run, and say what a choice of tests will take.

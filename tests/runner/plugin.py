@@ -1,4 +1,4 @@
-"""What our runs add to pytest: the slow tier, the order of the tests, and CPU times by room."""
+"""Extends pytest by the slow tier, the order of the tests, and CPU times by file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _tell_coverage(node_id: str) -> None:
     """Have coverage record what is executed from now on as this test's, here and in processes that
-    start from now on (see ``tests/runner/proof.py``)."""
+    start later (see ``tests/runner/proof.py``)."""
     import coverage  # it takes 0.3 s, which other runs save
 
     os.environ["TEST_CONTEXT"] = node_id

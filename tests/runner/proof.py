@@ -57,8 +57,8 @@ def _say(line: str) -> None:
 
 @dataclass
 class Executed:
-    """What tests executed: for each path from the root, the arcs between its lines, and the ids of
-    the tests that took each arc. The empty id stands for imports while tests were collected."""
+    """The code that tests executed: for each path from the root, the arcs between its lines, and
+    the ids of the tests that took each arc. The empty id stands for imports at collection."""
 
     arcs: dict[str, dict[tuple[int, int], set[str]]]
 

@@ -1,4 +1,4 @@
-"""What a changed file affects beside its importers: one table of globs.
+"""The files that a changed file affects beside its importers: one table of globs.
 
 The Python files that a target matches count as changed, too: test files, and modules that load the
 changed file. ``EVERYTHING`` selects all tests.
@@ -67,8 +67,8 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 
 
 def targets(path: str) -> tuple[str, ...] | None:
-    """What the table says of a changed path, relative to the repository; None for a path that it
-    does not have."""
+    """Return the table's targets for a changed path, relative to the repository; None for a path
+    that the table lacks."""
     for pattern, found in RULES:
         if fnmatchcase(path, pattern):
             return found

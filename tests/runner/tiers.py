@@ -33,13 +33,16 @@ class SlowShare:
 
     @classmethod
     def of_checkout(cls, base: str | None = None) -> SlowShare:
-        """The share of the commit that is checked out, and what its change affects. Without
-        history, no test counts as affected."""
+        """The share of the commit that is checked out, and the test files that the change since
+        ``base`` affects. Without history, no test counts as affected. Raises UsageError for a
+        ``base`` that is no commit."""
         digest = commit_hash()
         share = int(digest, 16) % SHARES if digest else 0
         try:
             change = change_since(base or default_base())
-        except NoHistoryError:
+        except NoHistoryError as error:
+            if base:
+                raise pytest.UsageError(f"--base {base}: {error}") from error
             return cls(share, {})
         affected = Selector.of_repository(change.deleted).affected(change.paths, exact=True)
         return cls(share, {file: chosen.distance for file, chosen in affected.items()})

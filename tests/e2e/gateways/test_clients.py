@@ -27,7 +27,7 @@ KINDS: tuple[type[Persistent], ...] = (SocketClient, EventClient, WholeClient)
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: System) -> list[Answer]:
-    """What the clients are answered when nothing happens."""
+    """The answers to the clients when nothing is killed."""
 
     async def ask_all() -> list[Answer]:
         return await asyncio.gather(*(client.ask() for client in _clients(pair)))
