@@ -25,7 +25,11 @@ async def delete_streams(server: NatsServer) -> None:
                 continue  # a client that is closing may have raced us
     finally:
         await client.close()
-    await eventually(
-        lambda: not list(server.store_path.glob("jetstream/*/streams/*")),
-        what="removing the files of deleted streams",
-    )
+
+    def are_gone() -> bool:
+        try:
+            return not list(server.store_path.glob("jetstream/*/streams/*"))
+        except FileNotFoundError:  # a folder was removed while it was read
+            return False
+
+    await eventually(are_gone, what="removing the files of deleted streams")
