@@ -1,4 +1,4 @@
-"""One more run, alone, for each test that failed in the last run.
+"""Runs each test that failed in the last run once more, alone.
 
     python -m tests.runner.rerun
 

@@ -20,7 +20,7 @@ _ALONE = ("tests/workers/models/test_random_checkpoints.py",)
 
 
 def room_of(node_id: str) -> str:
-    """What names the tests that one process runs one after the other."""
+    """Return the name of the room: of the tests that one process runs one after the other."""
     if node_id.startswith(_SYSTEMS):
         return _SYSTEMS
     if node_id.startswith(_ALONE):
@@ -29,7 +29,7 @@ def room_of(node_id: str) -> str:
 
 
 def refuse_namesakes(items: list[pytest.Item]) -> None:
-    """Of tests with one id, xdist would run one and not tell. Raises UsageError."""
+    """Raise UsageError if two tests have one id: pytest-xdist would silently run only one."""
     counts = Counter(item.nodeid for item in items)
     namesakes = sorted(name for name, count in counts.items() if count > 1)
     if namesakes:

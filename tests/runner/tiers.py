@@ -24,7 +24,7 @@ _UNMEASURED_S = 10.0
 
 @dataclass(frozen=True)
 class SlowShare:
-    """What decides which slow tests run: plain data, which pytest-xdist hands to its processes."""
+    """The choice of slow tests as plain data, which pytest-xdist hands to its processes."""
 
     share: int
     """Slow tests of this one of ten shares run."""

@@ -1,4 +1,4 @@
-"""Processes of ranks and engines that begin as forks of one that has imported torch.
+"""Forks ranks and engines from a process that has imported torch.
 
 Nine tenths of the CPU time of a rank in a test are its imports. ``WarmProcess`` takes the place of
 ``subprocess.Popen`` in this process: it has a server, which it starts once, fork the modules of

@@ -1,4 +1,4 @@
-"""What an analyst asks, against figures that were added up by hand. All rows are stored twice and
+"""Analysts' queries, against figures that were added up by hand. All rows are stored twice and
 never merged."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is the same for all servers that a stand-in answers for as their documentation says."""
+"""Tests that all servers share for which a stand-in answers, as their documentation says."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
 
 
 class _Refused(NamedTuple):
-    """A server that is not the one that is asked for, and why the engine does not start."""
+    """The URL leads to another kind of server: the engine does not start, and says why."""
 
     kind: EngineKind
     changes: dict[str, Any]
@@ -175,7 +175,7 @@ async def test_a_cancel_ends_the_connection(model: ServedModel, kind: EngineKind
 async def test_a_stream_that_broke_goes_on_where_it_stopped(
     model: ServedModel, kind: EngineKind, breaks_at: dict[int, int]
 ) -> None:
-    """Of TGI, which is given text, also within a character."""
+    """TGI is given text, which may end within a character."""
     tokens = []
     for breaks in ({}, breaks_at):
         server = _SERVERS[kind](model, breaks_at=breaks)
