@@ -4,7 +4,7 @@ that are known but not honoured."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
@@ -13,7 +13,9 @@ from millrace.gateway.responses import input as responses_input
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
+from millrace.schemas.openai import ChatTool
 from millrace.schemas.responses.items import GivenItem
+from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool
 from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -60,10 +62,42 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
     }
 
 
-def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
-    """A word, or an object that names a function."""
-    named = closed_object({"type": {"enum": ["function"]}, **properties}, *required)
-    return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named]}
+def _tools(kinds: tuple[Any, ...], left_out: str) -> Schema:
+    """Those that are told to the model, and those that are left out."""
+    told: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+    other: Schema = {"type": "object", "required": ["type"], "properties": {"type": _STRING}}
+    return {
+        "maxItems": MAX_TOOLS,
+        "items": {"anyOf": [*told, {**other, "description": left_out}]},
+    }
+
+
+def _tool_choice(named: Schema, allowed: Callable[[Schema], Schema]) -> Schema:
+    """A word, an object that names a tool, or several of these."""
+    some = closed_object(
+        {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": named}}
+    )
+    return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named, allowed(some)]}
+
+
+def _allowed_in_chat(some: Schema) -> Schema:
+    return closed_object({"type": {"enum": ["allowed_tools"]}, "allowed_tools": some})
+
+
+def _allowed_in_responses(some: Schema) -> Schema:
+    return closed_object({"type": {"enum": ["allowed_tools"]}, **some["properties"]})
+
+
+_LEFT_OUT = "A tool that only a provider's server can run: it is left out."
+_IN_CHAT: Schema = {
+    "anyOf": [
+        closed_object({"type": {"enum": [kind]}, kind: closed_object({"name": _STRING})})
+        for kind in ("function", "custom")
+    ]
+}
+_IN_RESPONSES: Schema = closed_object(
+    dict.fromkeys(("type", "name", "namespace", "server_label"), _STRING), "type"
+)
 
 
 _CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
@@ -108,8 +142,8 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "thinking_token_budget": {"minimum": 0},
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
-    "tools": {"maxItems": MAX_TOOLS},
-    "tool_choice": _tool_choice({"function": closed_object({"name": _STRING})}, "function"),
+    "tools": _tools(get_args(ChatTool), _LEFT_OUT),
+    "tool_choice": _tool_choice(_IN_CHAT, _allowed_in_chat),
 }
 _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
 _POOLED: dict[str, Schema] = {
@@ -146,7 +180,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "thinking_token_budget": {"minimum": 0},
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
-        "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
+        "tools": _tools(get_args(ResponseTool), _LEFT_OUT),
+        "tool_choice": _tool_choice(_IN_RESPONSES, _allowed_in_responses),
     },
     "MessagesRequest": {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p")}
     | {
@@ -171,6 +206,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "name": _FUNCTION_NAME,
         "parameters": {"anyOf": [_JSON_SCHEMA, _NULL]},
     },
+    "ToolSearchTool": {"parameters": {"anyOf": [_JSON_SCHEMA, _NULL]}},
+    "NamespaceTool": {
+        "tools": _tools((FlatFunctionTool, FlatCustomTool), "No other type is taken here.")
+    },
+    "TokenizeRequest": {"tools": _tools(get_args(ChatTool), _LEFT_OUT)},
     "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,

@@ -203,7 +203,12 @@ def _sampling(
     if not tools or model.tool_format is None:
         return sampling
     grammar = call_grammar(
-        model.tool_format, tools, request.tool_choice, request.parallel_tool_calls, sampling.grammar
+        model.tool_format,
+        tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        sampling.grammar,
+        request.freeform_tools,
     )
     return sampling if grammar is None else replace(sampling, grammar=grammar)
 

@@ -93,7 +93,15 @@ class ResponseReader:
         if request.sampling.use_beam_search:
             indices = from_indices or (0,) * request.sampling.n
             self.choices += [
-                BeamChoice(number + beam, beam, stream, tool_format, index, tools=self.tools)
+                BeamChoice(
+                    number + beam,
+                    beam,
+                    stream,
+                    tool_format,
+                    index,
+                    tools=self.tools,
+                    freeform_tools=request.freeform_tools,
+                )
                 for beam, index in enumerate(indices)
             ]
             return
@@ -106,6 +114,7 @@ class ResponseReader:
                 from_indices[0] if from_indices else 0,
                 ends,
                 tools=self.tools,
+                freeform_tools=request.freeform_tools,
                 must_call=mode in (ToolMode.REQUIRED, ToolMode.NAMED),
             )
         )

@@ -12,9 +12,10 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
-from millrace.gateway.responses.input import named
+from millrace.gateway.responses.input import THOUGHTS, named
 from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
+from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import Part
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
@@ -35,12 +36,10 @@ from millrace.schemas.responses.items import (
     IncompleteDetails,
     InputTokensDetails,
     Item,
-    NamedServerTool,
     OutputTokensDetails,
     Response,
     ResponsesRequest,
     ResponseStatus,
-    ResponseTool,
     ResponseUsage,
     SchemaFormat,
     TextConfig,
@@ -74,14 +73,20 @@ class ResponseRenderer:
         stem = response.request_id.rpartition("-")[2]
         self.request = request
         self._text = _text_of(request)
-        self._tools = tuple(map(_on_one_line, request.tools or ()))
+        self._tools = tuple(map(_without_newlines, request.tools or ()))
         self._response_stream = response
         self.conversation = (*earlier, *named(given, stem, earlier))
         self.num_earlier = len(earlier)
         self._conversation_id = request.conversation_id
         self._conversations = conversations
         self._store = store
-        self._items = OutputItems(stem, len(_FIRST), describe)
+        self._items = OutputItems(
+            stem,
+            len(_FIRST),
+            describe,
+            call_kinds(request, self.conversation),
+            seals=THOUGHTS in (request.include or ()),
+        )
         self._had = response.choices[0].had
         self._num_caught_up = 0
         self._after = after
@@ -279,12 +284,6 @@ def _text_of(request: ResponsesRequest) -> TextConfig:
     if isinstance(form, SchemaFormat):
         form = msgspec.structs.replace(form, schema=_without_newlines(form.schema))
     return TextConfig(format=form)
-
-
-def _on_one_line(tool: ResponseTool) -> ResponseTool:
-    if isinstance(tool, NamedServerTool):
-        return tool
-    return msgspec.structs.replace(tool, parameters=_without_newlines(tool.parameters))
 
 
 def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -27,8 +27,17 @@ class BeamChoice(Choice):
         from_index: int = 0,
         *,
         tools: Sequence[ToolDefinition] = (),
+        freeform_tools: Collection[str] = (),
     ) -> None:
-        super().__init__(index, stream, tool_format, frozenset(), from_index, tools=tools)
+        super().__init__(
+            index,
+            stream,
+            tool_format,
+            frozenset(),
+            from_index,
+            tools=tools,
+            freeform_tools=freeform_tools,
+        )
         self._beam = beam
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -28,6 +28,7 @@ from millrace.registry.tool_formats import (
     ToolCallParser,
     new_call_id,
 )
+from millrace.registry.tool_formats.freeform import InputReader
 from millrace.schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
@@ -45,10 +46,11 @@ class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call:
-    def __init__(self, call_id: str, name: str) -> None:
+    def __init__(self, call_id: str, name: str, *, custom: bool) -> None:
         self.call_id = call_id
         self.name = name
         self.arguments: list[str] = []
+        self.reader = InputReader() if custom else None
 
     def whole(self) -> ToolCall:
         return ToolCall(id=self.call_id, name=self.name, arguments="".join(self.arguments))
@@ -64,8 +66,8 @@ class Choice:
     the last round has ended. ``had`` are the parts that the client was given by another connection,
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
-    of the answer's content. ``tools`` are all that the model was told of; ``must_call``: the first
-    round is held to calls of tools.
+    of the answer's content. ``tools`` are all that the model was told of; the input of
+    ``freeform_tools`` is text. ``must_call``: the first round is held to calls of tools.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Choice:
         end_token_ids: frozenset[int] = frozenset(),
         *,
         tools: Sequence[ToolDefinition] = (),
+        freeform_tools: Collection[str] = (),
         must_call: bool = False,
     ) -> None:
         self.index = index
@@ -96,6 +99,7 @@ class Choice:
         self._tool_format = tool_format
         self._own_tools = own_tools
         self._tools = tools
+        self._freeform_tools = freeform_tools
         self._end_token_ids = end_token_ids
         self._must_call = must_call
         self._earlier = Usage()
@@ -307,17 +311,21 @@ class Choice:
             if isinstance(piece, ContentPiece):
                 content.append(piece.text)
             elif isinstance(piece, CallPiece):
-                self._calls.append(_Call(piece.call_id, piece.name))
+                custom = piece.name in self._freeform_tools
+                self._calls.append(_Call(piece.call_id, piece.name, custom=custom))
                 if piece.name not in self._own_tools:
-                    later.append(
-                        CallStart(self.index, self._num_shown_calls, piece.call_id, piece.name)
-                    )
+                    number = self._num_shown_calls
+                    later.append(CallStart(self.index, number, piece.call_id, piece.name, custom))
                     self._num_shown_calls += 1
             elif isinstance(piece, ArgumentsPiece):
                 call = self._calls[-1]
                 call.arguments.append(piece.text)
                 if call.name not in self._own_tools:
-                    later.append(CallArguments(self.index, self._num_shown_calls - 1, piece.text))
+                    custom = call.reader is not None
+                    shown = piece.text if call.reader is None else call.reader.feed(piece.text)
+                    number = self._num_shown_calls - 1
+                    if shown:
+                        later.append(CallArguments(self.index, number, shown, custom))
         text = "".join(content)
         self._texts.append(text)
         self._round_texts.append(text)

@@ -29,7 +29,8 @@ from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.responses.items import Response, StoredResponse
+from millrace.schemas.responses.items import Response
+from millrace.schemas.responses.kept import StoredResponse
 
 _decode = msgspec.json.Decoder(Response).decode
 

@@ -23,10 +23,10 @@ from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationStore
 from millrace.gateway.responses.input import (
+    GivenItems,
     check_fields,
     generation_request_of,
     given_items,
-    messages_of,
 )
 from millrace.gateway.responses.references import resolve
 from millrace.gateway.responses.renderer import ResponseRenderer
@@ -51,14 +51,8 @@ from millrace.gateway.transport.http import (
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ParameterError, PayloadTooLargeError
-from millrace.schemas.responses.items import (
-    InputTokens,
-    Item,
-    ItemReference,
-    ResponseDeleted,
-    ResponsesRequest,
-    StoredResponse,
-)
+from millrace.schemas.responses.items import Item, ResponsesRequest
+from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
 from millrace.schemas.tools import ToolDefinition
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -90,13 +84,13 @@ class ResponsesEndpoint(Endpoint):
         if request.conversation_id:
             kept = await self._conversations.get(caller.tenant, request.conversation_id)
             earlier = kept.items
-        given = await resolve(said, earlier, caller.tenant, self._store)
+        given = await resolve(said.items, earlier, caller.tenant, self._store)
         items = (*earlier, *given)
         generation_request = await read_long(
             prompts,
             caller,
             body,
-            lambda _body: generation_request_of(request, messages_of(items, request.instructions)),
+            lambda _body: generation_request_of(request, items, said.notices),
         )
         tools = self._all_tools(generation_request)
         former = "" if previous is None else model_of(previous)
@@ -130,7 +124,7 @@ class ResponsesEndpoint(Endpoint):
         )
         return await num_input_tokens(prepared.request, tools, model, caller, prompts)
 
-    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item | ItemReference, ...]]:
+    def _read(self, body: bytes) -> tuple[ResponsesRequest, GivenItems]:
         request = decode(self._decoder, body)
         check_fields(request)
         return request, given_items(request.input)
