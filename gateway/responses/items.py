@@ -211,9 +211,9 @@ class OutputItems:
         if not text:
             return
         call.texts.append(text)
-        number = self.number(len(text))
         if call.kind.built_in is not None:
             return
+        number = self.number(len(text))
         kind = InputDelta if call.custom else ArgumentsDelta
         events.append(
             kind(

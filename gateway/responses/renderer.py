@@ -219,7 +219,7 @@ class ResponseRenderer:
     def _bytes_of(self, events: Sequence[ResponseEvent]) -> bytes:
         if self._after >= 0:
             events = list(events_after(events, self._after))
-        return _bytes_of(events)
+        return bytes_of(events)
 
     def _catch_up(self) -> None:
         """What another connection has given out is told of no more, but belongs to the answer."""
@@ -291,7 +291,8 @@ def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
 
 
-def _bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+def bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+    """The events as server-sent ones."""
     # Nearly always it is one piece of text.
     return _bytes_of_one(events[0]) if len(events) == 1 else b"".join(map(_bytes_of_one, events))
 
@@ -311,7 +312,8 @@ def _usage(usage: Usage) -> ResponseUsage:
 
 
 def _error_code(refusal: Refusal) -> str:
-    """The nearest of the few codes that OpenAI's answers have."""
+    """The nearest of the few codes that OpenAI's answers have: only what is wrong with what was
+    sent is the prompt's fault."""
     if refusal.status == 429:
         return "rate_limit_exceeded"
-    return "invalid_prompt" if refusal.status < 500 else "server_error"
+    return "invalid_prompt" if refusal.status in (400, 413) else "server_error"

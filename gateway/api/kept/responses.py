@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from millrace.gateway.api.answers import SSE_HEADERS
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.api.following import follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
@@ -29,7 +30,8 @@ from millrace.gateway.responses.input import (
     given_items,
 )
 from millrace.gateway.responses.references import resolve
-from millrace.gateway.responses.renderer import ResponseRenderer
+from millrace.gateway.responses.renderer import ResponseRenderer, bytes_of
+from millrace.gateway.responses.replay import replayed
 from millrace.gateway.responses.store import (
     PreviousResponseNotFoundError,
     ResponseNotFoundError,
@@ -55,6 +57,7 @@ from millrace.schemas.responses.items import Item, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
 from millrace.schemas.tools import ToolDefinition
 
+_SSE = {name.decode(): value.decode() for name, value in SSE_HEADERS}
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -213,6 +216,9 @@ class ResponsesApi:
             return json_response(stored.response)
         if not is_background(stored):
             raise NotInBackgroundError("stream")
+        if is_over(stored):
+            events = bytes_of(replayed(bytes(stored.response), after))
+            return HttpResponse(events, headers=_SSE)
 
         def render(response: ResponseReader) -> Renderer:
             return self._background.renderer(stored, response, after)
