@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import ChatFields, CustomGrammarFormat, CustomTool, FunctionTool
 from millrace.schemas.tools import ToolDefinition
 
+_T = TypeVar("_T")
 FUNCTION = "function"
 
 
@@ -48,29 +50,26 @@ def given_tools(tools: Sequence[msgspec.Raw]) -> list[GivenTool]:
 
 
 def _given(raw: bytes, where: str) -> GivenTool:
-    try:
-        head = decode(HEAD, raw)
-        if head.type == FUNCTION:
-            return _function(decode(_FUNCTION, raw), where)
-        if head.type == CUSTOM:
-            return _custom(decode(_CUSTOM, raw), where)
-    except ParameterError as error:
-        raise within(error, where) from error
+    head = decode_within(where, HEAD, raw)
+    if head.type == FUNCTION:
+        return _function(decode_within(where, _FUNCTION, raw), where)
+    if head.type == CUSTOM:
+        return _custom(decode_within(where, _CUSTOM, raw), where)
     left_out = tool_left_out(head.type, where, head.name or head.server_label)
     if left_out is None:
         raise unknown_type(head.type, where, (FUNCTION, CUSTOM))
     return left_out
 
 
-def within(error: ParameterError, where: str) -> ParameterError:
-    """The refusal of a part of the request's field ``where``. A refusal of a tool's name is the
-    whole field's."""
-    if error.param == "tools" or error.param.startswith(where):
-        return error
-    path = f"{where}.{error.param}" if error.param else where
-    if error.param and error.message.startswith(error.param):
-        return ParameterError(path, f"{where}.{error.message}")
-    return ParameterError(path, f"{where}: {error.message}")
+def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
+    """The part of a request that is in its field ``where``. Raises ParameterError."""
+    try:
+        return decode(decoder, raw)
+    except ParameterError as error:
+        path = f"{where}.{error.param}" if error.param else where
+        is_named = bool(error.param) and error.message.startswith(error.param)
+        message = f"{where}.{error.message}" if is_named else f"{where}: {error.message}"
+        raise ParameterError(path, message) from error
 
 
 def unknown_type(tool_type: str, where: str, known: Sequence[str]) -> ParameterError:

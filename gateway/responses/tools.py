@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.chat_tools import HEAD, unknown_type, within
+from millrace.gateway.request.chat_tools import HEAD, decode_within, unknown_type
 from millrace.gateway.request.freeform_tools import CUSTOM, freeform_tool
 from millrace.gateway.request.offered_tools import (
     OWN,
@@ -198,27 +198,25 @@ def _given(
     raw: bytes, where: str, known: Iterable[str], namespace: str = "", about: str = ""
 ) -> Iterator[GivenTool]:
     """The tool, or all of a namespace. ``about`` is said before the tool's own description."""
-    try:
-        head = decode(HEAD, raw)
-        decoder = _DECODERS.get(head.type) if head.type in known else None
-        tool = None if decoder is None else decode(decoder, raw)
-        if tool is None:
-            left_out = tool_left_out(head.type, where, head.name or head.server_label)
-            if left_out is None:
-                raise unknown_type(head.type, where, tuple(known))
-            yield left_out
-        elif _is_run_by_provider(tool):
-            yield GivenTool(where=where, type=head.type)
-        elif isinstance(tool, NamespaceTool):
-            for i, inner in enumerate(tool.tools):
-                # The first also says what all of them are for.
-                about = "" if i else tool.description or ""
-                path = f"{where}.tools[{i}]"
-                yield from _given(bytes(inner), path, _IN_NAMESPACES, tool.name, about)
-        else:
-            yield _told(tool, head.type, where, namespace, about)
-    except ParameterError as error:
-        raise within(error, where) from error
+    head = decode_within(where, HEAD, raw)
+    decoder = _DECODERS.get(head.type) if head.type in known else None
+    if decoder is None:
+        left_out = tool_left_out(head.type, where, head.name or head.server_label)
+        if left_out is None:
+            raise unknown_type(head.type, where, tuple(known))
+        yield left_out
+        return
+    tool = decode_within(where, decoder, raw)
+    if _is_run_by_provider(tool):
+        yield GivenTool(where=where, type=head.type)
+    elif isinstance(tool, NamespaceTool):
+        for i, inner in enumerate(tool.tools):
+            # The first also says what all of them are for.
+            about = "" if i else tool.description or ""
+            path = f"{where}.tools[{i}]"
+            yield from _given(bytes(inner), path, _IN_NAMESPACES, tool.name, about)
+    else:
+        yield _told(tool, head.type, where, namespace, about)
 
 
 def _is_run_by_provider(tool: ResponseTool) -> bool:

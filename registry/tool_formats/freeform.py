@@ -33,6 +33,7 @@ _MAY_BEGIN = re.compile(
 _PLAIN = re.compile(r'[^"\\]+')
 _SHORT_ESCAPES = dict(zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True))
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
+_MAYBE_HEX = re.compile(r"[0-9a-fA-F]*")
 _HIGH = range(0xD800, 0xDC00)
 _LOW = range(0xDC00, 0xE000)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -102,10 +103,9 @@ def _escaped(data: str, at: int) -> tuple[str, int]:
     mark = data[at + 1]
     if mark != "u":
         return _SHORT_ESCAPES.get(mark, "\\" + mark), 2
-    if len(data) < at + 6:
-        return "", 0
     if not _HEX.fullmatch(data, at + 2, at + 6):
-        return "\\u", 2
+        is_whole = len(data) >= at + 6 or not _MAYBE_HEX.fullmatch(data, at + 2)
+        return ("\\u", 2) if is_whole else ("", 0)
     code = int(data[at + 2 : at + 6], 16)
     if code in _LOW:
         return _REPLACEMENT, 6

@@ -281,6 +281,8 @@ class _Reader:
             least = self._number()
             node = Repeated(node, least, self._number() if self._takes("..") else least)
         elif self._takes("{"):
+            if self._peek().kind != "number":
+                raise NotKeptError(f"line {token.line}: templates are not known")
             least = self._number()
             most: int | None = least
             if self._takes(","):
