@@ -72,7 +72,7 @@ _ROLES = tuple(kind.role for kind in get_args(GivenMessage))
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "access_programs": (None,),
+    "access_programs": (None, {"cyber": "standard"}),
     "context_management": (None, []),
     "image": (None,),
     "max_tool_calls": (None,),

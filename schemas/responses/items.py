@@ -238,10 +238,14 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: Literal["auto", "all_turns", "current_turn"] | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``reasoning_summary_delivery`` is a hint that changes nothing."""
+
     include_obfuscation: Any = None
+    reasoning_summary_delivery: str | None = None
 
 
 class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -106,6 +106,26 @@ async def test_a_grammar_that_is_not_kept_is_told(
     assert "line 1: there is no rule absent" in error["message"]
 
 
+async def test_other_tools_of_which_there_is_no_grammar(
+    front: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    """The tools are too large for one grammar: none is kept rather than the request refused."""
+    tools = [
+        {"type": "custom", "custom": {"name": f"edit_{i}", "format": {"type": "grammar"}}}
+        for i in range(8)
+    ]
+    for tool in tools:
+        grammar = {"syntax": "regex", "definition": "a" * 9_000}
+        tool["custom"]["format"]["grammar"] = grammar  # type: ignore[index]
+    answer = await http.post("/v1/chat/completions", json=asked("hi", tools=tools))
+    (notice,) = answer.json()[NOTICE_NAME]
+    assert (notice["code"], notice["param"]) == ("grammar_not_kept", "tools")
+    assert answer.headers[NOTICE_NAME].startswith("grammar_not_kept;")
+    assert grammar_of(front) is None
+    body = asked("hi", tools=tools, tool_choice="required")
+    assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_allowed_tools_in_chat(
     front: RunningGateway, client: openai.AsyncOpenAI, mode: Any

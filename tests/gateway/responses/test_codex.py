@@ -86,9 +86,10 @@ def body(*items: Any, **fields: Any) -> dict[str, Any]:
         "tools": TOOLS,
         "tool_choice": "auto",
         "parallel_tool_calls": False,
-        "reasoning": {"effort": "medium", "summary": "auto"},
+        "reasoning": {"effort": "medium", "summary": "auto", "context": "all_turns"},
         "store": False,
         "stream": True,
+        "access_programs": {"cyber": "standard"},
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
         "text": {"verbosity": "medium"},
@@ -159,7 +160,8 @@ async def test_a_turn_of_codex(front: RunningGateway, http: httpx.AsyncClient) -
 
 async def _turn(front: RunningGateway, http: httpx.AsyncClient, history: list[Any]) -> list[Any]:
     """The items of the next answer, which are added to the history."""
-    answer = await http.post("/v1/responses", json=body(*history))
+    options = {"reasoning_summary_delivery": "sequential_cutoff"}
+    answer = await http.post("/v1/responses", json=body(*history, stream_options=options))
     assert answer.status_code == 200, answer.text
     assert answer.headers[NOTICE_NAME] == (
         'tool_left_out;param="tools[2]";detail="web_search", '
