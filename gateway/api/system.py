@@ -15,9 +15,9 @@ from millrace.bus.storage import NATS
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.request.chat_tools import given_tools
 from millrace.gateway.request.message_fields import chat_messages
-from millrace.gateway.request.offered_tools import AskedChoice, offered_tools
+from millrace.gateway.request.offered.chat_tools import given_tools
+from millrace.gateway.request.offered.offered_tools import AskedChoice, offered_tools
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.chat_tools import unknown_type
-from millrace.gateway.request.client_tools import CLIENT_TOOL_TYPES, client_tool
-from millrace.gateway.request.freeform_tools import CUSTOM
 from millrace.gateway.request.message_fields import in_words, refuse_unhonoured, respelled
-from millrace.gateway.request.offered_tools import (
+from millrace.gateway.request.offered.chat_tools import unknown_type
+from millrace.gateway.request.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
+from millrace.gateway.request.offered.freeform_tools import CUSTOM
+from millrace.gateway.request.offered.offered_tools import (
     AskedChoice,
     GivenTool,
     OfferedTools,

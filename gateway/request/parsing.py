@@ -8,7 +8,6 @@ import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.beam_fields import check_beam_search, check_tools_of_beam_search
-from millrace.gateway.request.chat_tools import offered_of_chat
 from millrace.gateway.request.grammar_fields import grammar_of
 from millrace.gateway.request.message_fields import (
     NOTHING,
@@ -17,7 +16,8 @@ from millrace.gateway.request.message_fields import (
     priority_of,
     refuse_unhonoured,
 )
-from millrace.gateway.request.offered_tools import OfferedTools
+from millrace.gateway.request.offered.chat_tools import offered_of_chat
+from millrace.gateway.request.offered.offered_tools import OfferedTools
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.chat_tools import HEAD, decode_within, unknown_type
-from millrace.gateway.request.freeform_tools import CUSTOM, freeform_tool
-from millrace.gateway.request.offered_tools import (
+from millrace.gateway.request.offered.chat_tools import HEAD, decode_within, unknown_type
+from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.gateway.request.offered.offered_tools import (
     OWN,
     GivenTool,
     OfferedTools,

@@ -30,6 +30,7 @@ _BEGINS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _MAY_BEGIN = re.compile(
     r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*"?)?)?)?)?)?)?)?)?)?', re.ASCII
 )
+_MAX_BEGIN_CHARACTERS = 64
 _PLAIN = re.compile(r'[^"\\]+')
 _SHORT_ESCAPES = dict(zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True))
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
@@ -62,7 +63,7 @@ class InputReader:
         if not self._is_in:
             begins = _BEGINS.match(data)
             if begins is None:
-                if _MAY_BEGIN.fullmatch(data):
+                if len(data) <= _MAX_BEGIN_CHARACTERS and _MAY_BEGIN.fullmatch(data):
                     self._held = data
                     return ""
                 self._is_raw = True

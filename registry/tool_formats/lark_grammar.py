@@ -8,6 +8,7 @@ regular: its rules refer to themselves at their end or at their beginning only.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from millrace.registry.tool_formats.lark_reader import (
@@ -22,6 +23,9 @@ from millrace.registry.tool_formats.lark_reader import (
 from millrace.registry.tool_formats.plain_pattern import NotKeptError, plain_pattern
 
 MAX_PATTERN_CHARACTERS = 16_384
+MAX_RULES = 512
+# Rules that lead to one another are solved anew on each way.
+_MAX_STEPS = 4_000
 START = "start"
 _NOTHING: Mapping[str, str] = {}
 
@@ -40,20 +44,37 @@ class _Form:
                 raise NotKeptError("it is too large as a regular expression")
 
 
+@lru_cache(maxsize=64)
 def pattern_of_lark(text: str) -> str:
     """The regular expression that a whole text must match. Raises LarkSyntaxError for a text that
     is no grammar, and NotKeptError for a grammar that no regular expression is."""
+    _check_length(text)
+    try:
+        return _pattern_of_lark(text)
+    except RecursionError:
+        raise NotKeptError("its rules are nested too deeply") from None
+
+
+def pattern_of_regex(text: str) -> str:
+    """The regular expression that a whole text must match. Raises NotKeptError."""
+    _check_length(text)
+    return f"^(?:{plain_pattern(text)})$"
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_PATTERN_CHARACTERS:
+        raise NotKeptError(f"it has more than {MAX_PATTERN_CHARACTERS} characters")
+
+
+def _pattern_of_lark(text: str) -> str:
     rules, to_ignore = read_lark(text)
+    if len(rules) > MAX_RULES:
+        raise NotKeptError(f"it has more than {MAX_RULES} rules")
     terminals = _Solver(rules)
     if not to_ignore:
         return f"^(?:{terminals.pattern_of(START)})$"
     ignored = _repeated(_one_of([terminals.pattern_of_node(node) for node in to_ignore]), 0, None)
     return f"^(?:{_Solver(rules, terminals, ignored).pattern_of(START)}{ignored})$"
-
-
-def pattern_of_regex(text: str) -> str:
-    """The regular expression that a whole text must match. Raises NotKeptError."""
-    return f"^(?:{plain_pattern(text)})$"
 
 
 class _Solver:
@@ -68,6 +89,7 @@ class _Solver:
         self._terminals = terminals or self
         self._ignored = ignored
         self._solved: dict[str, str] = {}
+        self._num_steps_left = _MAX_STEPS
         self._reached: dict[str, frozenset[str]] = {}
 
     def pattern_of(self, name: str) -> str:
@@ -109,6 +131,9 @@ class _Solver:
         )
 
     def _form(self, node: Node, opened: tuple[str, ...], *, is_left: bool) -> _Form:
+        self._num_steps_left -= 1
+        if self._num_steps_left < 0:
+            raise NotKeptError("its rules refer to one another in too many ways")
         match node:
             case Pattern():
                 return _Form(self._ignored + node.text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from millrace.registry.tool_formats.plain_pattern import (
@@ -81,6 +82,7 @@ _TOKENS = re.compile(
 _STRING_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _STRING_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 _MAX_DEPTH = 64
+_MAX_TOKENS = 4_096
 # Terminals that Lark's own library has.
 _COMMON = {
     "DIGIT": "[0-9]",
@@ -110,7 +112,7 @@ _COMMON = {
 def read_lark(text: str) -> LarkGrammar:
     """Raises LarkSyntaxError for a text that is no grammar or names a rule that it does not have,
     and NotKeptError for what is Lark's but not known here."""
-    reader = _Reader(list(_tokens(text)))
+    reader = _Reader(list(islice(_tokens(text), _MAX_TOKENS)))
     reader.read()
     rules = reader.rules
     if "start" not in rules:
@@ -219,13 +221,13 @@ class _Reader:
 
     def _goes_on(self, mark: str) -> bool:
         """Take ``mark``, maybe on a later line."""
-        at = self._at
-        while self._tokens[at].kind == "newline":
-            at += 1
-        if self._tokens[at].text != mark:
-            return False
-        self._at = at + 1
-        return True
+        begin = self._at
+        while self._peek().kind == "newline":
+            self._at += 1
+        if self._takes(mark):
+            return True
+        self._at = begin
+        return False
 
     def _series(self) -> Node:
         nodes: list[Node] = []
@@ -299,10 +301,12 @@ class _Reader:
         return number
 
     def _peek(self) -> _Token:
+        if self._at >= len(self._tokens):
+            raise NotKeptError("it is too long")
         return self._tokens[self._at]
 
     def _next(self) -> _Token:
-        token = self._tokens[self._at]
+        token = self._peek()
         self._at += token.kind != "end"
         return token
 

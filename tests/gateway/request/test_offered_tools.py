@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.notices import NOTICE_NAME
 from millrace.schemas.sampling import Grammar
-from tests.registry.test_freeform_tools import APPLY_PATCH, PATCH
+from tests.registry.tool_formats.test_freeform_tools import APPLY_PATCH, PATCH
 from tests.support.running_gateway import RunningGateway
 
 CALL = f'<tool_call>\n{{"name": "edit", "arguments": {arguments_of_input(PATCH)}}}\n</tool_call>'

@@ -17,7 +17,7 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import NOTICE_NAME
 from tests.gateway.responses.fronts import says
 from tests.gateway.responses.rendered import asked, events_of
-from tests.registry.test_freeform_tools import APPLY_PATCH, PATCH
+from tests.registry.tool_formats.test_freeform_tools import APPLY_PATCH, PATCH
 from tests.support.running_gateway import MODEL, RunningGateway
 
 LARK: Any = {"type": "grammar", "syntax": "lark", "definition": APPLY_PATCH}

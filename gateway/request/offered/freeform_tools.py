@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.gateway.request.offered_tools import GivenTool
+from millrace.gateway.request.offered.offered_tools import GivenTool
 from millrace.registry.tool_formats.freeform import PARAMETERS
 from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
 from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
@@ -63,6 +63,5 @@ def _pattern(syntax: str, definition: str, field: str, name: str) -> tuple[str, 
         return pattern_of_regex(definition), ()
     except LarkSyntaxError as error:
         raise ParameterError(field, f"{field} is no grammar in Lark's notation: {error}") from error
-    except (NotKeptError, RecursionError) as error:
-        why = str(error) if isinstance(error, NotKeptError) else "it is nested too deeply"
-        return "", (notice(NoticeCode.GRAMMAR_NOT_KEPT, field, f"{name}: {why}"),)
+    except NotKeptError as error:
+        return "", (notice(NoticeCode.GRAMMAR_NOT_KEPT, field, f"{name}: {error}"),)

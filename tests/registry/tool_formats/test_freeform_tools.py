@@ -107,6 +107,7 @@ def test_the_input_is_read_however_its_arguments_are_cut(
         ('{"inp', ""),
         ('{"input": "a\\qb\\ud800c\\uZ"}', "a\\qb\N{REPLACEMENT CHARACTER}c\\uZ"),
         ('{"input": "a", "more": 1}', "a"),
+        ("{" + " " * 99 + '"input": "a"}', "{" + " " * 99 + '"input": "a"}'),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
@@ -154,7 +155,23 @@ def test_regular_grammars_are_regular_expressions(
         ("%import python.NAME\nstart: NAME", "only the library common"),
         ("%declare X\nstart: X", "%declare is not known"),
         ('start: a{"x"}\na{y}: y', "templates are not known"),
-        ("start: a~900\na: /" + "x" * 100 + "/ /" + "y" * 17_000 + "/", "too large"),
+        (
+            "start: x0\n"
+            + "".join(f'x{i}: "a" x{i + 1} | "b" x{i + 1}\n' for i in range(40))
+            + 'x40: "c" | x0',
+            "too many ways",
+        ),
+        (
+            "start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(600)) + "x600: /a/",
+            "512 rules",
+        ),
+        ("start: " + '"a" ' * 4_093, "it is too long"),
+        ("start: /" + "a" * 17_000 + "/", "16384 characters"),
+        (
+            "start: x0\n" + "".join(f"x{i}: x{i + 1}\n" for i in range(500)) + "x500: x0",
+            "too deeply",
+        ),
+        ("start: a a a a a\na: /" + "x" * 4_000 + "/", "too large"),
     ],
 )
 def test_what_no_regular_expression_keeps(grammar: str, why: str) -> None:

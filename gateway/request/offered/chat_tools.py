@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from millrace.gateway.request.freeform_tools import CUSTOM, freeform_tool
-from millrace.gateway.request.offered_tools import (
+from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.gateway.request.offered.offered_tools import (
     GivenTool,
     OfferedTools,
     asked_choice,
