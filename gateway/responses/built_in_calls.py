@@ -19,6 +19,7 @@ from millrace.schemas.responses.call_items import (
     OtherCallItem,
     OtherOutputItem,
     ShellCallItem,
+    ShellCallOutputItem,
     ToolSearchCallItem,
     ToolSearchOutputItem,
 )
@@ -99,18 +100,16 @@ def called(item: OtherCallItem) -> CalledFunction:
 
 
 def told_output(item: OtherOutputItem) -> str:
-    """What the model reads of what a call gave: the text, or the text of its pieces, or JSON."""
+    """What the model reads of what a call gave."""
     if isinstance(item, ToolSearchOutputItem):
         names = ", ".join(filter(None, map(_names_of, item.tools)))
         return f"Found: {names}" if names else "Nothing was found."
-    output = item.output
     if isinstance(item, ApplyPatchCallOutputItem):
-        return f"{item.status}: {output}" if output else item.status
-    if isinstance(output, str):
-        return output
-    if isinstance(output, list) and all(map(_is_text, output)):
-        return "".join(piece["text"] for piece in output)
-    return msgspec.json.encode(output).decode()
+        return f"{item.status}: {item.output}" if item.output else item.status
+    if isinstance(item, ShellCallOutputItem):
+        return msgspec.json.encode(item.output).decode()
+    output = item.output
+    return output if isinstance(output, str) else "".join(piece.text for piece in output)
 
 
 def _names_of(tool: dict[str, Any]) -> str:
@@ -118,7 +117,3 @@ def _names_of(tool: dict[str, Any]) -> str:
     if isinstance(inner, list):
         return ", ".join(str(one.get("name", "")) for one in inner if isinstance(one, dict))
     return str(tool.get("name", tool.get("type", "")))
-
-
-def _is_text(piece: Any) -> bool:
-    return isinstance(piece, dict) and isinstance(piece.get("text"), str)

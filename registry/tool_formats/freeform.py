@@ -133,14 +133,19 @@ def arguments_of_input(text: str) -> str:
 
 
 def held_to_patterns(
-    tools: Sequence[ToolDefinition], patterns: Mapping[str, str], tool_format: ToolFormat
+    tools: Sequence[ToolDefinition],
+    patterns: Mapping[str, str],
+    tool_format: ToolFormat,
+    *,
+    alone: bool,
 ) -> tuple[ToolDefinition, ...]:
     """The tools as a grammar takes them: strict are those whose input matches a regular expression
-    in ``patterns``. If these alone are strict, the arguments of the others are any object where the
-    format can write one: no grammar would hold them to their schemas either."""
+    in ``patterns``. If there is a grammar for these ``alone``, the arguments of the others are any
+    object where the format can write one."""
     if not any(patterns.values()):
         return tuple(tools)
-    others_are_free = tool_format not in _ONE_BY_ONE and not any(tool.strict for tool in tools)
+    alone = alone and not any(tool.strict for tool in tools)
+    others_are_free = alone and tool_format not in _ONE_BY_ONE
     held = []
     for tool in tools:
         pattern = patterns.get(tool.name)

@@ -79,7 +79,8 @@ def call_grammar(
     if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
         return answer
     layout = _LAYOUTS[tool_format]
-    tools = held_to_patterns(tools, patterns, tool_format)
+    alone = choice.mode is ToolMode.AUTO and parallel and answer is None
+    tools = held_to_patterns(tools, patterns, tool_format, alone=alone)
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
             frame = _calls_only(layout, parallel, " | answer")

@@ -47,7 +47,8 @@ class _Form:
 @lru_cache(maxsize=64)
 def pattern_of_lark(text: str) -> str:
     """The regular expression that a whole text must match. Raises LarkSyntaxError for a text that
-    is no grammar, and NotKeptError for a grammar that no regular expression is."""
+    is no grammar, NoPatternError for a regular expression in it that is none, and NotKeptError for
+    a grammar that no regular expression is."""
     _check_length(text)
     try:
         return _pattern_of_lark(text)
@@ -56,7 +57,8 @@ def pattern_of_lark(text: str) -> str:
 
 
 def pattern_of_regex(text: str) -> str:
-    """The regular expression that a whole text must match. Raises NotKeptError."""
+    """The regular expression that a whole text must match. Raises NotKeptError and
+    NoPatternError."""
     _check_length(text)
     return f"^(?:{plain_pattern(text)})$"
 

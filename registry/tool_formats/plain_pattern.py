@@ -19,9 +19,13 @@ class NotKeptError(ValueError):
     """No answer can be held to this here; the message says why."""
 
 
+class NoPatternError(ValueError):
+    """The text is no regular expression; the message says why."""
+
+
 def plain_pattern(text: str, flags: str = "") -> str:
     """The expression for a whole text, without anchors. Raises NotKeptError for looks around,
-    references back, anchors in the middle, and brackets that do not close."""
+    references back and anchors in the middle, and NoPatternError for brackets that do not close."""
     if unknown := sorted(set(flags) - _KNOWN_FLAGS):
         raise NotKeptError(f"the flag {unknown[0]!r} of a regular expression is not known")
     inner = text.removeprefix("^")
@@ -66,7 +70,7 @@ class _Plain:
         while self._at < len(self._text):
             self._step()
         if self._depth:
-            raise NotKeptError("a bracket of a regular expression does not close")
+            raise NoPatternError("a bracket of a regular expression does not close")
         return "".join(self._written)
 
     def _step(self) -> None:
@@ -81,7 +85,7 @@ class _Plain:
             case ")":
                 self._depth -= 1
                 if self._depth < 0:
-                    raise NotKeptError("a bracket of a regular expression closes nothing")
+                    raise NoPatternError("a bracket of a regular expression closes nothing")
                 self._write(character, 1)
             case "^" | "$":
                 raise NotKeptError(f"{character} stands within a regular expression")
@@ -95,7 +99,7 @@ class _Plain:
     def _escape(self) -> tuple[str, int]:
         mark = self._text[self._at + 1 : self._at + 2]
         if not mark:
-            raise NotKeptError("a regular expression ends in a backslash")
+            raise NoPatternError("a regular expression ends in a backslash")
         if mark in _EDGES or mark.isdigit():
             raise NotKeptError(f"\\{mark} stands within a regular expression")
         if mark == "\\":
@@ -149,7 +153,7 @@ class _Plain:
                 written.append(_in_class(text[at]))
                 at += 1
         if at >= len(text):
-            raise NotKeptError("a class of a regular expression does not close")
+            raise NoPatternError("a class of a regular expression does not close")
         self._write("".join(written) + "]", at + 1 - self._at)
 
     def _class_escape(self, mark: str) -> str:

@@ -57,22 +57,28 @@ class ToolSearchCallItem(_Call, frozen=True, kw_only=True, tag="tool_search_call
     execution: Literal["server", "client"] = "client"
 
 
-class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
-    """What a call of a custom tool gave: text, or a list of pieces of text."""
+class OutputPiece(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
+    """A piece of what a call gave."""
 
-    output: Any
+    text: str
+
+
+class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
+    """What a call of a custom tool gave."""
+
+    output: str | tuple[OutputPiece, ...] = ""
 
 
 class LocalShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="local_shell_call_output"):
     """What the command gave. Without a ``call_id`` the ``id`` is the call's."""
 
-    output: Any
+    output: str = ""
 
 
 class ShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="shell_call_output"):
-    """What the commands gave: a list of ``stdout``, ``stderr`` and ``outcome``."""
+    """What the commands gave: objects of ``stdout``, ``stderr`` and ``outcome``."""
 
-    output: Any
+    output: tuple[dict[str, Any], ...]
     max_output_length: int | None = None
 
 

@@ -6,7 +6,7 @@ from millrace.gateway.request.offered.offered_tools import GivenTool
 from millrace.registry.tool_formats.freeform import PARAMETERS
 from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
 from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
-from millrace.registry.tool_formats.plain_pattern import NotKeptError
+from millrace.registry.tool_formats.plain_pattern import NoPatternError, NotKeptError
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import NoticeCode, Notices, notice
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
@@ -61,7 +61,7 @@ def _pattern(syntax: str, definition: str, field: str, name: str) -> tuple[str, 
         if syntax == "lark":
             return pattern_of_lark(definition), ()
         return pattern_of_regex(definition), ()
-    except LarkSyntaxError as error:
-        raise ParameterError(field, f"{field} is no grammar in Lark's notation: {error}") from error
+    except (LarkSyntaxError, NoPatternError) as error:
+        raise ParameterError(field, f"{field} cannot be read: {error}.") from error
     except NotKeptError as error:
         return "", (notice(NoticeCode.GRAMMAR_NOT_KEPT, field, f"{name}: {error}"),)

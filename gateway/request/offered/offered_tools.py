@@ -18,6 +18,7 @@ from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notic
 from millrace.schemas.tools import MAX_TOOLS, ToolChoice, ToolDefinition, ToolMode
 
 OWN = "server"
+_NAMESPACE = "namespace"
 _CHOICE = "tool_choice"
 _FORMS = (
     "tool_choice must be auto, none, required, an object that names a tool, or one of type "
@@ -127,6 +128,8 @@ def asked_choice(value: Any) -> AskedChoice:
         return AskedChoice(_WORDS[value])
     if not isinstance(value, dict):
         raise ParameterError(_CHOICE, _FORMS)
+    if value.get("type") == _NAMESPACE:
+        raise ParameterError(_CHOICE, "A namespace goes with allowed_tools; name one of its tools.")
     if value.get("type") != "allowed_tools":
         return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
     body = value.get("allowed_tools", value)
@@ -172,6 +175,8 @@ def _check(given: Sequence[GivenTool]) -> None:
 
 
 def _fits(tool: GivenTool, reference: ToolReference) -> bool:
+    if reference.type == _NAMESPACE:
+        return bool(reference.name) and tool.namespace == reference.name
     if reference.type not in ("", tool.type) and (reference.type, tool.type) != ("function", OWN):
         return False
     if reference.namespace not in ("", tool.namespace):

@@ -336,6 +336,10 @@ def test_names_of_namespaces_fit_the_model() -> None:
         for name in ("a", "b_", "c.d", long, long + "y")
     ]
     request = asked(tools=tools, tool_choice={"type": "function", "name": "f", "namespace": "c.d"})
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "b_"}]}
+    assert [tool.name for tool in asked(tools=tools, tool_choice=some).tools] == ["b_f"]
+    with pytest.raises(ParameterError, match="name one of its tools"):
+        asked(tools=tools, tool_choice={"type": "namespace", "name": "b_"})
     names = [tool.name for tool in request.tools]
     assert names[:2] == ["a__f", "b_f"]
     assert names[2].startswith("c_d__f_")

@@ -137,6 +137,14 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
         ({"type": "compaction_trigger"}, "input[1].type"),
         ({"type": "custom_tool_call", "call_id": "x", "name": "f"}, "input[1].input"),
         ({"type": "custom_tool_call_output", "output": "y"}, "input[1].call_id"),
+        (
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_image"}],
+            },
+            "input[1].output[0].type",
+        ),
         ({"type": "local_shell_call", "call_id": "x", "action": []}, "input[1].action"),
         ({"type": 7}, "input[1].type"),
         ({"role": "user"}, "input[1].content"),

@@ -24,7 +24,7 @@ from millrace.registry.tool_formats.freeform import (
 )
 from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
 from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
-from millrace.registry.tool_formats.plain_pattern import NotKeptError
+from millrace.registry.tool_formats.plain_pattern import NoPatternError, NotKeptError
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from tests.registry.test_tool_grammar import REQUIRED, WEATHER, demo, drawn, formats, library
@@ -196,10 +196,18 @@ def test_what_is_no_grammar(grammar: str, why: str) -> None:
         pattern_of_lark(grammar)
 
 
-@pytest.mark.parametrize("pattern", ["(a", "a)", "[a", "a\\", "(?<=a)b", r"\bword\b", "a(?x)b"])
+@pytest.mark.parametrize("pattern", ["(?<=a)b", r"\bword\b", "a(?x)b", r"(a)\1", "a^b"])
 def test_regular_expressions_that_are_not_kept(pattern: str) -> None:
     with pytest.raises(NotKeptError):
         pattern_of_regex(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(a", "a)", "[a", "a\\", "(?:[a)]"])
+def test_what_is_no_regular_expression(pattern: str) -> None:
+    with pytest.raises(NoPatternError):
+        pattern_of_regex(pattern)
+    with pytest.raises((NoPatternError, LarkSyntaxError)):
+        pattern_of_lark(f"start: /{pattern}/")
 
 
 @formats
@@ -226,6 +234,19 @@ def test_a_patch_is_the_only_input(tool_format: ToolFormat, choice: ToolChoice) 
     good, bad = (_tokens(tool_format, text) for text in (PATCH.rstrip("\n"), NO_PATCH))
     assert matcher.num_fitting(good) == len(good)
     assert matcher.num_fitting(bad) < len(bad)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "held"),
+    [(ToolChoice(), True, False), (ToolChoice(), False, True), (REQUIRED, True, True)],
+)
+def test_other_tools_are_held_where_they_are_without_it(
+    choice: ToolChoice, parallel: bool, held: bool
+) -> None:
+    patterns = {"edit": "^a$"}
+    made = call_grammar(ToolFormat.HERMES, [TOOL, WEATHER], choice, parallel, patterns=patterns)
+    assert made is not None
+    assert ('"maxLength": 8' in made.text) == held
 
 
 def test_without_a_grammar_the_completion_stays_free() -> None:
