@@ -10,10 +10,12 @@ from typing import Any, get_args
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
 from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
+from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
 from millrace.schemas.openai import ChatTool
+from millrace.schemas.responses.call_items import OtherItem
 from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool
 from millrace.schemas.sampling import (
@@ -88,6 +90,7 @@ def _allowed_in_responses(some: Schema) -> Schema:
     return closed_object({"type": {"enum": ["allowed_tools"]}, **some["properties"]})
 
 
+_OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
 _LEFT_OUT = "A tool that only a provider's server can run: it is left out."
 _IN_CHAT: Schema = {
     "anyOf": [
@@ -190,7 +193,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
         "tools": {"maxItems": MAX_TOOLS},
     },
-    "MessagesTool": {"name": _FUNCTION_NAME},
+    "MessagesTool": {
+        # A toolset has none.
+        "name": {"description": "The model knows the tool by it.", "default": ""},
+        **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
+    },
     "Metadata": {"user_id": _LABEL},
     "Thinking": {"budget_tokens": {"minimum": 0}},
     "ConversationRequest": {"items": _NEW_ITEMS, "metadata": _METADATA},
@@ -224,6 +231,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "Response": {"tool_choice": {"description": "As it was asked for."}},
 }
 
+# Items that may be sent back with null for what they do not have.
+_GIVEN_BACK = frozenset(kind.__name__ for kind in get_args(OtherItem))
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum"}
 _KEYWORDS_OF = {
     "integer": _OF_NUMBERS,
@@ -247,6 +256,9 @@ def refine(name: str, component: Schema) -> Schema:
             field: _refined(field, schema, known.get(field))
             for field, schema in refined["properties"].items()
         }
+        if name in _GIVEN_BACK:
+            for field in refined["properties"].keys() - {"type", *refined.get("required", ())}:
+                refined["properties"][field] = _nullable(refined["properties"][field])
     return refined
 
 
@@ -260,6 +272,13 @@ def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
     if "anyOf" in schema:
         return {**schema, "anyOf": [_bounded(one, more) for one in schema["anyOf"]]}
     return _bounded(schema, more)
+
+
+def _nullable(schema: Schema) -> Schema:
+    value = {key: part for key, part in schema.items() if key != "default"}
+    default = {key: part for key, part in schema.items() if key == "default"}
+    options = value["anyOf"] if value.keys() == {"anyOf"} else [value]
+    return {"anyOf": [*options, _NULL], **default}
 
 
 def _bounded(schema: Schema, more: Schema) -> Schema:

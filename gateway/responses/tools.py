@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.offered.chat_tools import HEAD, decode_within, unknown_type
+from millrace.gateway.request.offered.chat_tools import ToolHead, decode_within, unknown_type
 from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
 from millrace.gateway.request.offered.offered_tools import (
     OWN,
@@ -18,7 +18,6 @@ from millrace.gateway.request.offered.offered_tools import (
     OfferedTools,
     asked_choice,
     offered_tools,
-    tool_left_out,
 )
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.errors import MillraceError, ParameterError
@@ -46,6 +45,7 @@ from millrace.schemas.responses.tools import (
 )
 from millrace.schemas.tools import ToolDefinition
 
+_HEAD = msgspec.json.Decoder(ToolHead)
 _DECODERS: Mapping[str, msgspec.json.Decoder[ResponseTool]] = {
     "function": msgspec.json.Decoder(FlatFunctionTool),
     CUSTOM: msgspec.json.Decoder(FlatCustomTool),
@@ -198,10 +198,10 @@ def _given(
     raw: bytes, where: str, known: Iterable[str], namespace: str = "", about: str = ""
 ) -> Iterator[GivenTool]:
     """The tool, or all of a namespace. ``about`` is said before the tool's own description."""
-    head = decode_within(where, HEAD, raw)
+    head = decode_within(where, _HEAD, raw)
     decoder = _DECODERS.get(head.type) if head.type in known else None
     if decoder is None:
-        left_out = tool_left_out(head.type, where, head.name or head.server_label)
+        left_out = head.left_out(where)
         if left_out is None:
             raise unknown_type(head.type, where, tuple(known))
         yield left_out

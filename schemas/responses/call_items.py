@@ -63,10 +63,16 @@ class OutputPiece(msgspec.Struct, frozen=True, tag_field="type", tag="input_text
     text: str
 
 
+class EchoedPiece(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    """A piece of what a call gave, as text of an answer."""
+
+    text: str
+
+
 class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
     """What a call of a custom tool gave."""
 
-    output: str | tuple[OutputPiece, ...] = ""
+    output: str | tuple[OutputPiece | EchoedPiece, ...] = ""
 
 
 class LocalShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="local_shell_call_output"):

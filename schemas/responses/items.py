@@ -132,7 +132,7 @@ class GivenUserMessage(
     role: ClassVar[str] = "user"
 
     phase: Any = None
-    internal_chat_message_metadata_passthrough: Any = None
+    internal_chat_message_metadata_passthrough: dict[str, Any] | None = None
 
 
 class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="system"):
@@ -188,7 +188,7 @@ class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
 
     type: Literal["reasoning"]
     content: tuple[GivenReasoningText, ...] | None = None
-    summary: Any = None
+    summary: tuple[dict[str, Any], ...] | None = None
     encrypted_content: str | None = None
 
 
@@ -203,7 +203,7 @@ class GivenAgentMessage(_GivenItem, frozen=True, kw_only=True):
     """What another agent of the client's says; the model reads it as the user's words."""
 
     type: Literal["agent_message"]
-    content: tuple[InputText, ...]
+    content: tuple[InputText | EchoedText, ...]
     author: str = ""
     recipient: str = ""
 
@@ -285,7 +285,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     access_programs: Any = None
     background: bool | None = None
     context_management: Any = None
-    client_metadata: Any = None
+    client_metadata: dict[str, Any] | None = None
     conversation: str | ConversationReference | None = None
     image: Any = None
     max_tool_calls: Any = None

@@ -14,7 +14,7 @@ from millrace.schemas.openai import not_given
 
 
 class _Tool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    allowed_callers: Any = None
+    allowed_callers: tuple[str, ...] | None = None
     defer_loading: bool | None = None
 
 
@@ -28,7 +28,7 @@ class FlatFunctionTool(
     description: str | None = None
     parameters: msgspec.Raw = msgspec.field(default_factory=not_given)
     strict: bool | None = None
-    output_schema: Any = None
+    output_schema: dict[str, Any] | None = None
 
 
 class FlatTextFormat(

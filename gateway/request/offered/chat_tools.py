@@ -26,14 +26,24 @@ FUNCTION = "function"
 
 
 class ToolHead(msgspec.Struct, frozen=True):
-    """What a tool of any type begins with."""
+    """What a tool of any type has, and by what it may be called."""
+
+    type: str
+    name: str | None = None
+    server_label: str | None = None
+
+    def left_out(self, where: str) -> GivenTool | None:
+        """The tool, if it is of a type that is left out."""
+        return tool_left_out(self.type, where, self.name or self.server_label or "")
+
+
+class _ChatHead(ToolHead, frozen=True):
+    """A function need not say that it is one."""
 
     type: str = FUNCTION
-    name: str = ""
-    server_label: str = ""
 
 
-HEAD = msgspec.json.Decoder(ToolHead)
+_HEAD = msgspec.json.Decoder(_ChatHead)
 _FUNCTION = msgspec.json.Decoder(FunctionTool)
 _CUSTOM = msgspec.json.Decoder(CustomTool)
 
@@ -50,12 +60,12 @@ def given_tools(tools: Sequence[msgspec.Raw]) -> list[GivenTool]:
 
 
 def _given(raw: bytes, where: str) -> GivenTool:
-    head = decode_within(where, HEAD, raw)
+    head = decode_within(where, _HEAD, raw)
     if head.type == FUNCTION:
         return _function(decode_within(where, _FUNCTION, raw), where)
     if head.type == CUSTOM:
         return _custom(decode_within(where, _CUSTOM, raw), where)
-    left_out = tool_left_out(head.type, where, head.name or head.server_label)
+    left_out = head.left_out(where)
     if left_out is None:
         raise unknown_type(head.type, where, (FUNCTION, CUSTOM))
     return left_out

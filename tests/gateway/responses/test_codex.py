@@ -320,7 +320,8 @@ async def test_a_command_that_is_none_asks_for_nothing(
         ({**EDIT, "format": {**LARK, "definition": ""}}, "tools[0].format.definition"),
         ({**EDIT, "format": {**LARK, "definition": "start: ("}}, "tools[0].format.definition"),
         ({**EDIT, "parameters": {}}, "tools[0].parameters"),
-        ({"name": 3}, "tools[0].name"),
+        ({"name": "f"}, "tools[0].type"),
+        ({"type": "function", "name": 3}, "tools[0].name"),
     ],
 )
 def test_bad_tools_are_named(tool: Any, param: str) -> None:
