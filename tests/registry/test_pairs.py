@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.pairs import cut_pair
-from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import CheckpointError, ParameterError
 from tests.support.engine.tokenizers_made import byte_fallback, byte_level, write_tokenizer
 
