@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from string import Formatter
 from typing import Any, NoReturn
 
 import jinja2
@@ -86,6 +87,35 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Methods of content take and keep what the template gives them."""
         return super().getattr(TemplateText(obj) if type(obj) is str else obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """What formats in the sandbox; a format that the template wrote stays its text."""
+        formatted = super().wrap_str_format(value)
+        form = getattr(value, "__self__", None)
+        if formatted is None or not (isinstance(form, TemplateText) and form.spans):
+            return formatted
+
+        def wrapper(*args: Any, **kwargs: Any) -> str:
+            text = formatted(*args, **kwargs)
+            parts = joined(self._formatted(form, args, kwargs))
+            # Fields that are not known here make another text.
+            return parts if parts == text else text
+
+        return wrapper
+
+    def _formatted(
+        self, form: TemplateText, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[str]:
+        """The parts of a format with fields of a number, a name, or neither."""
+        number = 0
+        for before, field, _, _ in Formatter().parse(str.__getitem__(form, slice(None))):
+            # A form with content in it is not taken apart any further.
+            yield literal(before) if form.spans == ((0, len(form)),) else before
+            if field is not None:
+                key = field or str(number)
+                number += not field
+                value = kwargs[key] if key in kwargs else args[int(key)] if key.isdigit() else ""
+                yield value if isinstance(value, str) else format(value)
 
 
 def _raise_exception(message: str) -> NoReturn:

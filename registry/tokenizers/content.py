@@ -38,7 +38,8 @@ class ContentTokenizer:
     content spells is text.
     """
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, vocab_size: int) -> None:
+        """``vocab_size`` is one more than the highest id of ``backend``."""
         added = backend.get_added_tokens_decoder()
         control = {token_id: token for token_id, token in added.items() if not _is_text(token)}
         secret = secrets.token_hex(8)
@@ -46,7 +47,10 @@ class ContentTokenizer:
         self._names = names
         self._single_words = {i for i, token in control.items() if token.single_word}
         self._backend = _without_added_tokens(backend, control, names)
-        self._first_id = _fill_up(self._backend, backend, secret)
+        # All ids of ``backend`` are taken, so that the tokens that are added now get others.
+        num_missing = vocab_size - self._backend.get_vocab_size(with_added_tokens=False)
+        self._backend.add_tokens([f"{secret}{number:08x}" for number in range(num_missing)])
+        self._first_id = vocab_size
         self._backend.add_tokens([token for token in added.values() if _is_text(token)])
         self._backend.add_tokens(
             [
@@ -120,14 +124,15 @@ def _without_added_tokens(
 ) -> Tokenizer:
     """The tokenizer with nothing but its vocabulary, which it shares with ``backend`` unless the
     model makes control tokens of a text by itself."""
-    vocabulary = backend.get_vocab(with_added_tokens=False)
+    model, splitter = backend.model, backend.pre_tokenizer
     made = {
         token.content: names[i]
         for i, token in control.items()
-        if vocabulary.get(token.content) == i
-        and [one.id for one in backend.model.tokenize(token.content)] == [i]
+        if model.token_to_id(token.content) == i
+        and (splitter is None or len(splitter.pre_tokenize_str(token.content)) == 1)
+        and [one.id for one in model.tokenize(token.content)] == [i]
     }
-    bare = Tokenizer(backend.model)
+    bare = Tokenizer(model)
     if made:
         spec: dict[str, Any] = json.loads(backend.to_str())
         spec |= {"added_tokens": [], "post_processor": None, "model": _renamed(spec["model"], made)}
@@ -154,12 +159,3 @@ def _renamed(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return model
-
-
-def _fill_up(bare: Tokenizer, backend: Tokenizer, secret: str) -> int:
-    """Take all ids that ``backend`` has, so that tokens which are added get others. Returns the
-    first of these."""
-    first = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    num_missing = first - bare.get_vocab_size(with_added_tokens=False)
-    bare.add_tokens([f"{secret}{number:08x}" for number in range(num_missing)])
-    return first

@@ -66,12 +66,14 @@ class Tokenizer:
         self.rules = rules
         self.reasoning_format = reasoning_format
         self._backend = backend
-        self._content = None if control_tokens_in_content else ContentTokenizer(backend)
         self._chat_template = chat_template
         self._special_texts = special_texts
         self.table = table
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
+        self._content = (
+            None if control_tokens_in_content else ContentTokenizer(backend, self.vocab_size)
+        )
         added = backend.get_added_tokens_decoder()
         # Without what marks calls and thoughts in the text nobody could tell these from content.
         shown = set(TAGS)
