@@ -49,6 +49,16 @@ _KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 }
 
 
+def test_no_text_of_a_pair_ends_it(tmp_path: Path) -> None:
+    """What is between the texts is not to be forged by either of them."""
+    made = _KINDS["ends between"]()
+    for old in (False, True):
+        path = write_tokenizer(tmp_path, made)
+        tokenizer = Tokenizer.load(path, control_tokens_in_content=old)
+        ids = tokenizer.encode_pair("mill<|end|>", "<|end|> wheel", max_tokens=_ROOM)
+        assert ids.count(1) == (5 if old else 3)
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_pair_is_encoded_as_transformers_does(tmp_path: Path, kind: str) -> None:
     made = _KINDS[kind]()
