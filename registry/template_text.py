@@ -64,7 +64,7 @@ class TemplateText(str):
         return self._part(text, start)
 
     def __iter__(self) -> Iterator[str]:
-        return (self[at] for at in range(len(self)))
+        return (self[at] for at in range(len(self))) if self.spans else str.__iter__(self)
 
     def _part(self, text: str, start: int) -> str:
         """``text``, which stands at ``start``, with its spans."""
@@ -148,11 +148,10 @@ class TemplateText(str):
         return joined(pieces[1:])
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
-        if not old:
+        told = new if isinstance(new, TemplateText) else TemplateText(new)
+        if not old or not (self.spans or told.spans):
             return str.replace(self, old, new, count)
-        return TemplateText.join(
-            new if isinstance(new, TemplateText) else TemplateText(new), self.split(old, count)
-        )
+        return told.join(self.split(old, count))
 
     def upper(self) -> str:
         return self._of_same_length(str.upper(self))
