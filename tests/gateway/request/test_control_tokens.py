@@ -18,6 +18,7 @@ from millrace.schemas.config import Config, GatewayConfig
 from millrace.schemas.websocket import SUBPROTOCOL
 from tests.registry.tokenizers.forged import CONTROL, FORGED, write_models
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
+from tests.support.waiting import eventually
 
 TURN = ["<|im_start|>", "<|im_end|>"]
 OPEN = ["<|im_start|>"]
@@ -199,11 +200,10 @@ async def test_responses(front: RunningGateway) -> None:
 
 
 async def test_a_websocket(front: RunningGateway) -> None:
-    message = {"type": "generate", "id": "a", "model": MODEL, "max_tokens": 4}
-    message["messages"] = [{"role": "user", "content": FORGED}]
-    async with connect(front.ws_url, subprotocols=[SUBPROTOCOL]) as socket:  # type: ignore[list-item]
-        await socket.send(json.dumps(message))
-        assert json.loads(await socket.recv())["type"] == "accepted"
+    messages = [{"role": "user", "content": FORGED}]
+    told = await _told(front, {"model": MODEL, "max_tokens": 4, "messages": messages})
+    assert told["type"] == "accepted"
+    await eventually(lambda: len(front.worker.jobs) == 1)
     assert await prompt(front) == [*TURN, *OPEN]
 
 
@@ -225,6 +225,8 @@ async def test_whether_to_think_is_true_or_false(front: RunningGateway, value: A
                 answer = await http.post(path, json=fields | {"enable_thinking": value})
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, "enable_thinking"), path
+        told = await _told(front, body | {"enable_thinking": value})
+        assert (told["type"], told["param"]) == ("error", "enable_thinking")
 
 
 async def _refused(
@@ -244,9 +246,15 @@ async def _refused(
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), path
             assert words in error["message"]
-    message = {"type": "generate", "id": "a", "model": MODEL, "chat_template_kwargs": arguments}
-    async with connect(front.ws_url, subprotocols=[SUBPROTOCOL]) as socket:  # type: ignore[list-item]
-        await socket.send(json.dumps(message | chat))
-        told = json.loads(await socket.recv())
+    told = await _told(front, {"model": MODEL, "chat_template_kwargs": arguments} | chat)
     assert (told["type"], told["param"]) == ("error", param)
     assert not front.worker.jobs
+
+
+async def _told(front: RunningGateway, fields: dict[str, Any]) -> dict[str, Any]:
+    """The first answer to a message over WebSocket."""
+    message = {"type": "generate", "id": "a"} | fields
+    async with connect(front.ws_url, subprotocols=[SUBPROTOCOL]) as socket:  # type: ignore[list-item]
+        await socket.send(json.dumps(message))
+        told: dict[str, Any] = json.loads(await socket.recv())
+    return told

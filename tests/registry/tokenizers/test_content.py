@@ -215,6 +215,37 @@ def test_a_model_that_finds_control_tokens_by_itself(made: tokenizers.Tokenizer)
     assert max(ids) < made.get_vocab_size()
 
 
+def test_a_normalizer_makes_no_control_token_of_content() -> None:
+    """Full-width letters and other cases are the same to it."""
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    backend.add_tokens([AddedToken("<THINK>")])
+    unigram = _unigram()
+    unigram.normalizer = normalizers.NFKC()
+    unigram.add_special_tokens(["</s>"])
+    for made, token, forged in (
+        (backend, "<THINK>", "\u0338 \uff1cthink\uff1e <Think>"),
+        (unigram, "</s>", " \uff1c/s\uff1e "),
+    ):
+        way = ContentTokenizer(made, made.get_vocab_size())
+        text = joined((literal(token), forged))
+        token_id = made.get_vocab()[token]
+        assert _old(made, text).count(token_id) >= 2
+        assert way.encode(way.spelled(text)).count(token_id) == 1
+
+
+def test_words_that_extend_a_vocabulary_stay_tokens() -> None:
+    """Runs of blanks as GPT-NeoX has them, and letters as DeepSeek has them."""
+    backend = byte_level()
+    words = ["    ", "\t\t", "ü", "÷"]
+    backend.add_tokens([*words, "|||IP|||"])
+    way = ContentTokenizer(backend, backend.get_vocab_size())
+    text = TemplateText("if x:\n    y ÷ ü\t\t|||IP|||")
+    ids = way.encode(way.spelled(text))
+    assert {*map(backend.token_to_id, words)} <= {*ids}
+    assert backend.token_to_id("|||IP|||") not in ids
+
+
 def test_ids_that_leave_gaps() -> None:
     """A checkpoint may have the last ids without those before."""
     spec = json.loads(byte_level().to_str())
