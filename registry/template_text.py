@@ -49,7 +49,9 @@ class TemplateText(str):
 
     def __mod__(self, values: Any) -> str:
         text = str.__mod__(self, values)
-        formatted = joined(_formatted(self, values)) if self.spans else text
+        if not self.spans or "*" in self:
+            return text
+        formatted = joined(_formatted(self, values))
         # Formats whose parts do not make the whole have conversions that are not known here.
         return formatted if formatted == text else text
 

@@ -304,6 +304,8 @@ _CONTENT = " <a>x\n<b> "
         ("{{ bos_token + m.content + eos_token }}{{ m.content ~ bos_token }}", "<s></s><s>"),
         ("{{ m.content.split('<b>')[0] + '<k>' }}{{ m.content.strip() }}", "<k>"),
         ("{{ {'<k>': m.content}|tojson }}{{ m.content|e }}", ""),
+        ("{{ [m.content, '<k>']|tojson(indent=2, separators=(',', ': ')) }}<t>", "<t>"),
+        ("{{ '%*d<x>' % (m.content|length, 3) }}", ""),
         ("{{ '<x>'|string|default('z') }}{{ nothing|default('<d>') }}", "<x><d>"),
         ("{% set j = joiner('<j>') %}{{ j() }}{{ j() }}{{ cycler('<o>').next() }}", "<j><o>"),
         ("{{ m.content and '<x>' or '<y>' }}{{ '<x>' if '<b>' in m.content }}", "<x><x>"),
