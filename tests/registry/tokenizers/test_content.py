@@ -215,6 +215,15 @@ def test_a_model_that_finds_control_tokens_by_itself(made: tokenizers.Tokenizer)
     assert max(ids) < made.get_vocab_size()
 
 
+@pytest.mark.parametrize("around", ["mill", " mill", "7", "_", "-", ""])
+def test_a_token_that_is_a_word_stays_one(around: str) -> None:
+    """The tokenizer itself finds it in no longer word."""
+    backend, way = BACKENDS["byte level"], WAYS["byte level"]
+    for pieces in ((literal("</tool_call>"), around), (around, literal("</tool_call>"))):
+        text = joined(pieces)
+        assert way.encode(way.spelled(text)) == _old(backend, text)
+
+
 def test_a_normalizer_makes_no_control_token_of_content() -> None:
     """Full-width letters and other cases are the same to it."""
     backend = byte_level()
@@ -282,6 +291,8 @@ _CONTENT = " <a>x\n<b> "
         ("{% for t in ['<a>', '<b>'] %}{{ t }}{% endfor %}", "<a><b>"),
         ("{{ m.content|replace('<b>', '<N>') }}", "<N>"),
         ("{{ ('<q>' + m.content).replace('<b>', '<N>') }}", "<q><N>"),
+        ("{{ m.content.replace('<b>', '<N>') ~ ' '.join(['<x>', '<y>']) }}", "<N><x> <y>"),
+        ("{{ m.content.join(['<x>', '<y>']) }}", "<x><y>"),
         ("{{ ('<x>' ~ m.content)|safe }}{{ m.content|safe }}", "<x>"),
         ("{{ (m.content|safe) + '<x>' }}", ""),
         ("{{ '<|im'|upper ~ '_start|>' }}{{ m.content|upper }}", "<|IM_start|>"),
