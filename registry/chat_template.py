@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from msgspec.structs import replace
 
@@ -301,7 +302,7 @@ def _thinks(arguments: Mapping[str, Any]) -> bool | None:
     for name in asked:
         if not isinstance(arguments[name], bool):
             field = f"{ARGUMENTS_FIELD}.{name}"
-            told = repr(arguments[name])
+            told = msgspec.json.encode(arguments[name]).decode()
             raise ParameterError(field, f"{field} must be true or false, got {told:.80}.")
     if asked:
         value: bool = arguments[asked[0]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
@@ -216,7 +217,8 @@ async def test_what_the_server_sets_is_not_an_argument(front: RunningGateway, na
 async def test_whether_to_think_is_true_or_false(front: RunningGateway, value: Any) -> None:
     for name in ("enable_thinking", "thinking"):
         field = f"chat_template_kwargs.{name}"
-        await _refused(front, {name: value}, field, f"{field} must be true or false")
+        words = f"{field} must be true or false, got {msgspec.json.encode(value).decode()}."
+        await _refused(front, {name: value}, field, words)
 
     if value is not None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
