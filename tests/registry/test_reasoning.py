@@ -171,7 +171,14 @@ def test_whether_to_think_has_the_name_that_the_template_knows(
     assert ChatTemplate(source, {}).render([ASKED], arguments=arguments).endswith(end)
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("messages", "tools", "documents", "add_generation_prompt", "bos_token", "pad_token"),
+        *("raise_exception", "strftime_now", "range", "namespace", "dict", "cycler", "joiner"),
+        *("lipsum", "loop", "self"),
+    ],
+)
 def test_what_a_request_may_not_say(name: str) -> None:
     template = ChatTemplate(SWITCHED, {"bos_token": "<s>"})
     with pytest.raises(ParameterError) as caught:
