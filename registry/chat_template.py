@@ -44,7 +44,7 @@ ARGUMENTS_FIELD = "chat_template_kwargs"
 # Beside the functions that every template has.
 _SET_HERE = frozenset(
     {
-        *("messages", "tools", "documents", "add_generation_prompt"),
+        *("messages", "tools", "add_generation_prompt"),
         *("loop", "self", "super", "caller", "varargs", "kwargs"),
         *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
         "mask_token",

@@ -163,6 +163,7 @@ def test_markers_are_checked(marker: str) -> None:
         (OFFERED, {"reasoning_effort": "minimal"}, "</think>"),
         ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, "low"),
         ("{{ custom.deep[1] }}", {"custom": {"deep": [1, 2]}}, "2"),
+        ("{{ documents[0].text }}", {"documents": [{"text": "of a book"}]}, "of a book"),
     ],
 )
 def test_whether_to_think_has_the_name_that_the_template_knows(
@@ -174,7 +175,7 @@ def test_whether_to_think_has_the_name_that_the_template_knows(
 @pytest.mark.parametrize(
     "name",
     [
-        *("messages", "tools", "documents", "add_generation_prompt", "bos_token", "pad_token"),
+        *("messages", "tools", "add_generation_prompt", "bos_token", "pad_token"),
         *("raise_exception", "strftime_now", "range", "namespace", "dict", "cycler", "joiner"),
         *("lipsum", "loop", "self"),
     ],

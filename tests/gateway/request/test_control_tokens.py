@@ -208,7 +208,7 @@ async def test_a_websocket(front: RunningGateway) -> None:
     assert await prompt(front) == [*TURN, *OPEN]
 
 
-@pytest.mark.parametrize("name", ["raise_exception", "range", "messages", "bos_token", "documents"])
+@pytest.mark.parametrize("name", ["raise_exception", "range", "messages", "bos_token"])
 async def test_what_the_server_sets_is_not_an_argument(front: RunningGateway, name: str) -> None:
     await _refused(front, {name: "x"}, f"chat_template_kwargs.{name}", "set by the server")
 
