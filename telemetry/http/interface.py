@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from millrace.runtime.http_protocol import HttpProtocol
 from millrace.runtime.http_server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError
@@ -142,9 +143,12 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
+                http=HttpProtocol,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,
                 timeout_graceful_shutdown=2,
             )
         )
