@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from millrace.gateway.api import pages
 from millrace.gateway.api.adapters import AdaptersApi
@@ -31,7 +32,13 @@ from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import Api
 from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
-from millrace.gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
+from millrace.gateway.errors import (
+    MethodNotAllowedError,
+    NotFoundError,
+    Refusal,
+    UpgradeRequiredError,
+    refusal_of,
+)
 from millrace.gateway.openapi import document as openapi
 from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
 from millrace.gateway.rendering.rendering import Endpoint
@@ -60,6 +67,7 @@ _log = logging.getLogger(__name__)
 
 _UNMATCHED = "unmatched"
 _ORIGIN = "origin"
+_METHODS_OF_FILES = {"GET", "HEAD"}
 _API = "/v1/"  # where a slash at the end changes nothing
 
 
@@ -145,6 +153,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),
+            Route(WEBSOCKET_ROUTE, _upgrade_required, methods=["GET"]),
         ],
         exception_handlers={
             MillraceError: _answer_error,
@@ -218,12 +227,24 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         refusal = refusal_of(NotFoundError(f"Nothing is served at {path}."))
         return _response(_refused(request, refusal))
     if error.status_code == 405:
-        refusal = refusal_of(MethodNotAllowedError(f"{path} does not take {request.method}."))
-        response = _response(_refused(request, refusal))
-        response.headers.update(error.headers or {})
-        return response
+        allowed = _methods_of(request)
+        refusal = refusal_of(MethodNotAllowedError(path, request.method, allowed))
+        return _response(_refused(request, refusal))
     refusal = Refusal(status=error.status_code, code="http_error", message=error.detail)
     return _response(_refused(request, refusal))
+
+
+def _methods_of(request: Request) -> set[str]:
+    """The methods of a path: of all routes to it, or of a file."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return methods or _METHODS_OF_FILES
+
+
+async def _upgrade_required(_request: Request) -> Response:
+    raise UpgradeRequiredError(WEBSOCKET_ROUTE)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:

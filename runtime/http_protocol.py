@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -16,11 +15,22 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-MAX_HEAD_BYTES = 65_536
-MAX_FIELDS = 128
+from millrace.runtime.http_head import (
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    HttpFault,
+    head_fault,
+    invalid,
+    split,
+    tokens,
+    too_large,
+    wrong_version,
+)
+
 _HEAD_TIMEOUT_S = 20.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
+_SLICE_BYTES = 16_384  # that the parser gets at a time: after each the bounds are looked at
 _CHUNK_LINES_BYTES = 16  # of a chunk without extensions: its size in hexadecimal and two CRLFs
 _MAX_METHOD_BYTES = 32
 _METHODS = frozenset(
@@ -29,58 +39,8 @@ _METHODS = frozenset(
 # The parser knows it and no endpoint does: the parser reads it in place of an unknown method.
 _STAND_IN = b"SEARCH"
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_HOST = re.compile(rb"(\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~!$&'()*+;=%-]*)(:[0-9]*)?")
 _H2_REASON = "Pause on PRI/Upgrade"
 _VERSION_REASON = "Invalid HTTP version"
-
-Headers = Sequence[tuple[bytes, bytes]]
-
-
-class HttpFault(NamedTuple):
-    """Why a connection is refused before a request reaches the application."""
-
-    status: int
-    code: str
-    message: str
-
-
-def too_large(what: str) -> HttpFault:
-    """For more than a head, trailers or lines of chunks may have."""
-    return HttpFault(
-        431,
-        "request_header_fields_too_large",
-        f"{what} are limited to {MAX_HEAD_BYTES} bytes and {MAX_FIELDS} fields.",
-    )
-
-
-def head_fault(version: str, method: str, headers: Headers) -> HttpFault | None:
-    """What is wrong with a head whose syntax is right. ``headers`` have names in lower case."""
-    if version not in ("1.0", "1.1"):
-        return _wrong_version(f"HTTP/{version}")
-    if method == "CONNECT":
-        message = "This server is not a proxy; CONNECT is not implemented."
-        return HttpFault(501, "method_not_implemented", message)
-    hosts = [value for name, value in headers if name == b"host"]
-    if not hosts and version == "1.1":
-        return _invalid("HTTP/1.1 requires a Host header; the request has none.")
-    if len(hosts) > 1:
-        return _invalid(f"The request has {len(hosts)} Host headers; send one.")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        return _invalid(f"The Host header is not a host and port: {_shown(hosts[0])}.")
-    codings = _tokens(headers, b"transfer-encoding")
-    if codings and version == "1.0":
-        return _invalid("HTTP/1.0 has no Transfer-Encoding; send Content-Length.")
-    if codings and codings[-1] != b"chunked":
-        return _invalid("The last coding of Transfer-Encoding must be chunked.")
-    if len(codings) > 1:
-        coding = _shown(codings[0])
-        return HttpFault(
-            501,
-            "transfer_coding_not_implemented",
-            f"Transfer-Encoding {coding} is not implemented; send chunked alone. A compressed body "
-            "is declared by Content-Encoding.",
-        )
-    return None
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -111,38 +71,45 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._excess_bytes += len(data)
         if self._is_refused:
+            self._excess_bytes += len(data)
             if self._excess_bytes > _LINGER_BYTES:
                 self.transport.abort()
             return
-        try:
-            self._parse(self._with_known_method(data))
-        except httptools.HttpParserError as error:
-            self._refuse(_fault_of(error))
-            return
-        if self.transport.is_closing() or self.transport.get_protocol() is not self:
-            return
-        if self._excess_bytes > MAX_HEAD_BYTES:
-            self._refuse(too_large("Trailers and lines of chunks" if self._in_body else "Headers"))
-        elif self.cycle is None or self.cycle.response_complete:
+        view = memoryview(self._with_known_method(data))
+        for start in range(0, len(view), _SLICE_BYTES):
+            piece = view[start : start + _SLICE_BYTES]
+            self._excess_bytes += len(piece)
+            try:
+                self._parse(piece)
+            except httptools.HttpParserError as error:
+                self._refuse(_fault_of(error))
+                return
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                return
+            if self._excess_bytes > MAX_HEAD_BYTES:
+                what = "Trailers and lines of chunks" if self._in_body else "Headers"
+                self._refuse(too_large(what))
+                return
+        if self.cycle is None or self.cycle.response_complete:
             self._await_head()
 
-    def _parse(self, data: bytes | memoryview) -> None:
+    def _parse(self, data: memoryview) -> None:
         while data:
             try:
                 self.parser.feed_data(data)
-                return
             except httptools.HttpParserUpgrade as upgrade:
                 if self._should_upgrade():
                     self.handle_websocket_upgrade()
                     return
-                # The parser takes the rest for another protocol: another one reads the head again.
+                # The parser takes the rest for another protocol: a new one reads the head again.
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
-                data = memoryview(data)[upgrade.args[0] :]
+                data = data[upgrade.args[0] :]
+            else:
+                return
 
     def _with_known_method(self, data: bytes) -> bytes:
         """The data, in which a method that the parser does not know is replaced by one that it
@@ -167,8 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self._version())]
         for name, value in self.headers:
             if name == b"connection":
-                tokens = [one for one in _split(value) if one != b"upgrade"]
-                value = b", ".join(tokens)
+                value = b", ".join(one for one in split(value) if one != b"upgrade")
             if value and name != b"upgrade":
                 lines.append(name + b": " + value)
         return b"\r\n".join((*lines, b"", b""))
@@ -188,9 +154,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._should_upgrade_to_ws()
             and self.parser.get_method() == b"GET"
             and self._version() == b"1.1"
-            and _tokens(self.headers, b"upgrade") == [b"websocket"]
-            and all(length == b"0" for length in _tokens(self.headers, b"content-length"))
-            and not _tokens(self.headers, b"transfer-encoding")
+            and tokens(self.headers, b"upgrade") == [b"websocket"]
+            and all(length == b"0" for length in tokens(self.headers, b"content-length"))
+            and not tokens(self.headers, b"transfer-encoding")
         )
 
     def on_message_begin(self) -> None:
@@ -324,7 +290,9 @@ async def _without_chunks(
     async def send_plain(event: Any) -> None:
         nonlocal has_length
         if event["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in event.get("headers", ()))
+            has_length = any(
+                name.lower() == b"content-length" for name, _ in event.get("headers", ())
+            )
             cycle.chunked_encoding = None if has_length else False
         elif not has_length:
             cycle.expected_content_length = len(event.get("body", b""))
@@ -338,32 +306,10 @@ def _fault_of(error: httptools.HttpParserError) -> HttpFault:
     if isinstance(cause, _FaultError):
         return cause.fault
     if isinstance(cause, httptools.HttpParserInvalidURLError | UnicodeError):
-        return _invalid("The target of the request is not a valid path.")
+        return invalid("The target of the request is not a valid path.")
     reason = str(error)
     if reason == _H2_REASON:
-        return _wrong_version("HTTP/2")
+        return wrong_version("HTTP/2")
     if reason == _VERSION_REASON:
-        return _wrong_version("this version of HTTP")
-    return _invalid(f"The request is not valid HTTP: {reason}.")
-
-
-def _wrong_version(version: str) -> HttpFault:
-    message = f"This server speaks HTTP/1.1, not {version}."
-    return HttpFault(505, "http_version_not_supported", message)
-
-
-def _invalid(message: str) -> HttpFault:
-    return HttpFault(400, "invalid_http", message)
-
-
-def _shown(value: bytes) -> str:
-    return repr(value.decode("latin-1"))[:200]
-
-
-def _tokens(headers: Headers, name: bytes) -> list[bytes]:
-    """The elements of a header that is a list, of all its lines, in lower case."""
-    return [token for known, value in headers if known == name for token in _split(value)]
-
-
-def _split(value: bytes) -> list[bytes]:
-    return [token for one in value.split(b",") if (token := one.strip().lower())]
+        return wrong_version("this version of HTTP")
+    return invalid(f"The request is not valid HTTP: {reason}.")

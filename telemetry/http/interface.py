@@ -90,8 +90,11 @@ class HttpInterface:
         refusal = self._access.refusal_of_origin(scope)
         if refusal is not None:
             await _refuse(send, refusal)
-        elif path == "/ping" and method in {"GET", "HEAD"}:
-            await _answer(send, 200, b"Ok.\n")
+        elif path == "/ping":
+            if method in {"GET", "HEAD"}:
+                await _answer(send, 200, b"Ok.\n")
+            else:
+                await _answer(send, 405, b"Use GET or HEAD.\n", {"Allow": "GET, HEAD"})
         elif path not in {"/", "/query"}:
             await _answer(send, 404, b"There is no handle for this path. Use /ping or /?query=\n")
         elif method not in {"GET", "POST"}:
