@@ -162,14 +162,13 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._start_count()
+        self._num_fields = self._field_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_HEAD_BYTES:
             message = f"The target of a request is limited to {MAX_HEAD_BYTES} bytes."
             raise _FaultError(HttpFault(414, "uri_too_long", message))
-        self._excess_bytes = 0
         self._field_bytes = len(self.url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -190,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and not self._should_upgrade():
             return  # it is read again
         self._in_body = True
-        self._start_count()
+        self._num_fields = self._field_bytes = self._excess_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
         if self._unknown_method:
@@ -216,9 +215,6 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
-
-    def _start_count(self) -> None:
-        self._num_fields = self._field_bytes = self._excess_bytes = 0
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
