@@ -61,7 +61,7 @@ from millrace.gateway.transport.http import (
 from millrace.gateway.transport.origins import OriginGuard
 from millrace.gateway.transport.proxies import ProxyReader
 from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError, shown
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         else:
             await receive()
             gateway.metrics.count_request(_UNMATCHED, 404)
-            text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
+            text = f"No WebSocket is served at {shown(path)}; there is one at {WEBSOCKET_ROUTE}."
             refusal = refusal_of(NotFoundError(text))
             gateway.refusals.note(_UNMATCHED, refusal, None)
             await refuse_handshake(scope, send, refusal)
@@ -224,11 +224,11 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        refusal = refusal_of(NotFoundError(f"Nothing is served at {path}."))
+        refusal = refusal_of(NotFoundError(f"Nothing is served at {shown(path)}."))
         return _response(_refused(request, refusal))
     if error.status_code == 405:
         allowed = _methods_of(request)
-        refusal = refusal_of(MethodNotAllowedError(path, request.method, allowed))
+        refusal = refusal_of(MethodNotAllowedError(shown(path), request.method, allowed))
         return _response(_refused(request, refusal))
     refusal = Refusal(status=error.status_code, code="http_error", message=error.detail)
     return _response(_refused(request, refusal))

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from millrace.runtime.http_protocol import HttpProtocol
 from millrace.runtime.http_server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
-from millrace.schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
@@ -108,7 +108,7 @@ class HttpInterface:
         if refusal is not None:
             await _refuse(send, refusal)
             return
-        query_id = arguments.get("query_id") or str(uuid.uuid4())
+        query_id = shown(arguments.get("query_id") or str(uuid.uuid4()))
         headers = {
             "X-ClickHouse-Query-Id": query_id,
             "X-ClickHouse-Server-Display-Name": "millrace",

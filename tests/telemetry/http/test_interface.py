@@ -244,6 +244,15 @@ async def test_heads_and_trailers_have_the_bounds_of_every_port(status: int, dat
     await task
 
 
+async def test_long_values_are_shown_by_their_beginning(client: httpx.AsyncClient) -> None:
+    for params in ({"query_id": "q" * 3_000}, {"s" * 3_000: "1"}, {"query": "x" * 3_000}):
+        answer = await client.get("/", params=params)
+        assert answer.status_code == 400
+        for long in ("q" * 201, "s" * 201, "x" * 201):
+            assert long not in answer.text.lower()
+            assert long not in answer.headers["x-clickhouse-query-id"]
+
+
 def test_a_taken_port_is_said(store_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
