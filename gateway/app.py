@@ -61,6 +61,7 @@ from millrace.gateway.transport.http import (
 from millrace.gateway.transport.origins import OriginGuard
 from millrace.gateway.transport.proxies import ProxyReader
 from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
+from millrace.runtime.content_coding import with_decoded_body
 from millrace.schemas.errors import MillraceError, shown
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         if path[-1:] == "/" and path.startswith(_API):
             path = scope["path"] = path.rstrip("/")
         if scope["type"] == "http":
+            receive = with_decoded_body(scope, receive)
             serve = token_path.get(path)
             if serve is None:
                 serve = next((below[stem] for stem in below if path.startswith(stem)), rest)

@@ -17,6 +17,13 @@ from urllib.parse import parse_qsl
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from millrace.runtime.content_coding import (
+    ACCEPTED,
+    BadCodingError,
+    ContentCodingError,
+    RatioError,
+    with_decoded_body,
+)
 from millrace.runtime.http_protocol import HttpProtocol
 from millrace.runtime.http_server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
@@ -121,12 +128,16 @@ class HttpInterface:
             or "TabSeparated"
         )
         try:
-            body = await _read_body(receive)
+            body = await _read_body(with_decoded_body(scope, receive))
             sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
             _require_known(arguments)
             result = await self._reader.read(
                 require_reading(sql), _parameters(arguments), output_format, database or None
             )
+        except (ContentCodingError, BadCodingError, RatioError) as error:
+            more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
+            await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
+            return
         except QueryError as error:
             headers["X-ClickHouse-Exception-Code"] = str(error.number)
             await _answer(send, _status(error.number), f"{error.message}\n".encode(), headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -242,6 +243,16 @@ async def test_heads_and_trailers_have_the_bounds_of_every_port(status: int, dat
         assert b"allow: GET, HEAD\r\n" in answer
     server.stop()
     await task
+
+
+async def test_sql_may_come_compressed(client: httpx.AsyncClient) -> None:
+    sql = gzip.compress(b"SELECT 1 + 1")
+    headers = {"content-encoding": "gzip"}
+    assert (await client.post("/", content=sql, headers=headers)).text == "2\n"
+    cut = await client.post("/", content=sql[:-1], headers=headers)
+    assert (cut.status_code, "ends before its gzip data" in cut.text) == (400, True)
+    other = await client.post("/", content=sql, headers={"content-encoding": "lz4"})
+    assert (other.status_code, other.headers["accept-encoding"]) == (415, "gzip, deflate, zstd")
 
 
 async def test_long_values_are_shown_by_their_beginning(client: httpx.AsyncClient) -> None:
