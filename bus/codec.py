@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from millrace.runtime.json_faults import json_fault
+from millrace.runtime.json.faults import json_fault
 from millrace.schemas.control import (
     Cancel,
     Ended,

@@ -61,7 +61,7 @@ from millrace.gateway.transport.http import (
 from millrace.gateway.transport.origins import OriginGuard
 from millrace.gateway.transport.proxies import ProxyReader
 from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
-from millrace.runtime.content_coding import with_decoded_body
+from millrace.runtime.http.content_coding import with_decoded_body
 from millrace.schemas.errors import MillraceError, shown
 
 _log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.gateway.transport.http_writer import HttpWriter
-from millrace.runtime.http_head import HttpFault
-from millrace.runtime.http_protocol import HttpProtocol
-from millrace.runtime.http_server import ManagedServer
+from millrace.runtime.http.head import HttpFault
+from millrace.runtime.http.protocol import HttpProtocol
+from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ConfigError
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import ConfigError
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}

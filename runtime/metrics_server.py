@@ -29,7 +29,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
-from millrace.runtime.http_head import (
+from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
     Headers,

@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.registry.served import ServedModel
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 
 

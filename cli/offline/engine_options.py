@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from millrace.cli.engine_arguments import add_ranks, told_ranks
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError

@@ -20,7 +20,7 @@ from millrace.gateway.transport.http import (
     send_refusal,
     send_response,
 )
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

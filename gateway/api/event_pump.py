@@ -10,7 +10,7 @@ from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.transport.connection_writer import ResponseWriter
 from millrace.gateway.transport.event_ids import event_id_line, with_event_id
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 
 _KEEP_ALIVE_S = 15.0
 

@@ -17,15 +17,15 @@ from urllib.parse import parse_qsl
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from millrace.runtime.content_coding import (
+from millrace.runtime.http.content_coding import (
     ACCEPTED,
     BadCodingError,
     ContentCodingError,
     RatioError,
     with_decoded_body,
 )
-from millrace.runtime.http_protocol import HttpProtocol
-from millrace.runtime.http_server import ManagedServer
+from millrace.runtime.http.protocol import HttpProtocol
+from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of

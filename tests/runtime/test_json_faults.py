@@ -10,7 +10,7 @@ import pytest
 from millrace.bus.codec import JOB, JSON
 from millrace.gateway.errors import InvalidJsonError
 from millrace.gateway.transport.decoding import decode
-from millrace.runtime.json_faults import json_fault
+from millrace.runtime.json.faults import json_fault
 from millrace.schemas.errors import MalformedMessageError
 
 _ANY = msgspec.json.Decoder(dict[str, Any])

@@ -14,7 +14,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from millrace.runtime import http_protocol
+from millrace.runtime.http import protocol as http_protocol
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway

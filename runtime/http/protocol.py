@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from millrace.runtime.http_head import (
+from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
     HttpFault,

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.gateway.batches.answers import not_run
 from millrace.gateway.batches.input import InputLine
-from millrace.runtime.json_lines import on_one_line
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.batches import BatchLine
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
-from millrace.runtime.http_head import Headers, tokens
+from millrace.runtime.http.head import Headers, tokens
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError, shown
 
 if sys.version_info >= (3, 14):
