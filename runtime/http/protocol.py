@@ -49,6 +49,7 @@ class HttpProtocol(HttpToolsProtocol):
     _in_head = False
     _in_body = False
     _is_refused = False
+    _late_fault: HttpFault | None = None  # to be told behind the answers that are not complete
     _num_fields = 0
     _field_bytes = 0
     _excess_bytes = 0  # received since the parser last told of something, chunks' lines aside
@@ -237,24 +238,39 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._late_fault is not None and self.cycle.response_complete:
+            # The handler may still hold back the end of its response in this turn.
+            self.loop.call_soon(self._answer, self._late_fault)
+
     def _refuse(self, fault: HttpFault) -> None:
-        """Answer what cannot be read as a request, unless an earlier answer is not complete, and
-        close. What the client still sends is thrown away for a moment: closing at once would
-        reset the connection under the answer."""
-        headers, body = self.refusal_of(fault)
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            is_free = not self._in_body
-        else:
-            is_free = self._in_body and not (cycle.response_started or self.pipeline)
-            cycle.disconnected = True
-            cycle.message_event.set()
+        """Answer what cannot be read as a request, behind all earlier answers, and close. The
+        request whose body is at fault has this answer, unless its own has begun."""
         self._stop_timer()
-        if not is_free:
-            self.transport.close()
-            return
         self._is_refused = True
         self._excess_bytes = 0
+        cycle = self.cycle
+        if self._in_body:
+            is_free = not (cycle.response_started or self.pipeline)
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if is_free:
+                self._answer(fault)
+            else:
+                self.transport.close()
+        elif cycle is None or cycle.response_complete:
+            self._answer(fault)
+        else:
+            self._late_fault = fault
+
+    def _answer(self, fault: HttpFault) -> None:
+        """Write a response and close. What the client still sends is thrown away for a moment:
+        closing at once would reset the connection under the answer."""
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        headers, body = self.refusal_of(fault)
         lines = [
             *headers,
             (b"content-length", str(len(body)).encode()),

@@ -207,9 +207,22 @@ async def test_nonsense_behind_a_request_does_not_end_up_in_its_answer(
     raw = await sent(front, post(b"/v1/completions", body))
     await raw.reader.readuntil(b"\r\n\r\n")
     raw.writer.write(b"\x00\x01\x02 nonsense\r\n\r\n")
-    assert b"HTTP/1.1" not in await raw.rest()
+    await raw.writer.drain()
     front.worker.gate.set()
+    answer, refusal = (await raw.rest()).split(b"0\r\n\r\n")
+    assert answer.endswith(b"data: [DONE]\n\n\r\n")
+    assert refusal.startswith(b"HTTP/1.1 400 ")
     await raw.close()
+
+
+async def test_requests_before_nonsense_are_answered(front: RunningGateway) -> None:
+    ask = post(b"/v1/completions", b'{"model":"echo","prompt":"hello"}')
+    health = b"GET /healthz " + _HEAD + b"\r\n"
+    for nonsense in (b"\x00 nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"X: " + b"y" * 70_000):
+        raw = await sent(front, ask + health + ask + nonsense)
+        assert [(await raw.answer())[0] for _ in range(4)] == [200, 200, 200, 400]
+        assert await raw.rest() == b""
+        await raw.close()
 
 
 async def test_a_head_that_trickles_is_given_up_on(
