@@ -99,7 +99,7 @@ def test_a_line(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str])
         json.loads("two\nlines")
     except ValueError:
         logger.exception(
-            "it failed: %s", "é\u2028\u0085", extra={"request_id": "r1", "where": ("a",)}
+            "it failed: %s", "é\u2028\u0085", extra={"request_id": "r1", "where": ("a", object)}
         )
     (line,) = capsys.readouterr().err.splitlines()
     read = json.loads(line)
