@@ -192,7 +192,7 @@ async def test_pages_of_others_stay_out(origin: str | None, status: int) -> None
     [
         ("evil.example:8000", 403),
         ("evil.example.", 403),
-        ("[", 403),
+        ("[zz]", 403),
         ("app.example", 200),
         ("localhost:8000", 200),
         ("gateway:8000", 200),

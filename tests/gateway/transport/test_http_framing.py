@@ -203,6 +203,7 @@ async def test_a_target_has_a_bound(front: RunningGateway) -> None:
         (b"GET /healthz HTTP/1.1\r\nHost: a, b\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: user@a\r\n", 400),
         (b"GET /healthz HTTP/1.1\r\nHost: a/b\r\n", 400),
+        (b"GET /healthz HTTP/1.1\r\nHost: [\r\n", 400),
         (b"GET /healthz HTTP/1.0\r\nHost: a\r\nHost: a\r\n", 400),
         (b"GET /healthz HTTP/1.0\r\n", 200),
         (b"GET /healthz HTTP/1.1\r\nHost: [::1]:8000\r\nConnection: close\r\n", 200),
