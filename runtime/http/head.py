@@ -38,17 +38,26 @@ def head_fault(version: str, method: str, headers: Headers) -> HttpFault | None:
     if method == "CONNECT":
         message = "This server is not a proxy; CONNECT is not implemented."
         return HttpFault(501, "method_not_implemented", message)
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts, has_codings = [], False
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"transfer-encoding":
+            has_codings = True
     if not hosts and version == "1.1":
         return invalid("HTTP/1.1 requires a Host header; the request has none.")
     if len(hosts) > 1:
         return invalid(f"The request has {len(hosts)} Host headers; send one.")
     if hosts and not _HOST.fullmatch(hosts[0]):
         return invalid(f"The Host header is not a host and port: {_shown(hosts[0])}.")
+    return _coding_fault(version, headers) if has_codings else None
+
+
+def _coding_fault(version: str, headers: Headers) -> HttpFault | None:
     codings = tokens(headers, b"transfer-encoding")
-    if codings and version == "1.0":
+    if version == "1.0":
         return invalid("HTTP/1.0 has no Transfer-Encoding; send Content-Length.")
-    if codings and codings[-1] != b"chunked":
+    if codings[-1:] != [b"chunked"]:
         return invalid("The last coding of Transfer-Encoding must be chunked.")
     if len(codings) > 1:
         coding = _shown(codings[0])

@@ -21,10 +21,16 @@ _NEXT = b"GET /v1/models HTTP/1.1\r\nHost: gateway\r\n\r\n"
 _LAST = b"GET /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n"
 _POST = b"POST /healthz HTTP/1.1\r\nHost: a\r\n"
 _LINE = b"X: " + b"y" * 1_000 + b"\r\n"
-# As Java's HttpClient and curl --http2 send it.
 _H2C = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
+)
+# The head that Java 17's HttpClient sends by default, in a segment before that of the body.
+_JAVA = (
+    b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+    b"Content-Length: 33\r\nHost: 127.0.0.1:18123\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\nUpgrade: h2c\r\n"
+    b"User-Agent: Java-http-client/17.0.15\r\nContent-Type: application/json\r\n\r\n"
 )
 
 
@@ -102,6 +108,13 @@ async def test_an_upgrade_that_is_not_offered_is_ignored(
     assert [one.status for one in answers] == [200] * 5
     assert [one.text for one in answers[:2]] == ["hello", "hello"]
     assert [json.loads(one.body)["data"][0]["id"] for one in answers[2:4]] == [MODEL, MODEL]
+
+
+async def test_java_s_client_is_served(front: RunningGateway) -> None:
+    body = b'{"model":"echo","prompt":"hello"}'
+    answers = await exchanged(front, _JAVA, body, _JAVA + body, _LAST)
+    assert [one.text for one in answers[:2]] == ["hello", "hello"]
+    assert [one.status for one in answers] == [200, 200, 200]
 
 
 async def test_a_stream_is_served_to_a_client_that_offers_an_upgrade(front: RunningGateway) -> None:

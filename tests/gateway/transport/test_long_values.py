@@ -282,3 +282,21 @@ async def test_megabytes_are_shown_by_their_beginning(front: RunningGateway) -> 
                 answer = await http.post(path, json=body)
                 assert answer.status_code in (400, 404)
                 assert len(answer.content) <= _MAX_ANSWER_BYTES
+
+
+async def test_a_page_s_origin_and_headers_are_not_told_back_at_any_length() -> None:
+    async with (
+        running_gateway(GatewayConfig(allowed_origins=("*",))) as front,
+        httpx.AsyncClient(base_url=front.url) as http,
+    ):
+        page = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        for names, told in (("x-a, authorization", "x-a, authorization"), (_WORD, "")):
+            headers = {**page, "access-control-request-headers": names}
+            answer = await http.options("/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["access-control-allow-headers"]) == (
+                204,
+                told,
+            )
+        answer = await http.get("/v1/models", headers={"origin": f"https://{_WORD}"})
+        assert answer.status_code == 403
+        assert_short(answer.text + str(answer.headers), "origin")
