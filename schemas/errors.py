@@ -7,7 +7,7 @@ from typing import ClassVar
 
 SHOWN_CHARACTERS = 200  # of a value that a client sent, in an error, a header or a log line
 _MESSAGE_CHARACTERS = 4_000
-_ENDING_CHARACTERS = 400
+_ENDING_CHARACTERS = 1_000
 # A value is in quotation marks, or without blanks.
 _LONG_VALUE = re.compile(
     r"(?<!\w)(?:'[^']{201,}'|\"[^\"]{201,}\"|`[^`]{201,}`)(?!\w)|\S{201,}", re.DOTALL

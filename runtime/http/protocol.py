@@ -272,6 +272,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         headers, body = self.refusal_of(fault)
         lines = [
+            *self.server_state.default_headers,
             *headers,
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),

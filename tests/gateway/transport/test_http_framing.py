@@ -184,6 +184,7 @@ async def test_what_is_no_body_has_a_bound(
         (answer,) = await exchanged(front, *pieces[:200])
         assert (answer.status, answer.code) == (431, "request_header_fields_too_large")
         assert answer.headers["connection"] == "close"
+        assert "date" in answer.headers
 
 
 async def test_what_is_within_the_bounds_is_served(front: RunningGateway) -> None:
