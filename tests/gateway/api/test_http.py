@@ -126,7 +126,7 @@ async def test_a_head_without_end_is_refused(front: RunningGateway) -> None:
     await writer.drain()
     writer.write(b"a" * 20_000)
     answer = await asyncio.wait_for(reader.read(), 5.0)
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"65536 bytes" in answer
     writer.close()
 
