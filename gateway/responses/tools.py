@@ -179,7 +179,8 @@ def _given_tools(request: ResponsesRequest, items: Iterable[Item]) -> list[Given
     given = _read(map(bytes, request.tools or ()), "tools")
     for item in items:
         if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
-            found = _read(map(msgspec.json.encode, item.tools), "input")
+            field = f"{type(item).__struct_config__.tag}.tools"
+            found = _read(map(msgspec.json.encode, item.tools), field)
             names = {tool.definition.name for tool in found if tool.definition is not None}
             given = [
                 tool

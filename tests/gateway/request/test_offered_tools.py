@@ -7,13 +7,21 @@ from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from websockets.asyncio.client import connect
 
+from millrace.gateway.request.offered.chat_tools import given_tools
+from millrace.gateway.request.offered.offered_tools import (
+    asked_choice,
+    offered_tools,
+    own_tools,
+)
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.notices import NOTICE_NAME
 from millrace.schemas.sampling import Grammar
+from millrace.schemas.tools import ToolMode
 from tests.registry.tool_formats.test_freeform_tools import APPLY_PATCH, PATCH
 from tests.support.running_gateway import RunningGateway
 
@@ -162,6 +170,19 @@ async def test_allowed_tools_in_responses(
     assert answer.output[0].type == "function_call"
     assert answer.to_dict()["tool_choice"] == some
     assert told(front) == ["look"]
+
+
+def test_tools_of_the_gateway_may_be_allowed() -> None:
+    given = [*given_tools([msgspec.Raw(json.dumps(function("f")).encode())]), *own_tools(["clock"])]
+    some = {"mode": "required", "tools": [function("clock")]}
+    choice = asked_choice({"type": "allowed_tools", "allowed_tools": some})
+    offered = offered_tools(given, choice)
+    assert (offered.tools, offered.own) == ((), ("clock",))
+    assert offered.choice.mode is ToolMode.REQUIRED
+    named = offered_tools(given, asked_choice(function("clock")))
+    assert (named.choice.name, len(named.tools), named.own) == ("clock", 1, ("clock",))
+    flat = offered_tools(given, asked_choice({"type": "function", "name": "f"}))
+    assert flat.choice.name == "f"
 
 
 async def test_allowed_tools_over_a_socket(front: RunningGateway) -> None:

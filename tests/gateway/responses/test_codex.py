@@ -371,6 +371,41 @@ async def test_a_call_that_was_cut_goes_back_with_its_output(
     assert prompt_of(front) == "user:Run.|user:Go on."
 
 
+async def test_tools_among_the_items(front: RunningGateway, http: httpx.AsyncClient) -> None:
+    """As Codex sends its tools to models that take them so: in one item, in one namespace."""
+    says(front, called("functions__exec_command", '{"cmd": "ls"}'))
+    space = {"type": "namespace", "name": "functions", "description": "All.", "tools": [RUN, EDIT]}
+    item = {"type": "additional_tools", "role": "developer", "tools": [space, TOOLS[2]]}
+    answer = await http.post("/v1/responses", json=body(item, user("x"), tools=None, stream=False))
+    (call,) = answer.json()["output"]
+    assert (call["name"], call["namespace"]) == ("exec_command", "functions")
+    where = "additional_tools.tools"
+    wanted = f'tool_left_out;param="{where}[1]";detail="web_search"'
+    assert answer.headers[NOTICE_NAME] == wanted
+    told = front.worker.jobs[-1].tools
+    assert [tool.name for tool in told] == ["functions__exec_command", "functions__apply_patch"]
+    assert told[0].description.startswith("All.")
+    bad = {"type": "additional_tools", "role": "developer", "tools": [{"type": "x"}]}
+    refused = await http.post("/v1/responses", json=body(bad, user("x"), tools=None))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"{where}[0].type")
+
+
+async def test_a_custom_call_that_was_cut(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    says(front, called("apply_patch", arguments_of_input(PATCH)), "Cut.")
+    first = await client.responses.create(
+        model=MODEL, input="Edit.", tools=[EDIT], max_output_tokens=80
+    )
+    (call,) = first.output
+    assert call.type == "custom_tool_call"
+    assert PATCH.startswith(call.input)
+    assert call.to_dict()["status"] == "incomplete"
+    result: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "cut"}
+    await client.responses.create(model=MODEL, input=[result], previous_response_id=first.id)
+    assert prompt_of(front) == "user:Edit.|assistant:apply_patch|tool:cut"
+
+
 async def test_an_answer_is_replayed_as_it_was_streamed(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
