@@ -200,6 +200,9 @@ def _named(given: Sequence[GivenTool], reference: ToolReference) -> str:
         raise ParameterError(_CHOICE, "tool_choice demands a tool, but there are no tools.")
     if not found:
         raise ParameterError(_CHOICE, f"There is no tool {str(reference)!r:.100}.")
+    if len(found) > 1:
+        name = f"{str(reference)!r:.100}"
+        raise ParameterError(_CHOICE, f"Several tools are called {name}; name the namespace, too.")
     tool = found[0]
     if tool.definition is not None:
         return tool.definition.name

@@ -339,6 +339,8 @@ def test_names_of_namespaces_fit_the_model() -> None:
     request = asked(tools=tools, tool_choice={"type": "function", "name": "f", "namespace": "c.d"})
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "b_"}]}
     assert [tool.name for tool in asked(tools=tools, tool_choice=some).tools] == ["b_f"]
+    with pytest.raises(ParameterError, match="Several tools are called 'f'"):
+        asked(tools=tools, tool_choice={"type": "function", "name": "f"})
     with pytest.raises(ParameterError, match="name one of its tools"):
         asked(tools=tools, tool_choice={"type": "namespace", "name": "b_"})
     names = [tool.name for tool in request.tools]
