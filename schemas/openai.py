@@ -141,66 +141,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     length_penalty: float | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. ``parameters`` is the JSON Schema of its arguments."""
-
-    function: FunctionFields
-    type: Literal["function"] = "function"
-
-
-class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said about a function."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class CustomTextFormat(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
-    """Any text."""
-
-
-class CustomGrammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a text must match, in Lark's notation or as a regular expression."""
-
-    syntax: Literal["lark", "regex"]
-    definition: str
-
-
-class CustomGrammarFormat(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="grammar",
-):
-    """A text that matches ``grammar``."""
-
-    grammar: CustomGrammar
-
-
-class CustomFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said about a tool whose input is text."""
-
-    name: str
-    description: str | None = None
-    format: CustomTextFormat | CustomGrammarFormat | None = None
-
-
-class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs, and whose input is one text."""
-
-    custom: CustomFields
-    type: Literal["custom"]
-
-
-ChatTool = FunctionTool | CustomTool
-
-
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the answer will be, for the most part: it changes nothing in it, and may save time."""
 
@@ -214,7 +154,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     ``tools`` are functions and custom tools; a tool that only a provider's server can run is left
     out. ``server_tools`` are names of the gateway's own tools, which it runs itself.
     ``tool_choice`` is ``auto``, ``none``, ``required``, an object that names a tool, or
-    ``allowed_tools`` with those that the model is told of. ``prompt_cache_key``,
+    ``allowed_tools`` with the tools that the model is told of. ``prompt_cache_key``,
     ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints that change nothing here;
     ``safety_identifier`` is the newer name of ``user``.
 

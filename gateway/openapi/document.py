@@ -21,8 +21,9 @@ from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import REF, refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
+from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
-from millrace.schemas.openai import ChatTool, ErrorBody
+from millrace.schemas.openai import ErrorBody
 from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.responses.tools import ResponseTool
 from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage

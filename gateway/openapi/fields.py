@@ -11,10 +11,10 @@ from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
 from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
 from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
+from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
-from millrace.schemas.openai import ChatTool
 from millrace.schemas.responses.call_items import OtherItem
 from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool
@@ -65,7 +65,7 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
 
 
 def _tools(kinds: tuple[Any, ...], left_out: str) -> Schema:
-    """Those that are told to the model, and those that are left out."""
+    """Tools of ``kinds``, and tools that are left out."""
     told: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
     other: Schema = {"type": "object", "required": ["type"], "properties": {"type": _STRING}}
     return {

@@ -262,7 +262,7 @@ def _check_stream_options(request: ResponsesRequest) -> None:
 
 
 def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference | Notice:
-    """An item, or what is to be told of one that is left out."""
+    """An item, or the notice of an item that is left out."""
     try:
         kind = decode(_HEAD, bytes(raw)).kind
         if kind in _LEFT_OUT:

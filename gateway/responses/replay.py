@@ -86,7 +86,7 @@ def _events(response: Response) -> Iterator[ResponseEvent]:
 
 
 def _described(logprobs: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
-    """Those that are kept are described already."""
+    """Log-probabilities as they are kept, which are described already."""
     return cast("tuple[LogprobInfo, ...]", tuple(logprobs))
 
 

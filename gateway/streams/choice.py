@@ -58,8 +58,8 @@ class _Call:
 
 
 class ToldTools(NamedTuple):
-    """All tools that the model was told of, by name those that are the gateway's ``own``, and those
-    whose input is text."""
+    """All tools that the model was told of, the names of the gateway's ``own`` ones, and the names
+    of tools whose input is text."""
 
     definitions: Sequence[ToolDefinition] = ()
     own: frozenset[str] = frozenset()

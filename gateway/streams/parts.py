@@ -31,8 +31,8 @@ class ReasoningPart(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The model calls a tool: the ``call``-th call of its choice. The input of one that is
-    ``custom`` is text."""
+    """The model calls a tool: the ``call``-th call of its choice. The input of a ``custom`` tool is
+    text."""
 
     choice: int
     call: int

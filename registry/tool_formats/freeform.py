@@ -1,7 +1,7 @@
 """Tools whose input is one text rather than JSON.
 
 A model is told of such a tool as of a function with one argument, ``input``, and calls it in its
-own format. Whoever reads the call gets the text.
+own format. The client gets the text.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
     Tools of other types than ``custom`` have none: the client's ``bash``, ``text_editor`` and
-    ``memory``, whose input is known, and those that only Anthropic's server can run, which are left
+    ``memory``, whose input is known, and tools that only Anthropic's server can run, which are left
     out. What stands behind ``strict`` are hints that change nothing here, and fields of tools that
     are left out."""
 

@@ -208,7 +208,7 @@ class GivenAgentMessage(_GivenItem, frozen=True, kw_only=True):
     recipient: str = ""
 
 
-# Those that a conversation holds in another form than they are given in.
+# Given items that a conversation holds in another form.
 RewrittenItem = (
     GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | ItemReference | GivenAgentMessage
 )

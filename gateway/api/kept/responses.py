@@ -302,7 +302,7 @@ class _Followed(HttpResponse):
 
     async def _ended(self, receive: Receive) -> StoredResponse | None:
         """What is kept of the answer once it is over; None: the client left before. Raises
-        ResponseNotFoundError for one that does not end in the time that a request has."""
+        ResponseNotFoundError for an answer that takes longer than any request may."""
         gateway = self._gateway
         client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
         give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s

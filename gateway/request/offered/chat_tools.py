@@ -17,8 +17,9 @@ from millrace.gateway.request.offered.offered_tools import (
     tool_left_out,
 )
 from millrace.gateway.transport.decoding import decode
+from millrace.schemas.chat.tools import CustomGrammarFormat, CustomTool, FunctionTool
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.openai import ChatFields, CustomGrammarFormat, CustomTool, FunctionTool
+from millrace.schemas.openai import ChatFields
 from millrace.schemas.tools import ToolDefinition
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
 """Tools of Anthropic's that the client runs, and whose input its models know by heart.
 
-The requests give no schema of them. Models here are told the one that Anthropic documents, and
+The requests give no schema of them. Models here are told the schema that Anthropic documents, and
 their calls are like those of any tool.
 """
 

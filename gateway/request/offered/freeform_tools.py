@@ -33,7 +33,7 @@ def freeform_tool(
 ) -> GivenTool:
     """A tool with a grammar if there is a ``syntax``; ``told_name`` is what the model knows it by,
     if that is another. A grammar that no answer can be held to here is told to the model and named
-    in a notice. Raises ParameterError for one that is none."""
+    in a notice. Raises ParameterError for a text that is no grammar."""
     told = [description.strip(), _HINT]
     pattern, notices = "", Notices()
     if syntax:

@@ -33,8 +33,9 @@ class GivenTool(msgspec.Struct, frozen=True, kw_only=True):
     """A tool as a request gives it, in the field ``where``.
 
     ``tool_choice`` names it by its ``type`` and its ``name``, if it has one. ``definition`` is what
-    the model is told of it; None: the gateway's own tool, or one that is left out. The input of a
-    tool with a ``pattern`` is text that matches this regular expression, any text if it is empty.
+    the model is told of it; None: a tool of the gateway's own or a tool that is left out. The input
+    of a tool with a ``pattern`` is text that matches this regular expression, any text if it is
+    empty.
     """
 
     where: str

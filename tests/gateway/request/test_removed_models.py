@@ -35,7 +35,7 @@ async def test_before_the_first_token(
     assert (answer.status_code, error["code"]) == (503, "model_not_found")
     kind = "overloaded_error" if path == "/v1/messages" else "server_error"
     assert error["type"] == kind
-    # One that was never there is the caller's mistake.
+    # A name that no model has is the caller's mistake.
     unknown = await http.post(path, json={"model": "absent", **_BODIES[path]})
     error = unknown.json()["error"]
     assert (unknown.status_code, error["code"]) == (404, "model_not_found")
