@@ -24,6 +24,7 @@ from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.anthropic.answers import TokenCount
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import field_of
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 
@@ -48,11 +49,12 @@ class MessagesEndpoint(Endpoint):
             request=generation_request, stream=bool(request.stream), render=MessageRenderer
         )
 
-    async def num_input_tokens(self, body: bytes, caller: Caller, prompts: PromptPool) -> int:
-        """Of the prompt that a body makes. Raises what ``prepare`` raises."""
+    async def count(self, body: bytes, caller: Caller, prompts: PromptPool) -> TokenCount:
+        """The tokens of the prompt that a body makes. Raises what ``prepare`` raises."""
         _, request = await self._read_by(prompts, caller, body)
         model = await self._gateway.models.get(request.model, adapter=request.adapter)
-        return await num_input_tokens(request, request.tools, model, caller, prompts)
+        count = await num_input_tokens(request, request.tools, model, caller, prompts)
+        return TokenCount(input_tokens=count, notices=field_of(request.notices))
 
     def shaped(self, refusal: Refusal) -> Refusal:
         return in_messages_shape(refusal)
@@ -96,5 +98,5 @@ class MessagesApi:
         """How many tokens the prompt of a request would have. It counts as a request."""
         async with counted_body(self._gateway, request) as (caller, body):
             prompts = self._gateway.prompts
-            num_tokens = await self._endpoint.num_input_tokens(body, caller, prompts)
-        return json_response(TokenCount(input_tokens=num_tokens))
+            count = await self._endpoint.count(body, caller, prompts)
+        return json_response(count)

@@ -34,6 +34,7 @@ from millrace.schemas.chat.tokenizing import (
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.cards import ModelCard, ModelList
+from millrace.schemas.notices import Notices, field_of
 from millrace.schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
@@ -129,8 +130,8 @@ class Api:
             gateway.maker.check_template(template)
             model = await gateway.models.get_named(asked.model, caller.tenant)
             length = num_characters_with(template, len(body))
-            answered = await read(length, lambda: msgspec.json.encode(answer(asked, model)))
-        return Response(answered, media_type="application/json")
+            value, encoded = await read(length, lambda: _encoded(answer(asked, model)))
+        return json_response(value, encoded=encoded)
 
     async def healthz(self, _request: Request) -> Response:
         """200 while requests can be accepted; ``num_workers`` says whether they move at once, and
@@ -182,15 +183,22 @@ class Api:
             raise MetricsClosedError
 
 
+def _encoded(value: object) -> tuple[object, bytes]:
+    return value, msgspec.json.encode(value)
+
+
 def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
     if (asked.prompt is None) == (asked.messages is None):
         raise ParameterError("prompt", "Give exactly one of prompt and messages.")
+    notices: Notices = ()
     if asked.messages is not None:
         if asked.chat_template is not None:
             model = model.with_chat_template(asked.chat_template)
+        offered = offered_tools(given_tools(asked.tools or ()), AskedChoice())
+        notices = offered.notices
         tokens = model.tokenizer.encode_chat(
             chat_messages(asked.messages),
-            offered_tools(given_tools(asked.tools or ()), AskedChoice()).tools,
+            offered.tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
             arguments=asked.chat_template_kwargs or {},
@@ -206,6 +214,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
         count=len(tokens),
         max_model_len=model.context_window_tokens,
         token_strs=tuple(spellings) if asked.return_token_strs else msgspec.UNSET,
+        notices=field_of(notices),
     )
 
 

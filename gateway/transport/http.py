@@ -15,6 +15,7 @@ from millrace.gateway.errors import MediaTypeError, Refusal
 from millrace.gateway.transport.body_deadline import BodyDeadline
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.schemas.notices import NOTICE_NAME, Notices, header_value
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -111,9 +112,13 @@ def header_of(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-def json_response(value: object, status: int = 200) -> Response:
-    """A Starlette response with a value as JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def json_response(value: object, status: int = 200, encoded: bytes = b"") -> Response:
+    """A Starlette response with a value as JSON, and a header with its ``notices``, if it has any.
+    ``encoded`` is its JSON, if that is there already."""
+    notices: Notices = getattr(value, "notices", None) or ()
+    headers = {NOTICE_NAME: header_value(notices).decode()} if notices else None
+    body = encoded or msgspec.json.encode(value)
+    return Response(body, status, headers, media_type="application/json")
 
 
 async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:

@@ -175,3 +175,4 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /v1/messages/count_tokens``."""
 
     input_tokens: int
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)

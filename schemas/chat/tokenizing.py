@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from millrace.schemas.chat.messages import Message
+from millrace.schemas.notices import NOTICE_NAME, Notices
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +34,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     token_strs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.responses.items import Item, ResponsesRequest
 
 
@@ -20,6 +21,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from millrace.gateway.transport.http import (
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ModelNotFoundError, ParameterError, PayloadTooLargeError
+from millrace.schemas.notices import field_of
 from millrace.schemas.responses.items import Item, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
 from millrace.schemas.tools import ToolDefinition
@@ -121,14 +122,15 @@ class ResponsesEndpoint(Endpoint):
             begin=partial(self._background.begin, render) if request.background else None,
         )
 
-    async def num_input_tokens(self, body: bytes, caller: Caller, prompts: PromptPool) -> int:
-        """Of the prompt that a body makes. Raises what ``prepare`` raises."""
+    async def count(self, body: bytes, caller: Caller, prompts: PromptPool) -> InputTokens:
+        """The tokens of the prompt that a body makes. Raises what ``prepare`` raises."""
         prepared = await self.prepare(body, caller, prompts)
         tools = self._all_tools(prepared.request)
         model = await self._gateway.models.get(
             prepared.request.model, adapter=prepared.request.adapter
         )
-        return await num_input_tokens(prepared.request, tools, model, caller, prompts)
+        count = await num_input_tokens(prepared.request, tools, model, caller, prompts)
+        return InputTokens(input_tokens=count, notices=field_of(prepared.request.notices))
 
     def _read(self, body: bytes) -> tuple[ResponsesRequest, GivenItems]:
         request = decode(self._decoder, body)
@@ -233,8 +235,8 @@ class ResponsesApi:
         """How many tokens the prompt of a request would have. It counts as a request."""
         async with counted_body(self._gateway, request) as (caller, body):
             prompts = self._gateway.prompts
-            num_tokens = await self._endpoint.num_input_tokens(body, caller, prompts)
-        return json_response(InputTokens(input_tokens=num_tokens))
+            count = await self._endpoint.count(body, caller, prompts)
+        return json_response(count)
 
     async def delete(self, request: Request) -> HttpResponse:
         """Forget an answer; one that is made in the background is made no more."""

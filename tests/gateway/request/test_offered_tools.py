@@ -341,10 +341,20 @@ async def test_tools_of_anthropic_s(front: RunningGateway) -> None:
             await sdk.messages.create(**fields, tools=unknown)
 
 
-async def test_a_line_of_a_batch_and_a_count_of_tokens(http: httpx.AsyncClient) -> None:
+async def test_counts_of_tokens(http: httpx.AsyncClient) -> None:
     body = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
     counted = await http.post("/v1/tokenize", json=body | {"tools": [EDIT, SEARCH]})
     assert counted.json()["count"] == 2
+    asked_of: dict[str, Any] = {
+        "/v1/tokenize": (body, SEARCH),
+        "/v1/responses/input_tokens": ({"model": "echo", "input": "hi"}, SEARCH),
+        "/v1/messages/count_tokens": (body, {"type": "web_search_20250305", "name": "web_search"}),
+    }
+    for path, (said, tool) in asked_of.items():
+        counted = await http.post(path, json=said | {"tools": [tool]})
+        assert counted.headers[NOTICE_NAME].startswith('tool_left_out;param="tools[0]"')
+        assert counted.json()[NOTICE_NAME][0]["detail"] == tool["type"]
+        assert NOTICE_NAME not in (await http.post(path, json=said)).headers
     refused = await http.post(
         "/v1/tokenize", json=body | {"tools": [function("f"), {"type": "fn"}]}
     )
