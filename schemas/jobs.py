@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -13,6 +13,11 @@ from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolCall, ToolDefinition
+
+if TYPE_CHECKING:
+    _Text = str
+else:
+    _Text = str | None  # null is read as no text
 
 PUBLIC_MODEL_AUTO = "auto"
 
@@ -54,14 +59,22 @@ class Source(StrEnum):
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
     thoughts before its content; a turn of the role ``tool`` is the result of the call
-    ``tool_call_id``."""
+    ``tool_call_id``. The content of both may be null, which is no text.
+
+    Raises ValueError for null content of another role."""
 
     role: str
-    content: str
+    content: _Text
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str = ""
+
+    def __post_init__(self) -> None:
+        if cast("str | None", self.content) is None:
+            if self.role not in ("assistant", "tool"):
+                raise ValueError(f"content of the role {self.role!r:.100} must be text")
+            msgspec.structs.force_setattr(self, "content", "")
 
 
 class Job(

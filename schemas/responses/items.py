@@ -105,6 +105,12 @@ class EchoedText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
     logprobs: tuple[LogprobInfo, ...] | None = None
 
 
+class EchoedRefusal(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """The refusal of an earlier answer, sent back. The model reads it as text."""
+
+    refusal: str
+
+
 class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
     """``id`` and ``status`` come from items of earlier answers, which may be sent back with what an
     SDK added to them: fields that are not known are ignored, but not in what a user says."""
@@ -118,7 +124,6 @@ class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
 
     role: ClassVar[str]
 
-    content: str | tuple[InputText | EchoedText, ...]
     type: Literal["message"] = "message"
 
 
@@ -129,6 +134,7 @@ class GivenUserMessage(
 
     role: ClassVar[str] = "user"
 
+    content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
 
 
@@ -145,9 +151,11 @@ class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="de
 
 
 class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
-    """A message of an earlier answer."""
+    """A message of an earlier answer; null content is no text."""
 
     role: ClassVar[str] = "assistant"
+
+    content: str | tuple[InputText | EchoedText | EchoedRefusal, ...] | None = None
 
 
 GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | GivenAnswer
@@ -163,11 +171,11 @@ class GivenCall(_GivenItem, frozen=True, kw_only=True):
 
 
 class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
-    """The result of a call."""
+    """The result of a call; null is no text."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[InputText | EchoedText, ...]
+    output: str | tuple[InputText | EchoedText, ...] | None
 
 
 class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,6 +98,25 @@ def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
     ]
 
 
+def test_refusals_and_turns_without_text() -> None:
+    refusal = {"type": "refusal", "refusal": "I can't."}
+    said = messages_from(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [refusal]},
+            {"role": "assistant", "content": None},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": None},
+        ]
+    )
+    assert [(one["role"], one["content"]) for one in said] == [
+        ("user", "hi"),
+        ("assistant", "I can't."),
+        ("assistant", ""),
+        ("tool", ""),
+    ]
+
+
 def test_a_call_that_was_cut_off_is_left_out() -> None:
     cut = FunctionCallItem(id="x", call_id="c", name="f", arguments="{", status="incomplete")
     items: tuple[Item, ...] = (cut, *items_of("again"))
