@@ -22,6 +22,7 @@ class NoticeCode(StrEnum):
     """What kind of thing an answer leaves out."""
 
     TOOL_LEFT_OUT = "tool_left_out"
+    CONTENT_LEFT_OUT = "content_left_out"
     SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"
     NOTICES_LEFT_OUT = "notices_left_out"
 
