@@ -23,6 +23,7 @@ class NoticeCode(StrEnum):
 
     TOOL_LEFT_OUT = "tool_left_out"
     CONTENT_LEFT_OUT = "content_left_out"
+    TEXT_CUT = "text_cut"
     SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"
     NOTICES_LEFT_OUT = "notices_left_out"
 

@@ -118,6 +118,9 @@ _POOLED: dict[str, Schema] = {
     "metadata": _METADATA,
     "priority": _PRIORITY,
 }
+_SCORING: dict[str, Schema] = _POOLED | {
+    name: {"minimum": 1} for name in ("max_tokens_per_doc", "max_doc_length", "max_query_length")
+}
 _EMBEDDING: dict[str, Schema] = _POOLED | {"dimensions": {"minimum": 1}, "input": _INPUTS}
 _VECTOR: Schema = {
     "anyOf": [
@@ -176,9 +179,15 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "EmbeddingRequest": _EMBEDDING,
     "PoolingRequest": _EMBEDDING,
     "ClassifyRequest": _POOLED | {"input": _INPUTS},
-    "ScoreRequest": _POOLED | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
-    "RerankRequest": _POOLED
-    | {"query": {"minLength": 1}, "documents": _INPUTS, "top_n": {"minimum": 0}},
+    "ScoreRequest": _SCORING | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
+    "RerankRequest": _SCORING
+    | {
+        "query": {"minLength": 1},
+        "documents": _INPUTS,
+        "top_n": {"minimum": 0},
+        "max_chunks_per_doc": {"minimum": 1},
+        "rank_fields": {"minItems": 1},
+    },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
     "Response": {"tool_choice": {"description": "As it was asked for."}},

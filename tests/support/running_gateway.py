@@ -121,11 +121,11 @@ class ByteModel:
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)
         wanted = job.sampling.max_tokens
-        if left < (wanted or 1):
+        if left < (0 if job.pooling else wanted or 1):
             raise ContextLengthError(len(token_ids), wanted, CONTEXT_WINDOW_TOKENS)
         sampling = msgspec.structs.replace(
             job.sampling,
-            max_tokens=wanted or left,
+            max_tokens=wanted or max(left, 1),
             seed=seed_source.randrange(2**63) if job.sampling.seed is None else job.sampling.seed,
             reasoning=None if job.messages is None else self.reasoning_format,
         )
