@@ -7,7 +7,7 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint
+from millrace.gateway.rendering.rendering import BodyEndpoint, PartEvents
 from millrace.gateway.rendering.token_ids import ToldTokens
 from millrace.gateway.request.parsing import parse_chat
 from millrace.gateway.request.response_reader import ResponseReader
@@ -74,16 +74,16 @@ class ChatRenderer:
             events += self._head.without_choices("session", self._response.session)
         return events
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> PartEvents:
         if type(part) is TextPart:
             if part.logprobs or self._told:
-                return self._delta(part.choice, {"content": part.text}, part)
+                return PartEvents(delta=self._delta(part.choice, {"content": part.text}, part))
             if not part.text:
-                return b""
+                return PartEvents()
             text = self._text_befores[part.choice] + encode(part.text)
-            return text + _AFTER_TEXT + self._head.after(part.choice)
+            return PartEvents(delta=text + _AFTER_TEXT + self._head.after(part.choice))
         if isinstance(part, ReasoningPart):
-            return self._reasoning(part)
+            return PartEvents(delta=self._reasoning(part))
         if isinstance(part, CallStart):
             function = {"name": part.name, "arguments": ""}
             call = {
@@ -92,15 +92,15 @@ class ChatRenderer:
                 "type": "function",
                 "function": function,
             }
-            return self._delta(part.choice, {"tool_calls": [call]})
+            return PartEvents(self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, CallArguments):
             call = {"index": part.call, "function": {"arguments": part.text}}
-            return self._delta(part.choice, {"tool_calls": [call]})
+            return PartEvents(delta=self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, StepPart):
-            return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
+            return PartEvents(self._head.without_choices("tool_step", _step_info(part)))
         assert isinstance(part, ChoiceEnd)
         end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
-        return self._befores[part.choice] + end + self._head.end(part.choice)
+        return PartEvents(self._befores[part.choice] + end + self._head.end(part.choice))
 
     def last(self) -> bytes:
         return self._head.last()
@@ -114,7 +114,7 @@ class ChatRenderer:
             if self._told is not None:
                 self._told.add(part)
         elif isinstance(part, StepPart):
-            self._steps.append(ToolStepInfo(**part._asdict()))
+            self._steps.append(_step_info(part))
 
     def whole(self) -> bytes:
         response = self._response
@@ -196,6 +196,10 @@ class ChatRenderer:
         if told_of is not None and self._told is not None:
             body += b',"token_ids":' + encode(self._told.of_part(told_of))
         return self._befores[choice] + body + self._head.after(choice)
+
+
+def _step_info(part: StepPart) -> ToolStepInfo:
+    return ToolStepInfo(**part.told())
 
 
 CHAT_COMPLETIONS = BodyEndpoint(

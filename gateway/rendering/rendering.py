@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,6 +22,14 @@ from millrace.registry.tokenizers.prompt_pool import PromptPool
 _ReadT = TypeVar("_ReadT")
 
 
+class PartEvents(NamedTuple):
+    """The events of a part. ``delta`` is the event that tells its text, or what else is told of its
+    tokens; it comes after the others."""
+
+    others: bytes = b""
+    delta: bytes = b""
+
+
 class Renderer(Protocol):
     """The bytes of one answer. A streamed one is ``first``, ``part`` for each of its parts and then
     ``last`` or ``failed``; another one gets its parts by ``add`` and is ``whole`` at the end.
@@ -35,8 +43,8 @@ class Renderer(Protocol):
     def first(self) -> bytes:
         """Events before any part; may be empty."""
 
-    def part(self, part: Part) -> bytes:
-        """The events of a part; may be empty."""
+    def part(self, part: Part) -> PartEvents:
+        """The events of a part, also of one that another connection told."""
 
     def last(self) -> bytes:
         """Events after the last part of an answer that ended well."""

@@ -7,7 +7,7 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint
+from millrace.gateway.rendering.rendering import BodyEndpoint, PartEvents
 from millrace.gateway.rendering.token_ids import ToldTokens
 from millrace.gateway.request.parsing import parse_completion
 from millrace.gateway.request.response_reader import ResponseReader
@@ -34,15 +34,13 @@ class CompletionRenderer:
         num_choices = len(response.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
         had = response.first_indices
-        self._to_echo = {
-            i for i in range(num_choices) if response.request.echo and not (had and had[i])
-        }
+        self._to_echo = set(range(num_choices)) if response.request.echo else set()
         self._told = ToldTokens(response) if response.request.tells_token_ids else None
         self._told_prompts = {i for i in range(num_choices) if had and had[i]}
         is_plain = (
             num_choices == 1
             and self._told is None
-            and not self._to_echo
+            and not response.request.echo
             and not self._head.is_continuous
             and response.request.tells_completion
         )
@@ -60,24 +58,24 @@ class CompletionRenderer:
     def first(self) -> bytes:
         return b""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> PartEvents:
         if isinstance(part, TextPart):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             if not self._response.request.tells_completion:
-                return echoed
+                return PartEvents(echoed)
             if part.logprobs or self._told:
                 lists = self._lists(part) if part.logprobs else None
-                return echoed + self._event(part.choice, part.text, lists, part)
+                return PartEvents(echoed, self._event(part.choice, part.text, lists, part))
             if not part.text:
-                return echoed
+                return PartEvents(echoed)
             text = self._text_befores[part.choice] + encode(part.text) + _AFTER_TEXT
-            return echoed + text + self._head.after(part.choice)
+            return PartEvents(echoed, text + self._head.after(part.choice))
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
             end = self._text_befores[part.choice] + end + self._head.end(part.choice)
-            return echoed + end
-        return b""
+            return PartEvents(echoed + end)
+        return PartEvents()
 
     def last(self) -> bytes:
         return self._head.last()
@@ -160,7 +158,8 @@ class CompletionRenderer:
     def _echo_event(self, index: int) -> bytes:
         self._to_echo.discard(index)
         text, lists = self._echo(index)
-        self._lengths[index] = len(text)
+        if self._lengths[index] is not None:
+            self._lengths[index] = len(text)
         return self._event(index, text, lists)
 
     def _event(

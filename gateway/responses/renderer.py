@@ -9,13 +9,14 @@ from typing import get_args
 import msgspec
 
 from millrace.gateway.errors import Refusal
+from millrace.gateway.rendering.rendering import PartEvents
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
 from millrace.gateway.responses.input import named
 from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
-from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
 from millrace.schemas.notices import field_of
@@ -48,6 +49,7 @@ from millrace.schemas.responses.items import (
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
+_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
 
 
 class ResponseRenderer:
@@ -82,8 +84,6 @@ class ResponseRenderer:
         self._conversations = conversations
         self._store = store
         self._items = OutputItems(stem, len(_FIRST), describe)
-        self._had = response.choices[0].had
-        self._num_caught_up = 0
         self._after = after
 
     def first(self) -> bytes:
@@ -92,10 +92,11 @@ class ResponseRenderer:
             [kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)]
         )
 
-    def part(self, part: Part) -> bytes:
-        if self._had:
-            self._catch_up()
-        return self._bytes_of(self._items.add(part))
+    def part(self, part: Part) -> PartEvents:
+        events = self._items.add(part)
+        if isinstance(part, _WITH_DELTA) and events:
+            return PartEvents(self._bytes_of(events[:-1]), self._bytes_of(events[-1:]))
+        return PartEvents(self._bytes_of(events))
 
     def last(self) -> bytes:
         kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
@@ -103,7 +104,6 @@ class ResponseRenderer:
         return self._bytes_of([event])
 
     def failed(self, refusal: Refusal) -> bytes:
-        self._catch_up()
         if self._was_cancelled:
             end = ResponseFailed(sequence_number=self._items.number(), response=self._cancelled())
             return self._bytes_of([end])
@@ -215,12 +215,6 @@ class ResponseRenderer:
         if self._after >= 0:
             events = list(events_after(events, self._after))
         return _bytes_of(events)
-
-    def _catch_up(self) -> None:
-        """What another connection has given out is told of no more, but belongs to the answer."""
-        while self._num_caught_up < len(self._had):
-            self._items.add(self._had[self._num_caught_up])
-            self._num_caught_up += 1
 
     def _final(self) -> Response:
         status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"

@@ -301,15 +301,14 @@ class Choice:
         logprobs: tuple[TokenLogprob, ...],
         parts: list[Part],
     ) -> None:
-        content: list[str] = []
-        later: list[Part] = []
+        told: list[Part] = []
         for piece in pieces:
             if isinstance(piece, ContentPiece):
-                content.append(piece.text)
+                self._say(piece.text, index + num_tokens, told)
             elif isinstance(piece, CallPiece):
                 self._calls.append(_Call(piece.call_id, piece.name))
                 if piece.name not in self._own_tools:
-                    later.append(
+                    told.append(
                         CallStart(self.index, self._num_shown_calls, piece.call_id, piece.name)
                     )
                     self._num_shown_calls += 1
@@ -317,13 +316,26 @@ class Choice:
                 call = self._calls[-1]
                 call.arguments.append(piece.text)
                 if call.name not in self._own_tools:
-                    later.append(CallArguments(self.index, self._num_shown_calls - 1, piece.text))
-        text = "".join(content)
+                    told.append(CallArguments(self.index, self._num_shown_calls - 1, piece.text))
+        if num_tokens:
+            text = ""
+            if told and isinstance(told[0], TextPart):
+                text = told[0].text
+                del told[0]
+            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+        parts += told
+
+    def _say(self, text: str, index: int, told: list[Part]) -> None:
+        """Append text, in one part with text right before it."""
+        if not text:
+            return
         self._texts.append(text)
         self._round_texts.append(text)
-        if num_tokens or text:
-            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
-        parts += later
+        last = told[-1] if told else None
+        if isinstance(last, TextPart):
+            told[-1] = last._replace(text=last.text + text)
+        else:
+            told.append(TextPart(self.index, index, 0, text))
 
     def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
         self._before(self.stream.reader.next_index)

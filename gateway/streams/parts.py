@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.schemas.frames import TokenLogprob
 
@@ -57,6 +57,13 @@ class StepPart(NamedTuple):
     ok: bool
     output: str
     duration_ms: float
+    choice: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """The fields that clients are told of."""
+        fields = self._asdict()
+        del fields["choice"]
+        return fields
 
 
 class ChoiceEnd(NamedTuple):

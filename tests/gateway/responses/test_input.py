@@ -24,6 +24,7 @@ from tests.gateway.responses.rendered import (
     items_of,
     renderer_of,
     request_of,
+    stream_of,
 )
 
 
@@ -313,5 +314,5 @@ def test_any_value_of_a_field_is_taken_or_refused(name: str, value: object) -> N
         renderer = renderer_of(request)
     except (ParameterError, InvalidJsonError, GrammarError):
         return
-    stream = renderer.first() + renderer.part(ChoiceEnd(0, "stop")) + renderer.last()
+    stream = stream_of([ChoiceEnd(0, "stop")], renderer)
     assert events_of(stream)[-1]["type"] == "response.completed"
