@@ -10,6 +10,7 @@ from typing import Any, get_args
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
 from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
+from millrace.schemas.anthropic.blocks import ServerResult
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
@@ -129,6 +130,13 @@ _VECTOR: Schema = {
     ]
 }
 _NEW_ITEMS: Schema = {"maxItems": MAX_NEW_ITEMS, "items": {"anyOf": _ITEMS}}
+_READ: Mapping[str, Schema] = {
+    "refusal": {"description": "Its text is read if the message has neither text nor calls."},
+    "audio": {"description": "Refused where the message has neither text nor calls."},
+    "function_call": {"description": "Refused where the message has neither text nor calls."},
+    "reasoning": {"description": "Its thoughts, if they are text."},
+    "reasoning_content": {"description": "Its thoughts, if they are text."},
+}
 # By component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
@@ -159,6 +167,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "tools": {"maxItems": MAX_TOOLS},
     },
     "MessagesTool": {"name": _FUNCTION_NAME},
+    "EchoedMessage": _READ,
+    **{
+        result.__name__: {"content": {"description": "Text, or what the tool gave."}}
+        for result in get_args(ServerResult)
+    },
     "Metadata": {"user_id": _LABEL},
     "Thinking": {"budget_tokens": {"minimum": 0}},
     "ConversationRequest": {"items": _NEW_ITEMS, "metadata": _METADATA},

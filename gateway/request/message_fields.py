@@ -11,7 +11,9 @@ import msgspec
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
     EchoedMessage,
+    EchoedPart,
     Message,
+    TextPart,
     ToolMessage,
     UserMessage,
 )
@@ -143,10 +145,14 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 def _text_of(message: Message) -> str:
     """The words of a message. An answer that only refuses says its refusal."""
     content = message.content or ""
-    text = content if isinstance(content, str) else "".join([part.text for part in content])
+    text = content if isinstance(content, str) else "".join(map(_words, content))
     if text or message.tool_calls or not isinstance(message, EchoedMessage):
         return text
     return message.refusal if isinstance(message.refusal, str) else ""
+
+
+def _words(part: TextPart | EchoedPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.words
 
 
 def _reasoning_of(message: EchoedMessage) -> str:

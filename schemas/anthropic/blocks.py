@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from millrace.schemas.chat.messages import TextPart
+
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     type: ClassVar[str]
@@ -32,7 +34,7 @@ class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
 
     source: str
     title: str
-    content: tuple[TextBlock, ...]
+    content: tuple[TextPart, ...]
 
 
 class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):

@@ -13,21 +13,24 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, frozen=True):
     """A piece of a message's content."""
 
     text: str
+    type: Literal["text"] = "text"
 
 
-class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """A piece of an assistant's message in which it refuses. The model reads it as text."""
+class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an assistant's message: ``text``, or a ``refusal``, which the model reads as
+    text."""
 
-    refusal: str
+    text: str = ""
+    refusal: str = ""
+    type: Literal["text", "refusal"] = "text"
 
     @property
-    def text(self) -> str:
-        """The words of the refusal."""
-        return self.refusal
+    def words(self) -> str:
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +91,7 @@ class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
 
     role: ClassVar[str] = "assistant"
 
-    content: str | tuple[TextPart | RefusalPart, ...] | None = None
+    content: str | tuple[EchoedPart, ...] | None = None
     refusal: Any = None
     audio: Any = None
     function_call: Any = None
