@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from millrace.gateway.messages.offered_tools import OfferedTools
 from millrace.gateway.messages.readable import result_text, text_of
+from millrace.gateway.messages.tool_changes import HistoryTools
 from millrace.schemas.anthropic.blocks import (
     CompactionBlock,
     ContentBlock,
@@ -61,7 +61,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     and what the model cannot be told of."""
 
     messages: tuple[Message, ...]
-    tools: OfferedTools
+    tools: HistoryTools
     effort: str | None
     notices: tuple[Notice, ...]
 
@@ -77,7 +77,7 @@ def history_of(request: MessagesRequest) -> History:
     if not request.messages:
         raise ParameterError("messages", "messages must hold at least one message.")
     leading = (SystemMessage(content=request.system),) if request.system else ()
-    reader = _Reader(leading, OfferedTools(request.tools or ()))
+    reader = _Reader(leading, HistoryTools(request.tools or ()))
     turns = _numbered(request.messages)
     for role, same in groupby(turns, lambda one: one[1].role):
         blocks = [block for where, turn in same for block in _blocks(where, turn)]
@@ -161,7 +161,7 @@ class _Reader:
     """Reads turn by turn. A system's turn between a call and its result comes behind the result:
     templates want the one behind the other."""
 
-    def __init__(self, leading: Sequence[Message], tools: OfferedTools) -> None:
+    def __init__(self, leading: Sequence[Message], tools: HistoryTools) -> None:
         self.tools = tools
         self.messages = list(leading)
         self._leading = leading

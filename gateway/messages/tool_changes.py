@@ -18,7 +18,7 @@ _TOOL = msgspec.json.Decoder(MessagesTool)
 _SERVER_SEARCH = "tool_search_tool"
 
 
-class OfferedTools:
+class HistoryTools:
     """The tools of a request. A tool with ``defer_loading`` is offered once the history refers to
     it. Such tools are offered from the start if nothing else is, or if only the provider's search
     could find them. ``notices`` name the tools that the history adds and that are not here."""
