@@ -35,11 +35,10 @@ class HistoryTools:
 
     def __iter__(self) -> Iterator[tuple[str, MessagesTool]]:
         """The tools that are offered in the end, each with its path."""
-        for path, tool in (*self._tools, *self._defined.values()):
-            is_first = path.startswith("tools[")
-            if tool.name in self._removed or (is_first and tool.name in self._defined):
-                continue
-            if tool.name not in self._hidden:
+        given = [one for one in self._tools if one[1].name not in self._defined]
+        left_out = self._hidden | self._removed
+        for path, tool in (*given, *self._defined.values()):
+            if tool.name not in left_out:
                 yield path, tool
 
     def find(self, name: str, path: str) -> None:
