@@ -10,6 +10,8 @@ from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, T
 from millrace.gateway.transport.event_ids import EventId, event_id
 
 _END = b"\n\n"
+_OF_TOKENS = (TextPart, ReasoningPart)
+_WITH_TEXT = (TextPart, ReasoningPart, CallArguments)
 
 
 class ToldEvents:
@@ -44,8 +46,12 @@ class ToldEvents:
         """The events of parts."""
         events: list[bytes] = []
         for part in parts:
-            self._catch_up(part.choice, events)
-            self._tell(part, events, is_had=False)
+            if self.is_resumed:
+                self._catch_up(part.choice, events)
+                for piece in self._pieces(part):
+                    self._tell(piece, events, is_had=False)
+            else:
+                self._tell(part, events, is_had=False)
         return b"".join(events)
 
     def catch_up(self) -> bytes:
@@ -65,24 +71,22 @@ class ToldEvents:
         while self._num_caught_up[choice] < len(had):
             part = had[self._num_caught_up[choice]]
             self._num_caught_up[choice] += 1
-            self._tell(part, events, is_had=True)
+            for piece in self._pieces(part):
+                self._tell(piece, events, is_had=True)
 
     def _tell(self, part: Part, events: list[bytes], *, is_had: bool) -> None:
         choice = part.choice
-        for piece in self._pieces(part):
-            whole, delta = self._render(piece)
-            for event in _split(whole):
-                self._told[choice] += 1
-                if not self._has(choice, is_had=is_had):
-                    events.append(self._with_id(event))
-            if isinstance(piece, TextPart | ReasoningPart):
-                if not is_had:
-                    self._indices[choice] = piece.first_index + piece.num_tokens
-                self._told[choice] += len(piece.text)
-            elif isinstance(piece, CallArguments):
-                self._told[choice] += len(piece.text)
-            if delta and not self._has(choice, is_had=is_had, is_empty=not _text_of(piece)):
-                events.append(self._with_id(delta))
+        others, delta = self._render(part)
+        for event in _split(others) if others else ():
+            self._told[choice] += 1
+            if not self._has(choice, is_had=is_had):
+                events.append(self._with_id(event))
+        text = _text_of(part)
+        self._told[choice] += len(text)
+        if isinstance(part, _OF_TOKENS) and not is_had:
+            self._indices[choice] = part.first_index + part.num_tokens
+        if delta and not self._has(choice, is_had=is_had, is_empty=not text):
+            events.append(self._with_id(delta))
 
     def _pieces(self, part: Part) -> Iterator[Part]:
         """The part, cut where what the client has of its text ends. How many events come before the
@@ -114,20 +118,19 @@ class ToldEvents:
                 yield self._with_id(event, self._num_others)
 
     def _with_id(self, event: bytes, num_others: int | None = None) -> bytes:
-        request_id = self._response.request_id
-        line = event_id(request_id, self._indices, self._told, num_others)
-        return f"id: {line}\n".encode() + event
+        line = event_id(self._response.request_id, self._indices, self._told, num_others)
+        return b"id: %b\n%b" % (line.encode(), event)
 
 
 def _text_of(part: Part) -> str:
-    return part.text if isinstance(part, TextPart | ReasoningPart | CallArguments) else ""
+    return part.text if isinstance(part, _WITH_TEXT) else ""
 
 
 def _with_text(part: Part, text: str, *, is_last: bool = False) -> Part:
     """A piece of the part's text. The last piece tells of the part's tokens."""
     if isinstance(part, CallArguments):
         return part._replace(text=text)
-    assert isinstance(part, TextPart | ReasoningPart)
+    assert isinstance(part, _OF_TOKENS)
     if is_last:
         return part._replace(text=text)
     return part._replace(text=text, num_tokens=0, logprobs=())

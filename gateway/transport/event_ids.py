@@ -62,7 +62,7 @@ def parse_event_id(text: str) -> EventId:
 
 
 def _joined(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+    return str(numbers[0]) if len(numbers) == 1 else ",".join(map(str, numbers))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
