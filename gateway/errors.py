@@ -157,9 +157,14 @@ _STATUS_BY_CODE = {
         BusUnavailableError,
         ContextLengthError,
         GrammarError,
-        ModelNotFoundError,
         ParameterError,
         PayloadTooLargeError,
         QueueFullError,
     )
-} | {"request_timeout": 504, "taken_over": 409, "invalid_api_key": 401}
+} | {
+    "request_timeout": 504,
+    "taken_over": 409,
+    "invalid_api_key": 401,
+    # The model was there when the request was accepted.
+    ModelNotFoundError.code: 503,
+}

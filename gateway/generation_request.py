@@ -32,7 +32,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt. ``notices`` are what its parser left
-    out.
+    out. The input of the tools in ``freeform_tools`` is text that matches a regular expression, any
+    text if that is empty.
     """
 
     model: str
@@ -68,6 +69,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tells_token_ids: bool = False
     tells_completion: bool = True
     notices: Notices = ()
+    freeform_tools: dict[str, str] = {}
 
     @property
     def form_field(self) -> str:

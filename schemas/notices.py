@@ -24,6 +24,8 @@ class NoticeCode(StrEnum):
     TOOL_LEFT_OUT = "tool_left_out"
     CONTENT_LEFT_OUT = "content_left_out"
     TEXT_CUT = "text_cut"
+    ITEM_LEFT_OUT = "item_left_out"
+    GRAMMAR_NOT_KEPT = "grammar_not_kept"
     SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"
     NOTICES_LEFT_OUT = "notices_left_out"
 

@@ -157,6 +157,50 @@ class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict: bool | None = None
 
 
+class CustomTextFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """Any text."""
+
+
+class CustomGrammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a text must match, in Lark's notation or as a regular expression."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomGrammarFormat(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="grammar",
+):
+    """A text that matches ``grammar``."""
+
+    grammar: CustomGrammar
+
+
+class CustomFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is said about a tool whose input is text."""
+
+    name: str
+    description: str | None = None
+    format: CustomTextFormat | CustomGrammarFormat | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs, and whose input is one text."""
+
+    custom: CustomFields
+    type: Literal["custom"]
+
+
+ChatTool = FunctionTool | CustomTool
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the answer will be, for the most part: it changes nothing in it, and may save time."""
 
@@ -167,8 +211,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a generation from messages takes, over HTTP or WebSocket.
 
-    ``server_tools`` are names of the gateway's own tools, which it runs itself; ``tool_choice`` is
-    ``auto``, ``none``, ``required`` or an object that names a function. ``prompt_cache_key``,
+    ``tools`` are functions and custom tools; a tool that only a provider's server can run is left
+    out. ``server_tools`` are names of the gateway's own tools, which it runs itself.
+    ``tool_choice`` is ``auto``, ``none``, ``required``, an object that names a tool, or
+    ``allowed_tools`` with those that the model is told of. ``prompt_cache_key``,
     ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints that change nothing here;
     ``safety_identifier`` is the newer name of ``user``.
 
@@ -186,7 +232,7 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: tuple[FunctionTool, ...] | None = None
+    tools: tuple[msgspec.Raw, ...] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     server_tools: tuple[str, ...] | None = None

@@ -147,7 +147,8 @@ class Reasoning(_ServerMessage, frozen=True, kw_only=True, tag="reasoning"):
 
 
 class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"):
-    """The model calls a tool, the ``call``-th of this choice; its arguments follow."""
+    """The model calls a tool, the ``call``-th of this choice; its arguments follow, or the text
+    that is the input of a ``custom`` tool."""
 
     id: str
     request_id: str
@@ -155,16 +156,19 @@ class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"
     call_id: str
     name: str
     choice: int = 0
+    custom: bool = False
 
 
 class ToolArguments(_ServerMessage, frozen=True, kw_only=True, tag="tool_arguments"):
-    """More of the arguments of a call, which are JSON when all are there."""
+    """More of the arguments of a call, which are JSON when all are there, or of the text that is
+    the input of a ``custom`` tool."""
 
     id: str
     request_id: str
     call: int
     text: str
     choice: int = 0
+    custom: bool = False
 
 
 class ToolStep(_ServerMessage, frozen=True, kw_only=True, tag="tool_step"):

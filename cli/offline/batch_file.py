@@ -100,7 +100,8 @@ def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
     request = generated.request
     if request.job.sampling.use_beam_search and choice.finish_reason is not None:
         shown["cumulative_logprob"] = choice.cumulative_logprob
-    calls = tool_calls(text, request.tool_format, request.tools) if request.tool_format else []
+    tool_format, tools = request.tool_format, request.tools
+    calls = tool_calls(text, tool_format, tools, request.freeform) if tool_format else []
     if calls:
         shown["tool_calls"] = calls
     if generated.request.job.sampling.logprobs is not None:
@@ -173,6 +174,7 @@ def _request(
         cancel_after_tokens=row.cancel_after_tokens,
         tool_format=served.tool_format if chat.tools else None,
         tools=chat.tools,
+        freeform=tuple(chat.freeform),
     )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.message_fields import chat_messages, tool_choice_of, tools_of
+from millrace.gateway.request.message_fields import chat_messages
+from millrace.gateway.request.offered.chat_tools import given_tools
+from millrace.gateway.request.offered.offered_tools import asked_choice, offered_tools
 from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser, call_grammar
+from millrace.registry.tool_formats.freeform import input_of
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage
-from millrace.schemas.openai import FunctionTool
 from millrace.schemas.sampling import Grammar
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
@@ -22,44 +24,56 @@ class ChatRow(msgspec.Struct, frozen=True):
     """The fields of a line that belong to a conversation, as they were written."""
 
     messages: list[Any] | None = None
-    tools: tuple[FunctionTool, ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
 
 class ChatFields(NamedTuple):
-    """A conversation as jobs carry it, the tools that are told to the model, and whether and how
-    often it calls them."""
+    """A conversation as jobs carry it, the tools that are told to the model, whether and how often
+    it calls them, and by name the patterns of the input of those whose input is text."""
 
     messages: tuple[ChatMessage, ...] | None
     tools: tuple[ToolDefinition, ...]
     choice: ToolChoice
     parallel: bool
+    freeform: dict[str, str]
 
     def grammar(self, tool_format: ToolFormat | None, answer: Grammar | None) -> Grammar | None:
         """What the completion must match; ``answer`` is what it had to without tools. Raises
         ParameterError."""
         if not self.tools or tool_format is None:
             return answer
-        return call_grammar(tool_format, self.tools, self.choice, self.parallel, answer)
+        return call_grammar(
+            tool_format, self.tools, self.choice, self.parallel, answer, self.freeform
+        )
 
 
 def read_chat(row: ChatRow) -> ChatFields:
-    """Raises ParameterError for what is no conversation and for tools that cannot be."""
-    tools = tools_of(row.tools)
-    choice = tool_choice_of(row.tool_choice, {tool.name for tool in tools})
+    """Raises ParameterError for what is no conversation and for tools that cannot be. An answer in
+    a file has no place for notices, so what would be left out is refused."""
+    raws = [msgspec.Raw(msgspec.json.encode(tool)) for tool in row.tools or ()]
+    offered = offered_tools(given_tools(raws), asked_choice(row.tool_choice))
+    if offered.notices:
+        first = offered.notices[0]
+        raise ParameterError(first.param, f"{first.param}: {first.code} ({first.detail}).")
     return ChatFields(
         messages=None if row.messages is None else _messages(row.messages),
-        tools=() if choice.mode is ToolMode.NONE else tools,
-        choice=choice,
+        tools=() if offered.choice.mode is ToolMode.NONE else offered.tools,
+        choice=offered.choice,
         parallel=row.parallel_tool_calls is not False,
+        freeform=offered.freeform,
     )
 
 
 def tool_calls(
-    text: str, tool_format: ToolFormat, tools: Sequence[ToolDefinition]
+    text: str,
+    tool_format: ToolFormat,
+    tools: Sequence[ToolDefinition],
+    freeform: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """The calls in a completion, as OpenAI's API writes them; ids are numbers from 0."""
+    """The calls in a completion, as OpenAI's API writes them; ids are numbers from 0. Those of
+    ``freeform`` tools are custom."""
     numbers = itertools.count()
     parser = ToolCallParser(tool_format, lambda: f"call_{next(numbers)}", tools)
     calls: list[dict[str, Any]] = []
@@ -69,7 +83,13 @@ def tool_calls(
             calls.append({"id": piece.call_id, "type": "function", "function": function})
         elif isinstance(piece, ArgumentsPiece):
             calls[piece.call]["function"]["arguments"] += piece.text
-    return calls
+    return [_custom(call) if call["function"]["name"] in freeform else call for call in calls]
+
+
+def _custom(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    custom = {"name": function["name"], "input": input_of(function["arguments"])}
+    return {"id": call["id"], "type": "custom", "custom": custom}
 
 
 def _messages(raw: list[Any]) -> tuple[ChatMessage, ...]:
@@ -89,4 +109,6 @@ def _are_of_a_job(raw: list[Any]) -> bool:
         if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
         for call in message["tool_calls"]
     )
-    return any(isinstance(call, dict) and "function" not in call for call in calls)
+    return any(
+        isinstance(call, dict) and call.keys().isdisjoint({"function", "custom"}) for call in calls
+    )

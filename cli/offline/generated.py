@@ -23,7 +23,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
     after the first step that could have run it) it is cancelled. ``tool_format`` is how it writes
-    the calls of its ``tools``; None: it has none.
+    the calls of its ``tools``; None: it has none. The input of ``freeform`` tools is text.
     """
 
     id: str | int
@@ -34,6 +34,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None
     tool_format: ToolFormat | None = None
     tools: tuple[ToolDefinition, ...] = ()
+    freeform: tuple[str, ...] = ()
 
     def engine_request(self, eos_token_ids: Sequence[int]) -> EngineRequest:
         job = self.job

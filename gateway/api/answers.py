@@ -22,7 +22,7 @@ from millrace.gateway.transport.http import (
     send_response,
 )
 
-_SSE_HEADERS = [
+SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
@@ -175,7 +175,7 @@ class Answers:
 async def _start(writer: ResponseWriter, send: Send, headers: Headers, first: bytes) -> None:
     """The head of a stream, and the events before any part."""
     writer.hold()
-    start = {"status": 200, "headers": [*_SSE_HEADERS, *headers]}
+    start = {"status": 200, "headers": [*SSE_HEADERS, *headers]}
     await send({"type": "http.response.start", **start})
     if first:
         writer.write([first])

@@ -15,7 +15,9 @@ from millrace.bus.storage import NATS
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.request.message_fields import chat_messages, tools_of
+from millrace.gateway.request.message_fields import chat_messages
+from millrace.gateway.request.offered.chat_tools import given_tools
+from millrace.gateway.request.offered.offered_tools import AskedChoice, offered_tools
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response
@@ -188,7 +190,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
             model = model.with_chat_template(asked.chat_template)
         tokens = model.tokenizer.encode_chat(
             chat_messages(asked.messages),
-            tools_of(asked.tools),
+            offered_tools(given_tools(asked.tools or ()), AskedChoice()).tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
             arguments=asked.chat_template_kwargs or {},

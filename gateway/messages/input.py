@@ -10,8 +10,20 @@ import msgspec
 from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.messages.history import History, history_of
 from millrace.gateway.request.message_fields import in_words, refuse_unhonoured, respelled
+from millrace.gateway.request.offered.chat_tools import unknown_type
+from millrace.gateway.request.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
+from millrace.gateway.request.offered.freeform_tools import CUSTOM
+from millrace.gateway.request.offered.offered_tools import (
+    AskedChoice,
+    GivenTool,
+    OfferedTools,
+    ToolReference,
+    offered_tools,
+    tool_left_out,
+)
 from millrace.gateway.request.parsing import parse_chat
 from millrace.schemas.anthropic.requests import (
+    OF_PROVIDER_TOOLS,
     MessagesRequest,
     MessagesTool,
     MessagesToolChoice,
@@ -21,11 +33,10 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import bounded
 from millrace.schemas.openai import (
     ChatCompletionRequest,
-    FunctionFields,
-    FunctionTool,
     JsonSchema,
     JsonSchemaFormat,
 )
+from millrace.schemas.tools import ToolDefinition, ToolMode
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
@@ -39,6 +50,12 @@ _RESPELLED = {
     "safety_identifier": "metadata.user_id",
     "stop": "stop_sequences",
 }
+_MODES = {
+    "auto": ToolMode.AUTO,
+    "any": ToolMode.REQUIRED,
+    "tool": ToolMode.NAMED,
+    "none": ToolMode.NONE,
+}
 _THINKING = ("enabled", "adaptive")
 
 
@@ -47,7 +64,7 @@ def generation_request_of(request: MessagesRequest) -> GenerationRequest:
     refuse_unhonoured(request, _NEUTRAL, "")
     history = history_of(request)
     try:
-        parsed = parse_chat(_chat_request(request, history))
+        parsed = parse_chat(_chat_request(request, history), _offered(request, history))
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
     field = in_words(parsed.grammar_field, _RESPELLED)
@@ -68,8 +85,6 @@ def _chat_request(request: MessagesRequest, history: History) -> ChatCompletionR
         top_k=request.top_k,
         stop=request.stop_sequences,
         stream=request.stream,
-        tools=tuple(_tool(tool, where) for where, tool in history.tools),
-        tool_choice=_choice(choice),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         response_format=_format(output.format.schema) if output and output.format else None,
         reasoning_effort=history.effort or (output.effort if output else None),
@@ -82,36 +97,53 @@ def _chat_request(request: MessagesRequest, history: History) -> ChatCompletionR
     )
 
 
-def _tool(tool: MessagesTool, where: str) -> FunctionTool:
-    if tool.type not in (None, "custom"):
-        raise ParameterError(
-            f"{where}.type",
-            f"{where}.type: only custom tools, which the client runs, are taken, "
-            f"not {tool.type!r:.100}.",
-        )
-    if tool.input_schema is None:
+def _offered(request: MessagesRequest, history: History) -> OfferedTools:
+    given = [_given(tool, where) for where, tool in history.tools]
+    return offered_tools(given, _choice(request.tool_choice))
+
+
+def _given(tool: MessagesTool, where: str) -> GivenTool:
+    tool_type = tool.type or CUSTOM
+    description, schema = tool.description or "", tool.input_schema
+    if tool_type != CUSTOM:
+        left_out = tool_left_out(tool_type, where, tool.name)
+        if left_out is not None:
+            return left_out
+        known = client_tool(tool_type)
+        if known is None:
+            raise unknown_type(tool_type, where, (CUSTOM, *CLIENT_TOOL_TYPES))
+        description, schema = known
+    for name in OF_PROVIDER_TOOLS:
+        if tool_type == CUSTOM and getattr(tool, name) is not None:
+            raise ParameterError(
+                f"{where}.{name}", f"{where}.{name} is not a field of a custom tool; leave it out."
+            )
+    if not tool.name:
+        raise ParameterError(f"{where}.name", f"{where}.name is required.")
+    if schema is None:
         raise ParameterError(f"{where}.input_schema", f"{where}.input_schema is required.")
-    return FunctionTool(
-        function=FunctionFields(
+    return GivenTool(
+        where=where,
+        type=tool_type,
+        name=tool.name,
+        definition=ToolDefinition(
             name=tool.name,
-            description=tool.description,
-            parameters=tool.input_schema,
-            strict=tool.strict,
-        )
+            description=description,
+            parameters=schema,
+            strict=bool(tool.strict),
+        ),
     )
 
 
-def _choice(choice: MessagesToolChoice | None) -> Any:
-    """As chat completions spell it."""
+def _choice(choice: MessagesToolChoice | None) -> AskedChoice:
     if choice is None:
-        return None
+        return AskedChoice()
     if (choice.type == "tool") != (choice.name is not None):
         raise ParameterError(
             "tool_choice.name", "tool_choice.name goes with the type tool, and with no other."
         )
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
-    return "required" if choice.type == "any" else choice.type
+    named = ToolReference(name=choice.name or "")
+    return AskedChoice(_MODES[choice.type], named=named)
 
 
 def _format(schema: dict[str, Any]) -> JsonSchemaFormat:

@@ -12,7 +12,8 @@ from millrace.schemas.chat.conversations import (
     ConversationUpdate,
     NewItems,
 )
-from millrace.schemas.responses.items import Item, ItemList
+from millrace.schemas.responses.items import Item
+from millrace.schemas.responses.kept import ItemList
 
 _ONE = "/v1/conversations/{conversation_id}"
 _HELLO = {"type": "message", "role": "user", "content": "Hello!"}

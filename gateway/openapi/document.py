@@ -23,8 +23,9 @@ from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
 from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
-from millrace.schemas.openai import ErrorBody
+from millrace.schemas.openai import ChatTool, ErrorBody
 from millrace.schemas.responses.items import GivenItem
+from millrace.schemas.responses.tools import ResponseTool
 from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -136,7 +137,9 @@ def routes() -> list[Route]:
 
 def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
-    kinds: list[Any] = [ErrorBody, *get_args(GivenItem)]
+    kinds: list[Any] = [
+        *(ErrorBody, *get_args(GivenItem), *get_args(ChatTool), *get_args(ResponseTool))
+    ]
     for one in OPERATIONS:
         for kind in (one.body, one.answer, one.event, one.refused):
             if kind is not None and not isinstance(kind, Media) and kind not in kinds:
@@ -181,8 +184,8 @@ def websocket_schema() -> Schema:
     """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
     the whole accepts either."""
     kinds = [ClientMessage, ServerMessage]
-    schemas, components = _components(kinds, _DEFINITION)
-    unions = dict(zip(map(_NAMES.__getitem__, kinds), schemas, strict=True))
+    schemas, components = _components([*kinds, *get_args(ChatTool)], _DEFINITION)
+    unions = dict(zip(map(_NAMES.__getitem__, kinds), schemas, strict=False))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Messages of /v1/ws, subprotocol {SUBPROTOCOL}",
@@ -193,7 +196,9 @@ def websocket_schema() -> Schema:
 
 def _components(kinds: list[Any], template: str) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
     schemas, components = msgspec.json.schema_components(kinds, ref_template=template)
-    return schemas, {name: refine(name, schema) for name, schema in components.items()}
+    refined = {name: refine(name, schema) for name, schema in components.items()}
+    text = msgspec.json.encode(refined).decode()
+    return schemas, msgspec.json.decode(text.replace(REF.format(name=""), template.format(name="")))
 
 
 def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema:

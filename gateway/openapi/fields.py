@@ -4,17 +4,21 @@ that are known but not honoured."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
 from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
 from millrace.schemas.anthropic.blocks import ServerResult
+from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
 from millrace.schemas.json_schema import Schema
+from millrace.schemas.openai import ChatTool
+from millrace.schemas.responses.call_items import OtherItem
 from millrace.schemas.responses.items import GivenItem
+from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool
 from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -61,10 +65,43 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
     }
 
 
-def _tool_choice(properties: dict[str, Schema], *required: str) -> Schema:
-    """A word, or an object that names a function."""
-    named = closed_object({"type": {"enum": ["function"]}, **properties}, *required)
-    return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named]}
+def _tools(kinds: tuple[Any, ...], left_out: str) -> Schema:
+    """Those that are told to the model, and those that are left out."""
+    told: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+    other: Schema = {"type": "object", "required": ["type"], "properties": {"type": _STRING}}
+    return {
+        "maxItems": MAX_TOOLS,
+        "items": {"anyOf": [*told, {**other, "description": left_out}]},
+    }
+
+
+def _tool_choice(named: Schema, allowed: Callable[[Schema], Schema]) -> Schema:
+    """A word, an object that names a tool, or several of these."""
+    some = closed_object(
+        {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": named}}
+    )
+    return {"anyOf": [{"enum": ["auto", "none", "required", None]}, named, allowed(some)]}
+
+
+def _allowed_in_chat(some: Schema) -> Schema:
+    return closed_object({"type": {"enum": ["allowed_tools"]}, "allowed_tools": some})
+
+
+def _allowed_in_responses(some: Schema) -> Schema:
+    return closed_object({"type": {"enum": ["allowed_tools"]}, **some["properties"]})
+
+
+_OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
+_LEFT_OUT = "A tool that only a provider's server can run: it is left out."
+_IN_CHAT: Schema = {
+    "anyOf": [
+        closed_object({"type": {"enum": [kind]}, kind: closed_object({"name": _STRING})})
+        for kind in ("function", "custom")
+    ]
+}
+_IN_RESPONSES: Schema = closed_object(
+    dict.fromkeys(("type", "name", "namespace", "server_label"), _STRING), "type"
+)
 
 
 _CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
@@ -109,8 +146,8 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "thinking_token_budget": {"minimum": 0},
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
-    "tools": {"maxItems": MAX_TOOLS},
-    "tool_choice": _tool_choice({"function": closed_object({"name": _STRING})}, "function"),
+    "tools": _tools(get_args(ChatTool), _LEFT_OUT),
+    "tool_choice": _tool_choice(_IN_CHAT, _allowed_in_chat),
 }
 _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
 _POOLED: dict[str, Schema] = {
@@ -157,7 +194,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "thinking_token_budget": {"minimum": 0},
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
-        "tool_choice": _tool_choice({"name": _STRING}, "type", "name"),
+        "tools": _tools(get_args(ResponseTool), _LEFT_OUT),
+        "tool_choice": _tool_choice(_IN_RESPONSES, _allowed_in_responses),
     },
     "MessagesRequest": {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p")}
     | {
@@ -166,7 +204,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
         "tools": {"maxItems": MAX_TOOLS},
     },
-    "MessagesTool": {"name": _FUNCTION_NAME},
+    "MessagesTool": {
+        # A toolset has none.
+        "name": {"description": "The model knows the tool by it.", "default": ""},
+        **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
+    },
     "EchoedMessage": _READ,
     **{
         result.__name__: {"content": {"description": "Text, or what the tool gave."}}
@@ -187,6 +229,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "name": _FUNCTION_NAME,
         "parameters": {"anyOf": [_JSON_SCHEMA, _NULL]},
     },
+    "ToolSearchTool": {"parameters": {"anyOf": [_JSON_SCHEMA, _NULL]}},
+    "NamespaceTool": {
+        "tools": _tools((FlatFunctionTool, FlatCustomTool), "No other type is taken here.")
+    },
+    "TokenizeRequest": {"tools": _tools(get_args(ChatTool), _LEFT_OUT)},
     "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,
@@ -206,6 +253,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "Response": {"tool_choice": {"description": "As it was asked for."}},
 }
 
+# Items that may be sent back with null for what they do not have.
+_GIVEN_BACK = frozenset(kind.__name__ for kind in get_args(OtherItem))
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum"}
 _KEYWORDS_OF = {
     "integer": _OF_NUMBERS,
@@ -229,6 +278,9 @@ def refine(name: str, component: Schema) -> Schema:
             field: _refined(field, schema, known.get(field))
             for field, schema in refined["properties"].items()
         }
+        if name in _GIVEN_BACK:
+            for field in refined["properties"].keys() - {"type", *refined.get("required", ())}:
+                refined["properties"][field] = _nullable(refined["properties"][field])
     return refined
 
 
@@ -242,6 +294,13 @@ def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
     if "anyOf" in schema:
         return {**schema, "anyOf": [_bounded(one, more) for one in schema["anyOf"]]}
     return _bounded(schema, more)
+
+
+def _nullable(schema: Schema) -> Schema:
+    value = {key: part for key, part in schema.items() if key != "default"}
+    default = {key: part for key, part in schema.items() if key == "default"}
+    options = value["anyOf"] if value.keys() == {"anyOf"} else [value]
+    return {"anyOf": [*options, _NULL], **default}
 
 
 def _bounded(schema: Schema, more: Schema) -> Schema:

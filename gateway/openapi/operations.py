@@ -71,13 +71,8 @@ from millrace.schemas.openai import (
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import (
-    InputTokens,
-    ItemList,
-    Response,
-    ResponseDeleted,
-    ResponsesRequest,
-)
+from millrace.schemas.responses.items import Response, ResponsesRequest
+from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
 from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")

@@ -24,13 +24,22 @@ class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class CustomDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``name`` comes first, with an empty ``input``; then more of this."""
+
+    input: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``id`` and ``type`` are in the first delta of a call."""
+    """``id`` and ``type`` are in the first delta of a call, which is of a ``function`` or of a
+    ``custom`` tool."""
 
     index: int
-    function: FunctionDelta
+    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

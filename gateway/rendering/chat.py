@@ -20,19 +20,21 @@ from millrace.gateway.streams.parts import (
     StepPart,
     TextPart,
 )
+from millrace.registry.tool_formats.freeform import input_of
 from millrace.schemas.chat.completions import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ToolStepInfo,
 )
-from millrace.schemas.chat.messages import CalledFunction, MessageToolCall
+from millrace.schemas.chat.messages import CalledCustom, CalledFunction, MessageToolCall
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChoiceLogprobs,
     LogprobInfo,
 )
+from millrace.schemas.tools import ToolCall
 
 _NOT_FINISHED = b',"finish_reason":null'
 _NO_LOGPROBS = b',"logprobs":null' + _NOT_FINISHED
@@ -85,16 +87,13 @@ class ChatRenderer:
         if isinstance(part, ReasoningPart):
             return PartEvents(delta=self._reasoning(part))
         if isinstance(part, CallStart):
-            function = {"name": part.name, "arguments": ""}
-            call = {
-                "index": part.call,
-                "id": part.call_id,
-                "type": "function",
-                "function": function,
-            }
+            kind, key = ("custom", "input") if part.custom else ("function", "arguments")
+            called = {"name": part.name, key: ""}
+            call = {"index": part.call, "id": part.call_id, "type": kind, kind: called}
             return PartEvents(self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, CallArguments):
-            call = {"index": part.call, "function": {"arguments": part.text}}
+            kind, key = ("custom", "input") if part.custom else ("function", "arguments")
+            call = {"index": part.call, kind: {key: part.text}}
             return PartEvents(delta=self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, StepPart):
             return PartEvents(self._head.without_choices("tool_step", _step_info(part)))
@@ -147,12 +146,7 @@ class ChatRenderer:
         choice = response.choices[index]
         text, calls = choice.text, choice.client_calls
         reasoning = choice.reasoning if response.request.include_reasoning else ""
-        tool_calls = tuple(
-            MessageToolCall(
-                id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
-            )
-            for call in calls
-        )
+        tool_calls = tuple(map(self._called, calls))
         return ChatChoice(
             index=index,
             message=AssistantMessage(
@@ -168,6 +162,13 @@ class ChatRenderer:
             else None,
             token_ids=self._told.of_choice(index) if self._told else msgspec.UNSET,
         )
+
+    def _called(self, call: ToolCall) -> MessageToolCall:
+        if call.name in self._response.request.freeform_tools:
+            custom = CalledCustom(name=call.name, input=input_of(call.arguments))
+            return MessageToolCall(id=call.id, custom=custom, type="custom")
+        function = CalledFunction(name=call.name, arguments=call.arguments)
+        return MessageToolCall(id=call.id, function=function)
 
     def _reasoning(self, part: ReasoningPart) -> bytes:
         """Servers of thinking models call it by two names, and clients read one or the other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.gateway.request.grammar_fields import grammar_field
+from millrace.gateway.request.offered.offered_tools import OfferedTools
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import (
     ChatCompletionRequest,
@@ -44,8 +45,14 @@ def _check_chat(request: ChatFields) -> None:
         )
     if request.tools and request.parallel_tool_calls is False:
         raise _refusal("parallel_tool_calls: false")
-    if any(tool.function.strict for tool in request.tools or ()):
+
+
+def check_tools_of_beam_search(offered: OfferedTools) -> None:
+    """Raises ParameterError for tools that hold the answer to a grammar."""
+    if any(tool.strict for tool in offered.tools):
         raise _refusal("tools", "A strict tool")
+    if any(offered.freeform.values()):
+        raise _refusal("tools", "A custom tool with a grammar")
 
 
 def _refusal(field: str, what: str = "") -> ParameterError:

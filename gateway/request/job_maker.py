@@ -17,6 +17,7 @@ from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters,
 from millrace.registry.tool_formats import call_grammar
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job, Source, Tier
+from millrace.schemas.notices import NoticeCode, Notices, bounded, notice
 from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolMode
 
@@ -125,7 +126,9 @@ class JobMaker:
             raise ParameterError(
                 "tools", "tools need a model with a chat template, not only one of the request's."
             )
-        sampling = _sampling(request, model, tools)
+        sampling, notices = _sampling(request, model, tools)
+        if notices:
+            job = replace(job, notices=bounded((*job.notices, *notices)))
         with_tools = tools if job.messages is not None else ()
         if with_tools is not job.tools or sampling is not job.sampling:
             job = replace(job, sampling=sampling, tools=with_tools)
@@ -197,15 +200,25 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 
 def _sampling(
     request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
-) -> SamplingOptions:
-    """What one job is drawn with; a call that is demanded is a grammar."""
+) -> tuple[SamplingOptions, Notices]:
+    """What one job is drawn with. A call that is demanded is a grammar, and so is the format of a
+    custom tool, which is not kept if no grammar can be made of the tools together."""
     sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
-        return sampling
-    grammar = call_grammar(
-        model.tool_format, tools, request.tool_choice, request.parallel_tool_calls, sampling.grammar
-    )
-    return sampling if grammar is None else replace(sampling, grammar=grammar)
+        return sampling, ()
+    choice, parallel = request.tool_choice, request.parallel_tool_calls
+    patterns, answer = request.freeform_tools, sampling.grammar
+    make = partial(call_grammar, model.tool_format, tools, choice, parallel, answer)
+    notices: Notices = ()
+    try:
+        grammar = make(patterns)
+    except ParameterError as error:
+        without = dict.fromkeys(patterns, "")
+        if choice.mode is not ToolMode.AUTO or patterns == without:
+            raise
+        grammar = make(without)
+        notices = (notice(NoticeCode.GRAMMAR_NOT_KEPT, error.param, error.message),)
+    return sampling if grammar is None else replace(sampling, grammar=grammar), notices
 
 
 def _prepared(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
+from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
     EchoedMessage,
     EchoedPart,
     Message,
+    MessageToolCall,
     TextPart,
     ToolMessage,
     UserMessage,
@@ -20,8 +22,7 @@ from millrace.schemas.chat.messages import (
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, check_priority
 from millrace.schemas.jobs import check_metadata as check_job_metadata
-from millrace.schemas.openai import FunctionTool
-from millrace.schemas.tools import MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, ToolMode
+from millrace.schemas.tools import ToolCall
 
 # Values that ask for nothing, of fields that are known but not honoured.
 NOTHING: tuple[Any, ...] = (None, [], {})
@@ -39,60 +40,6 @@ def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
     if not messages:
         raise ParameterError("messages", "messages must hold at least one message.")
     return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
-
-
-def tools_of(tools: tuple[FunctionTool, ...] | None) -> tuple[ToolDefinition, ...]:
-    """Raises ParameterError for bad or double names."""
-    if not tools:
-        return ()
-    if len(tools) > MAX_TOOLS:
-        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
-    definitions = tuple(
-        ToolDefinition(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters=tool.function.parameters,
-            strict=bool(tool.function.strict),
-        )
-        for tool in tools
-    )
-    names = [tool.name for tool in definitions]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise ParameterError("tools", f"tools has {double} twice.")
-    return definitions
-
-
-def tool_choice_of(value: Any, names: Collection[str]) -> ToolChoice:
-    """From ``auto``, ``none``, ``required`` or an object that names a function. ``names`` are those
-    of the tools that there are."""
-    if value is None or value == "auto":
-        return ToolChoice()
-    if value == "none":
-        return ToolChoice(mode=ToolMode.NONE)
-    if not names:
-        raise ParameterError("tool_choice", "tool_choice demands a tool, but there are no tools.")
-    if value == "required":
-        return ToolChoice(mode=ToolMode.REQUIRED)
-    try:
-        named = msgspec.convert(value, _NamedTool)
-    except msgspec.ValidationError as error:
-        raise ParameterError(
-            "tool_choice",
-            "tool_choice must be auto, none, required or an object that names a function.",
-        ) from error
-    if named.function.name not in names:
-        raise ParameterError("tool_choice", f"There is no tool {named.function.name!r:.100}.")
-    return ToolChoice(mode=ToolMode.NAMED, name=named.function.name)
-
-
-class _ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-
-
-class _NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    function: _ToolName
-    type: Literal["function"] = "function"
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
@@ -131,8 +78,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     if message.content is None and isinstance(message, UserMessage):
         raise ParameterError(f"{where}.content", f"{where}.content must be text.")
     calls = tuple(
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-        for call in message.tool_calls or ()
+        _called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     )
     text = _text_of(message)
     if isinstance(message, EchoedMessage) and not (text or calls):
@@ -153,6 +99,18 @@ def _text_of(message: Message) -> str:
 
 def _words(part: TextPart | EchoedPart) -> str:
     return part.text if isinstance(part, TextPart) else part.words
+
+
+def _called(call: MessageToolCall, where: str) -> ToolCall:
+    """The input of a custom tool is its one argument."""
+    if call.type == "custom":
+        if call.custom is msgspec.UNSET:
+            raise ParameterError(f"{where}.custom", f"{where}.custom is required.")
+        arguments = arguments_of_input(call.custom.input)
+        return ToolCall(id=call.id, name=call.custom.name, arguments=arguments)
+    if call.function is msgspec.UNSET:
+        raise ParameterError(f"{where}.function", f"{where}.function is required.")
+    return ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
 def _reasoning_of(message: EchoedMessage) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.beam_fields import check_beam_search
+from millrace.gateway.request.beam_fields import check_beam_search, check_tools_of_beam_search
 from millrace.gateway.request.grammar_fields import grammar_of
 from millrace.gateway.request.message_fields import (
     NOTHING,
@@ -15,9 +15,9 @@ from millrace.gateway.request.message_fields import (
     check_metadata,
     priority_of,
     refuse_unhonoured,
-    tool_choice_of,
-    tools_of,
 )
+from millrace.gateway.request.offered.chat_tools import offered_of_chat
+from millrace.gateway.request.offered.offered_tools import OfferedTools
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
@@ -61,10 +61,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _OF_MESSAGES = ("chat_template", "chat_template_kwargs", "enable_thinking", "thinking_token_budget")
 
 
-def parse_chat(request: ChatCompletionRequest) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured."""
+def parse_chat(
+    request: ChatCompletionRequest, offered: OfferedTools | None = None
+) -> GenerationRequest:
+    """Raises ParameterError for whatever cannot be honoured. ``offered`` are the tools of an
+    endpoint that spells them otherwise; None: they are those of ``request``."""
     _check_stream(request)
-    return _parse_chat(request, request.messages)
+    return _parse_chat(request, request.messages, offered)
 
 
 def parse_completion(request: CompletionRequest) -> GenerationRequest:
@@ -128,7 +131,9 @@ def parse_generate(message: Generate) -> GenerationRequest:
     return _generation_request(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
 
 
-def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> GenerationRequest:
+def _parse_chat(
+    request: ChatFields, messages: tuple[Message, ...], offered: OfferedTools | None = None
+) -> GenerationRequest:
     if request.session_keep is not None:
         if request.session_id is None:
             raise ParameterError("session_keep", "session_keep goes with session_id.")
@@ -140,18 +145,20 @@ def _parse_chat(request: ChatFields, messages: tuple[Message, ...]) -> Generatio
         raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
     if request.session_id is not None and request.chat_template is not None:
         raise ParameterError("chat_template", "chat_template does not go with session_id.")
-    tools = tools_of(request.tools)
-    server_tools = tuple(dict.fromkeys(request.server_tools or ()))
+    offered = offered_of_chat(request) if offered is None else offered
     _check_prompt_end(request)
-    names = {tool.name for tool in tools}.union(server_tools)
+    if request.use_beam_search:
+        check_tools_of_beam_search(offered)
     parallel = request.parallel_tool_calls
     return _generation_request(
         request,
         sampling=_sampling(request, _num_logprobs(request), None),
         messages=chat_messages(messages),
-        tools=tools,
-        server_tools=server_tools,
-        tool_choice=tool_choice_of(request.tool_choice, names),
+        tools=offered.tools,
+        server_tools=offered.own,
+        tool_choice=offered.choice,
+        freeform_tools=offered.freeform,
+        notices=offered.notices,
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
         chat_template=request.chat_template,

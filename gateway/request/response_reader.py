@@ -12,7 +12,7 @@ from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.streams.beam_choice import BeamChoice
-from millrace.gateway.streams.choice import Choice
+from millrace.gateway.streams.choice import Choice, ToldTools
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.token_gaps import TokenGaps
@@ -88,26 +88,20 @@ class ResponseReader:
         mode = request.tool_choice.mode
         has_tools = bool(request.tools or self.own_tools) and mode is not ToolMode.NONE
         tool_format = self.model.tool_format if has_tools else None
+        told = ToldTools(self.tools, self.own_tools, request.freeform_tools)
         ends = _end_token_ids(self.model, request.sampling)
         number = len(self.choices)
         if request.sampling.use_beam_search:
             indices = from_indices or (0,) * request.sampling.n
             self.choices += [
-                BeamChoice(number + beam, beam, stream, tool_format, index, tools=self.tools)
+                BeamChoice(number + beam, beam, stream, tool_format, told, index)
                 for beam, index in enumerate(indices)
             ]
             return
+        from_index = from_indices[0] if from_indices else 0
+        must_call = mode in (ToolMode.REQUIRED, ToolMode.NAMED)
         self.choices.append(
-            Choice(
-                number,
-                stream,
-                tool_format,
-                self.own_tools,
-                from_indices[0] if from_indices else 0,
-                ends,
-                tools=self.tools,
-                must_call=mode in (ToolMode.REQUIRED, ToolMode.NAMED),
-            )
+            Choice(number, stream, tool_format, told, from_index, ends, must_call=must_call)
         )
 
     def read_parts(self, now_s: float) -> list[Part]:

@@ -149,13 +149,16 @@ class Resuming:
             return adopted
         state = await self._state_of(caller, request_id)
         indices = (0,) * _num_choices(state)
-        model = await self._models.get(state.request.model, adapter=state.request.adapter)
+        held = self._context.responses.get(request_id)
+        if held is None:
+            model = await self._models.get(state.request.model, adapter=state.request.adapter)
+        else:
+            model = held.model  # it may be out of the catalogue by now
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         response = ResponseStream(
             self._context, accepted, first_indices=indices, owner=owner, is_copy=True
         )
-        is_here = self._context.responses.get(request_id) is not None
-        is_foreign = None if is_here else state.origin != self._gateway_id
+        is_foreign = None if held is not None else state.origin != self._gateway_id
         for index in range(_num_jobs(state)):
             job = job_of(state, job_id(request_id, index, 0), keep_transcript=False)
             response.add_choices(self._streams.copy(job, client, response, is_foreign=is_foreign))

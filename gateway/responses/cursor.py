@@ -9,10 +9,13 @@ from msgspec.structs import replace
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.events import (
     ArgumentsDelta,
+    InputDelta,
     ReasoningDelta,
     ResponseEvent,
     TextDelta,
 )
+
+_Deltas = ReasoningDelta | ArgumentsDelta | InputDelta
 
 
 def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[ResponseEvent]:
@@ -26,7 +29,7 @@ def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[Respon
         if isinstance(event, TextDelta) and num_lacking < len(event.delta):
             given, rest = event.delta[:-num_lacking], event.delta[-num_lacking:]
             yield replace(event, delta=rest, logprobs=_behind(given, event.logprobs))
-        elif isinstance(event, ReasoningDelta | ArgumentsDelta) and num_lacking < len(event.delta):
+        elif isinstance(event, _Deltas) and num_lacking < len(event.delta):
             yield replace(event, delta=event.delta[-num_lacking:])
         else:
             yield event

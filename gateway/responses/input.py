@@ -3,65 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.message_fields import in_words, respelled
 from millrace.gateway.request.parsing import parse_chat
+from millrace.gateway.responses.history import messages_of
+from millrace.gateway.responses.thoughts import opened
+from millrace.gateway.responses.tools import offered_of_responses
 from millrace.gateway.transport.decoding import decode
-from millrace.schemas.chat.messages import (
-    MESSAGE_OF_ROLE,
-    CalledFunction,
-    EchoedMessage,
-    Message,
-    MessageToolCall,
-    SystemMessage,
-    ToolMessage,
-)
-from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.chat.messages import Message
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
 from millrace.schemas.openai import (
     ChatCompletionRequest,
-    FunctionFields,
-    FunctionTool,
     GenerationFields,
     JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
 )
+from millrace.schemas.responses.call_items import (
+    AdditionalToolsItem,
+    ApplyPatchCallItem,
+    ApplyPatchCallOutputItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    OtherItem,
+    ShellCallItem,
+    ShellCallOutputItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+)
 from millrace.schemas.responses.items import (
     Content,
     EchoedRefusal,
     EchoedText,
-    FlatFunctionTool,
     FunctionCallItem,
     FunctionCallOutputItem,
+    GivenAgentMessage,
     GivenCall,
     GivenCallOutput,
-    GivenItem,
     GivenMessage,
     GivenReasoning,
     InputText,
     Item,
     ItemReference,
     MessageItem,
-    NamedServerTool,
     OutputText,
     ReasoningItem,
     ReasoningText,
     ResponsesRequest,
+    RewrittenItem,
     SchemaFormat,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# There is no reasoning that is kept from its client, so none to include.
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+THOUGHTS = "reasoning.encrypted_content"
+# What only other servers' tools have is asked for in vain.
+_OF_OTHERS = (
+    *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+)
+INCLUDABLE = (LOGPROBS, THOUGHTS, *_OF_OTHERS)
 _ROLES = tuple(kind.role for kind in get_args(GivenMessage))
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "access_programs": (None,),
+    "access_programs": (None, {"cyber": "standard"}),
     "context_management": (None, []),
     "image": (None,),
     "max_tool_calls": (None,),
@@ -91,7 +103,27 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
     ReasoningItem: "rs",
     FunctionCallItem: "fc",
     FunctionCallOutputItem: "fco",
+    CustomToolCallItem: "ctc",
+    CustomToolCallOutputItem: "ctco",
+    LocalShellCallItem: "lsh",
+    LocalShellCallOutputItem: "lsho",
+    ShellCallItem: "sh",
+    ShellCallOutputItem: "sho",
+    ApplyPatchCallItem: "apc",
+    ApplyPatchCallOutputItem: "apco",
+    ToolSearchCallItem: "tsc",
+    ToolSearchOutputItem: "tso",
+    AdditionalToolsItem: "at",
 }
+# Items of other servers' answers that say nothing that a model here could read.
+_LEFT_OUT = frozenset(
+    {
+        *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
+        *("computer_call", "computer_call_output", "mcp_list_tools", "mcp_call"),
+        *("mcp_approval_request", "mcp_approval_response", "program", "program_output"),
+        *("compaction", "compaction_summary", "context_compaction", "configuration_update"),
+    }
+)
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -106,17 +138,27 @@ class _Head(msgspec.Struct, frozen=True):
         return self.type or ("item_reference" if is_reference else "message")
 
 
-_PARAMETERS: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(
-    dict[str, Any] | None
-)
 _HEAD = msgspec.json.Decoder(_Head)
-_DECODERS: Mapping[str, msgspec.json.Decoder[GivenItem]] = {
+_DECODERS: Mapping[str, msgspec.json.Decoder[RewrittenItem]] = {
     "message": msgspec.json.Decoder(GivenMessage),
     "reasoning": msgspec.json.Decoder(GivenReasoning),
     "function_call": msgspec.json.Decoder(GivenCall),
     "function_call_output": msgspec.json.Decoder(GivenCallOutput),
     "item_reference": msgspec.json.Decoder(ItemReference),
+    "agent_message": msgspec.json.Decoder(GivenAgentMessage),
 }
+# Items that are kept as they are given, without what is null.
+_KEPT: Mapping[str, msgspec.json.Decoder[OtherItem]] = {
+    kind.__struct_config__.tag: msgspec.json.Decoder(kind) for kind in get_args(OtherItem)
+}
+_OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+
+
+class GivenItems(NamedTuple):
+    """The items of a request, and what of it the model does not read."""
+
+    items: tuple[Item | ItemReference, ...]
+    notices: Notices = ()
 
 
 def check_fields(request: ResponsesRequest) -> None:
@@ -148,18 +190,26 @@ def check_fields(request: ResponsesRequest) -> None:
             raise ParameterError("include", f"include takes {' and '.join(INCLUDABLE)}.")
 
 
-def given_items(
-    given: str | Sequence[msgspec.Raw], field: str = "input"
-) -> tuple[Item | ItemReference, ...]:
+def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> GivenItems:
     """The items of ``field``; the id of one that has none is empty.
 
     Raises ParameterError naming the item and its field.
     """
     if isinstance(given, str):
-        return (MessageItem(id="", role="user", content=(InputText(given),)),)
+        return GivenItems((MessageItem(id="", role="user", content=(InputText(given),)),))
     if not given:
         raise ParameterError(field, f"{field} must hold at least one item.")
-    return tuple(_item(raw, f"{field}[{i}]") for i, raw in enumerate(given))
+    items: list[Item | ItemReference] = []
+    notices: list[Notice] = []
+    for i, raw in enumerate(given):
+        item = _item(raw, f"{field}[{i}]")
+        if isinstance(item, Notice):
+            notices.append(item)
+        else:
+            items.append(item)
+    if not items:
+        raise ParameterError(field, f"{field} has no item that a model here can read.")
+    return GivenItems(tuple(items), bounded(notices))
 
 
 def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
@@ -175,61 +225,26 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
     return tuple(result)
 
 
-def messages_of(items: Iterable[Item], instructions: str | None) -> tuple[Message, ...]:
-    """The conversation as chat completions take it: an assistant's calls belong to the message
-    before them, and what was thought to the message or call behind it. Calls that were cut off are
-    left out.
-
-    Raises ParameterError for a result without a call and for a call without a result.
-    """
-    messages: list[Message] = []
-    if instructions is not None:
-        messages.append(SystemMessage(content=instructions))
-    unanswered: set[str] = set()
-    thoughts: str | None = None
-    for item in items:
-        if isinstance(item, ReasoningItem):
-            thoughts = "".join(part.text for part in item.content)
-        elif isinstance(item, MessageItem):
-            text = "".join(part.text for part in item.content)
-            message = MESSAGE_OF_ROLE[item.role](content=text)
-            if isinstance(message, EchoedMessage):
-                message = msgspec.structs.replace(message, reasoning_content=thoughts)
-            messages.append(message)
-            thoughts = None
-        elif isinstance(item, FunctionCallItem):
-            if item.status != "incomplete":
-                _add_call(messages, item, thoughts)
-                unanswered.add(item.call_id)
-                thoughts = None
-        elif item.call_id in unanswered:
-            unanswered.discard(item.call_id)
-            messages.append(ToolMessage(content=item.output, tool_call_id=item.call_id))
-        else:
-            raise ParameterError(
-                "input", f"There is no function_call for the output of {item.call_id!r:.100}."
-            )
-    if unanswered:
-        call_id = min(unanswered)
-        raise ParameterError("input", f"There is no output of the call {call_id!r:.100} in input.")
-    return tuple(messages)
-
-
 def generation_request_of(
-    request: ResponsesRequest, messages: tuple[Message, ...]
+    request: ResponsesRequest, items: Sequence[Item], notices: Notices = ()
 ) -> GenerationRequest:
-    """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
+    """What the model is asked behind ``items``; ``notices`` say what is missing of these. Raises
+    ParameterError, in this API's words, for whatever cannot be honoured."""
+    messages = messages_of(items, request.instructions)
+    offered = offered_of_responses(request, items)
     if request.use_beam_search:
         raise ParameterError(
             "use_beam_search",
             "use_beam_search goes with chat completions and completions; leave it out.",
         )
     try:
-        parsed = parse_chat(_chat_request(request, messages))
+        parsed = parse_chat(_chat_request(request, messages), offered)
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
     field = in_words(parsed.grammar_field, _RESPELLED)
-    return msgspec.structs.replace(parsed, grammar_field=field)
+    return msgspec.structs.replace(
+        parsed, grammar_field=field, notices=bounded((*notices, *parsed.notices))
+    )
 
 
 def _same(value: Any, nothing: Any) -> bool:
@@ -247,35 +262,67 @@ def _check_stream_options(request: ResponsesRequest) -> None:
         raise ParameterError(name, f"{name} is not supported; leave it out.")
 
 
-def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference:
+def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference | Notice:
+    """An item, or what is to be told of one that is left out."""
     try:
         kind = decode(_HEAD, bytes(raw)).kind
+        if kind in _LEFT_OUT:
+            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
+        if kind in _KEPT:
+            return _kept(kind, bytes(raw))
         given = decode(_decoder_of(kind), bytes(raw))
-        return given if isinstance(given, ItemReference) else _normalised(given)
+        if isinstance(given, ItemReference):
+            return given
+        if isinstance(given, GivenReasoning) and _is_sealed_elsewhere(given):
+            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
+        return _normalised(given)
     except ParameterError as error:
         path = f"{where}.{error.param}" if error.param else where
         message = f"role must be {_one_of(_ROLES)}." if error.param == "role" else error.message
         raise ParameterError(path, f"{where}: {message}") from error
 
 
-def _decoder_of(kind: str) -> msgspec.json.Decoder[GivenItem]:
+def _kept(kind: str, raw: bytes) -> OtherItem:
+    fields = {key: value for key, value in decode(_OBJECT, raw).items() if value is not None}
+    item = decode(_KEPT[kind], msgspec.json.encode(fields))
+    if isinstance(item, AdditionalToolsItem) or item.call_id:
+        return item
+    if not item.id:
+        raise ParameterError("call_id", "call_id is required.")
+    return msgspec.structs.replace(item, call_id=item.id)
+
+
+def _is_sealed_elsewhere(given: GivenReasoning) -> bool:
+    """Whether there are thoughts that only another server can read."""
+    sealed = given.encrypted_content
+    return not given.content and bool(sealed) and opened(sealed or "") is None
+
+
+def _decoder_of(kind: str) -> msgspec.json.Decoder[RewrittenItem]:
     decoder = _DECODERS.get(kind)
     if decoder is None:
+        known = _one_of([*_DECODERS, *_KEPT])
         raise ParameterError(
-            "type", f"items of type {kind!r:.100} are not supported; give {_one_of(_DECODERS)}."
+            "type", f"items of type {kind!r:.100} are not supported; give {known}."
         )
     return decoder
 
 
 def _normalised(
-    given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput,
+    given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | GivenAgentMessage,
 ) -> Item:
     if getattr(given, "phase", None) is not None:
         raise ParameterError("phase", "phase is not supported; leave it out.")
     status = given.status or "completed"
     if isinstance(given, GivenReasoning):
         content = tuple(ReasoningText(part.text) for part in given.content or ())
+        if not content and given.encrypted_content:
+            content = (ReasoningText(opened(given.encrypted_content) or ""),)
         return ReasoningItem(id=given.id or "", content=content, status=status)
+    if isinstance(given, GivenAgentMessage):
+        text = "".join(part.text for part in given.content)
+        said = f"{given.author} to {given.recipient}: {text}"
+        return MessageItem(id=given.id or "", role="user", content=(InputText(said),))
     if isinstance(given, GivenCall):
         return FunctionCallItem(
             id=given.id or "",
@@ -283,6 +330,7 @@ def _normalised(
             name=given.name,
             arguments=given.arguments,
             status=status,
+            namespace=given.namespace or msgspec.UNSET,
         )
     if isinstance(given, GivenCallOutput):
         output = given.output or ""
@@ -312,22 +360,10 @@ def _one_of(names: Iterable[str]) -> str:
     return "one of " + ", ".join(names)
 
 
-def _add_call(messages: list[Message], item: FunctionCallItem, thoughts: str | None) -> None:
-    call = MessageToolCall(
-        id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
-    )
-    if messages and isinstance(messages[-1], EchoedMessage) and thoughts is None:
-        calls = (*(messages[-1].tool_calls or ()), call)
-        messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
-    else:
-        messages.append(EchoedMessage(content="", tool_calls=(call,), reasoning_content=thoughts))
-
-
 def _chat_request(
     request: ResponsesRequest, messages: tuple[Message, ...]
 ) -> ChatCompletionRequest:
     shared = {name: getattr(request, name) for name in GenerationFields.__struct_fields__}
-    tools = request.tools or ()
     num_alternatives = request.top_logprobs or 0
     with_logprobs = LOGPROBS in (request.include or ()) or num_alternatives > 0
     return ChatCompletionRequest(
@@ -342,13 +378,6 @@ def _chat_request(
         logprobs=True if with_logprobs else None,
         top_logprobs=num_alternatives if with_logprobs else request.top_logprobs,
         response_format=_response_format(request),
-        tools=tuple(
-            _nested_tool(tool, f"tools[{i}].parameters")
-            for i, tool in enumerate(tools)
-            if isinstance(tool, FlatFunctionTool)
-        ),
-        server_tools=tuple(tool.name for tool in tools if isinstance(tool, NamedServerTool)),
-        tool_choice=_nested_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
     )
 
@@ -362,30 +391,3 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
             name=form.name, schema=form.schema, description=form.description, strict=form.strict
         )
     )
-
-
-def _nested_tool(tool: FlatFunctionTool, where: str) -> FunctionTool:
-    try:
-        parameters = decode(_PARAMETERS, bytes(tool.parameters))
-    except MillraceError as error:
-        raise ParameterError(where, f"{where}: {error.message}") from error
-    return FunctionTool(
-        function=FunctionFields(
-            name=tool.name,
-            description=tool.description,
-            parameters=parameters,
-            strict=tool.strict,
-        )
-    )
-
-
-def _nested_choice(choice: Any) -> Any:
-    """A function is named one level deeper in chat completions."""
-    if not isinstance(choice, dict):
-        return choice
-    if set(choice) != {"type", "name"} or choice["type"] != "function":
-        raise ParameterError(
-            "tool_choice",
-            "tool_choice must be auto, none, required or an object with type function and a name.",
-        )
-    return {"type": "function", "function": {"name": choice["name"]}}

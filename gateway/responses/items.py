@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from millrace.gateway.responses.growing_items import GrowingCall, GrowingMessage, GrowingThoughts
+from millrace.gateway.responses.tools import CallKind
 from millrace.gateway.streams.parts import (
     CallArguments,
     CallStart,
@@ -15,11 +17,22 @@ from millrace.gateway.streams.parts import (
 )
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.responses.call_items import (
+    ApplyPatchCallItem,
+    BuiltInCallItem,
+    CustomToolCallItem,
+    ItemStatus,
+    LocalShellCallItem,
+    ShellCallItem,
+    ToolSearchCallItem,
+)
 from millrace.schemas.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
     ContentPartAdded,
     ContentPartDone,
+    InputDelta,
+    InputDone,
     OutputItemAdded,
     OutputItemDone,
     ReasoningDelta,
@@ -32,7 +45,6 @@ from millrace.schemas.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
-    ItemStatus,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -41,56 +53,14 @@ from millrace.schemas.responses.items import (
 
 Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
 LENGTH = "length"
-
-
-class _Message:
-    """A message that grows."""
-
-    def __init__(self, item_id: str) -> None:
-        self.item_id = item_id
-        self.texts: list[str] = []
-        self.logprobs: list[LogprobInfo] = []
-
-    def content(self) -> OutputText:
-        return OutputText("".join(self.texts), logprobs=tuple(self.logprobs))
-
-    def item(self, status: ItemStatus) -> MessageItem:
-        return MessageItem(
-            id=self.item_id, role="assistant", content=(self.content(),), status=status
-        )
-
-
-class _Thoughts:
-    """Reasoning that grows."""
-
-    def __init__(self, item_id: str) -> None:
-        self.item_id = item_id
-        self.texts: list[str] = []
-
-    def content(self) -> ReasoningText:
-        return ReasoningText("".join(self.texts))
-
-    def item(self, status: ItemStatus) -> ReasoningItem:
-        return ReasoningItem(id=self.item_id, content=(self.content(),), status=status)
-
-
-class _Call:
-    """A call whose arguments grow."""
-
-    def __init__(self, item_id: str, call_id: str, name: str) -> None:
-        self.item_id = item_id
-        self.call_id = call_id
-        self.name = name
-        self.arguments: list[str] = []
-
-    def item(self, status: ItemStatus) -> FunctionCallItem:
-        return FunctionCallItem(
-            id=self.item_id,
-            call_id=self.call_id,
-            name=self.name,
-            arguments="".join(self.arguments),
-            status=status,
-        )
+# Of the ids of calls: a function's, a custom tool's, and those of built-in tools.
+_PREFIX = ("fc", "ctc")
+_PREFIXES: Mapping[type[BuiltInCallItem], str] = {
+    LocalShellCallItem: "lsh",
+    ShellCallItem: "sh",
+    ApplyPatchCallItem: "apc",
+    ToolSearchCallItem: "tsc",
+}
 
 
 class OutputItems:
@@ -98,16 +68,28 @@ class OutputItems:
 
     Ids of items and sequence numbers are functions of ``stem`` and of what the parts say together,
     however it is cut into parts: so a stream that is read again says the same. ``reason`` is why
-    the answer ended, once it did.
+    the answer ended, once it did. ``kinds`` says what calls are, by the names that the model knows
+    tools by; of another tool they are a function's. Thoughts are told a second time, for clients
+    that keep nothing else, if it ``seals`` them.
     """
 
-    def __init__(self, stem: str, first_number: int, describe: Describe) -> None:
+    def __init__(
+        self,
+        stem: str,
+        first_number: int,
+        describe: Describe,
+        kinds: Mapping[str, CallKind],
+        *,
+        seals: bool = False,
+    ) -> None:
         self.reason = ""
         self._stem = stem
         self._next_number = first_number
         self._describe = describe
+        self._kinds = kinds
+        self._seals = seals
         self._done: list[Item] = []
-        self._open: _Message | _Thoughts | _Call | None = None
+        self._open: GrowingMessage | GrowingThoughts | GrowingCall | None = None
         # Of tokens that showed no text yet: a part of a character, or of a call's markup.
         self._hidden: list[TokenLogprob] = []
 
@@ -130,7 +112,7 @@ class OutputItems:
         elif isinstance(part, ReasoningPart):
             self._take_thoughts(part.text, events)
         elif isinstance(part, CallStart):
-            self._start_call(part.call_id, part.name, events)
+            self._start_call(part.call_id, part.name, events, custom=part.custom)
         elif isinstance(part, CallArguments):
             self._take_arguments(part.text, events)
         elif isinstance(part, StepPart):
@@ -159,12 +141,12 @@ class OutputItems:
             )
         )
 
-    def _message(self, events: list[ResponseEvent]) -> _Message:
+    def _message(self, events: list[ResponseEvent]) -> GrowingMessage:
         """The open message; a new one if there is none."""
-        if isinstance(self._open, _Message):
+        if isinstance(self._open, GrowingMessage):
             return self._open
         self._close("completed", events)
-        message = _Message(self._item_id("msg"))
+        message = GrowingMessage(self._item_id("msg"))
         self._open = message
         in_progress = MessageItem(
             id=message.item_id, role="assistant", content=(), status="in_progress"
@@ -186,11 +168,11 @@ class OutputItems:
             )
         )
 
-    def _open_thoughts(self, events: list[ResponseEvent]) -> _Thoughts:
-        if isinstance(self._open, _Thoughts):
+    def _open_thoughts(self, events: list[ResponseEvent]) -> GrowingThoughts:
+        if isinstance(self._open, GrowingThoughts):
             return self._open
         self._close("completed", events)
-        thoughts = self._open = _Thoughts(self._item_id("rs"))
+        thoughts = self._open = GrowingThoughts(self._item_id("rs"), seals=self._seals)
         in_progress = ReasoningItem(id=thoughts.item_id, content=(), status="in_progress")
         self._tell_of(in_progress, ReasoningText(""), events)
         return thoughts
@@ -210,24 +192,33 @@ class OutputItems:
             )
         )
 
-    def _start_call(self, call_id: str, name: str, events: list[ResponseEvent]) -> None:
+    def _start_call(
+        self, call_id: str, name: str, events: list[ResponseEvent], *, custom: bool = False
+    ) -> None:
         self._close("completed", events)
         self._hidden = []
-        self._open = _Call(self._item_id("fc"), call_id, name)
+        kind = self._kinds.get(name) or CallKind(name)
+        item_id = self._item_id(_PREFIXES[kind.built_in] if kind.built_in else _PREFIX[custom])
+        self._open = GrowingCall(item_id, call_id, kind, custom=custom)
         item = self._open.item("in_progress")
         events.append(
             OutputItemAdded(sequence_number=self.number(), output_index=len(self._done), item=item)
         )
 
     def _take_arguments(self, text: str, events: list[ResponseEvent]) -> None:
-        assert isinstance(self._open, _Call), "arguments follow the start of their call"
+        call = self._open
+        assert isinstance(call, GrowingCall), "arguments follow the start of their call"
         if not text:
             return
-        self._open.arguments.append(text)
+        call.texts.append(text)
+        if call.kind.built_in is not None:
+            return
+        number = self.number(len(text))
+        kind = InputDelta if call.custom else ArgumentsDelta
         events.append(
-            ArgumentsDelta(
-                sequence_number=self.number(len(text)),
-                item_id=self._open.item_id,
+            kind(
+                sequence_number=number,
+                item_id=call.item_id,
                 output_index=len(self._done),
                 delta=text,
             )
@@ -254,16 +245,16 @@ class OutputItems:
         self._close("incomplete" if part.reason == LENGTH else "completed", events)
 
     def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
-        if isinstance(self._open, _Message):
+        if isinstance(self._open, GrowingMessage):
             self._close_message(self._open, self._open.item(status), events)
-        elif isinstance(self._open, _Thoughts):
+        elif isinstance(self._open, GrowingThoughts):
             self._close_thoughts(self._open, self._open.item(status), events)
         elif self._open is not None:
             self._close_call(self._open.item(status), events)
         self._open = None
 
     def _close_message(
-        self, message: _Message, item: MessageItem, events: list[ResponseEvent]
+        self, message: GrowingMessage, item: MessageItem, events: list[ResponseEvent]
     ) -> None:
         content = message.content()
         index = len(self._done)
@@ -284,7 +275,7 @@ class OutputItems:
         self._finish(item, events)
 
     def _close_thoughts(
-        self, thoughts: _Thoughts, item: ReasoningItem, events: list[ResponseEvent]
+        self, thoughts: GrowingThoughts, item: ReasoningItem, events: list[ResponseEvent]
     ) -> None:
         content, index = thoughts.content(), len(self._done)
         events.append(
@@ -302,16 +293,31 @@ class OutputItems:
         )
         self._finish(item, events)
 
-    def _close_call(self, item: FunctionCallItem, events: list[ResponseEvent]) -> None:
-        events.append(
-            ArgumentsDone(
-                sequence_number=self.number(),
-                item_id=item.id,
-                output_index=len(self._done),
-                name=item.name,
-                arguments=item.arguments,
+    def _close_call(
+        self,
+        item: FunctionCallItem | CustomToolCallItem | BuiltInCallItem,
+        events: list[ResponseEvent],
+    ) -> None:
+        index = len(self._done)
+        if isinstance(item, FunctionCallItem):
+            events.append(
+                ArgumentsDone(
+                    sequence_number=self.number(),
+                    item_id=item.id,
+                    output_index=index,
+                    name=item.name,
+                    arguments=item.arguments,
+                )
             )
-        )
+        elif isinstance(item, CustomToolCallItem):
+            events.append(
+                InputDone(
+                    sequence_number=self.number(),
+                    item_id=item.id,
+                    output_index=index,
+                    input=item.input,
+                )
+            )
         self._finish(item, events)
 
     def _finish(self, item: Item, events: list[ResponseEvent]) -> None:

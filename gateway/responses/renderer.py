@@ -13,9 +13,10 @@ from millrace.gateway.rendering.rendering import PartEvents
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
-from millrace.gateway.responses.input import named
+from millrace.gateway.responses.input import THOUGHTS, named
 from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
+from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
@@ -36,12 +37,10 @@ from millrace.schemas.responses.items import (
     IncompleteDetails,
     InputTokensDetails,
     Item,
-    NamedServerTool,
     OutputTokensDetails,
     Response,
     ResponsesRequest,
     ResponseStatus,
-    ResponseTool,
     ResponseUsage,
     SchemaFormat,
     TextConfig,
@@ -76,14 +75,20 @@ class ResponseRenderer:
         stem = response.request_id.rpartition("-")[2]
         self.request = request
         self._text = _text_of(request)
-        self._tools = tuple(map(_on_one_line, request.tools or ()))
+        self._tools = tuple(map(_without_newlines, request.tools or ()))
         self._response_stream = response
         self.conversation = (*earlier, *named(given, stem, earlier))
         self.num_earlier = len(earlier)
         self._conversation_id = request.conversation_id
         self._conversations = conversations
         self._store = store
-        self._items = OutputItems(stem, len(_FIRST), describe)
+        self._items = OutputItems(
+            stem,
+            len(_FIRST),
+            describe,
+            call_kinds(request, self.conversation),
+            seals=THOUGHTS in (request.include or ()),
+        )
         self._after = after
 
     def first(self) -> bytes:
@@ -214,7 +219,7 @@ class ResponseRenderer:
     def _bytes_of(self, events: Sequence[ResponseEvent]) -> bytes:
         if self._after >= 0:
             events = list(events_after(events, self._after))
-        return _bytes_of(events)
+        return bytes_of(events)
 
     def _final(self) -> Response:
         status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"
@@ -275,18 +280,13 @@ def _text_of(request: ResponsesRequest) -> TextConfig:
     return TextConfig(format=form)
 
 
-def _on_one_line(tool: ResponseTool) -> ResponseTool:
-    if isinstance(tool, NamedServerTool):
-        return tool
-    return msgspec.structs.replace(tool, parameters=_without_newlines(tool.parameters))
-
-
 def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
     """A schema as it was written, fit for the one line that an event's data is."""
     return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
 
 
-def _bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+def bytes_of(events: Sequence[ResponseEvent]) -> bytes:
+    """The events as server-sent ones."""
     # Nearly always it is one piece of text.
     return _bytes_of_one(events[0]) if len(events) == 1 else b"".join(map(_bytes_of_one, events))
 
@@ -306,7 +306,8 @@ def _usage(usage: Usage) -> ResponseUsage:
 
 
 def _error_code(refusal: Refusal) -> str:
-    """The nearest of the few codes that OpenAI's answers have."""
+    """The nearest of the few codes that OpenAI's answers have: only what is wrong with what was
+    sent is the prompt's fault."""
     if refusal.status == 429:
         return "rate_limit_exceeded"
-    return "invalid_prompt" if refusal.status < 500 else "server_error"
+    return "invalid_prompt" if refusal.status in (400, 413) else "server_error"

@@ -18,13 +18,8 @@ from millrace.runtime.tasks import in_thread_if
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS
-from millrace.schemas.responses.items import (
-    Item,
-    Response,
-    ResponsesRequest,
-    ResponseStatus,
-    StoredResponse,
-)
+from millrace.schemas.responses.items import Item, Response, ResponsesRequest, ResponseStatus
+from millrace.schemas.responses.kept import StoredResponse
 
 _log = logging.getLogger(__name__)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec.structs import replace
 
-from millrace.gateway.streams.choice import Choice
+from millrace.gateway.streams.choice import Choice, ToldTools
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.schemas.frames import Done, Usage
-from millrace.schemas.tools import ToolDefinition, ToolFormat
+from millrace.schemas.tools import ToolFormat
 
 
 class BeamChoice(Choice):
@@ -24,11 +22,10 @@ class BeamChoice(Choice):
         beam: int,
         stream: OpenStream,
         tool_format: ToolFormat | None,
+        tools: ToldTools,
         from_index: int = 0,
-        *,
-        tools: Sequence[ToolDefinition] = (),
     ) -> None:
-        super().__init__(index, stream, tool_format, frozenset(), from_index, tools=tools)
+        super().__init__(index, stream, tool_format, tools, from_index)
         self._beam = beam
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +29,7 @@ from millrace.registry.tool_formats import (
     ToolCallParser,
     new_call_id,
 )
+from millrace.registry.tool_formats.freeform import InputReader
 from millrace.schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
@@ -45,27 +47,36 @@ class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call:
-    def __init__(self, call_id: str, name: str) -> None:
+    def __init__(self, call_id: str, name: str, *, custom: bool) -> None:
         self.call_id = call_id
         self.name = name
         self.arguments: list[str] = []
+        self.reader = InputReader() if custom else None
 
     def whole(self) -> ToolCall:
         return ToolCall(id=self.call_id, name=self.name, arguments="".join(self.arguments))
 
 
+class ToldTools(NamedTuple):
+    """All tools that the model was told of, by name those that are the gateway's ``own``, and those
+    whose input is text."""
+
+    definitions: Sequence[ToolDefinition] = ()
+    own: frozenset[str] = frozenset()
+    freeform: Collection[str] = ()
+
+
 class Choice:
     """Reads its stream, which is another one in each round.
 
-    ``next_index`` counts the tokens of all rounds that the client was given. Calls of tools in
-    ``own_tools`` are the gateway's business: the client does not see them. When there are any,
+    ``next_index`` counts the tokens of all rounds that the client was given. Calls of the gateway's
+    own tools are the gateway's business: the client does not see them. When there are any,
     ``round_end`` is what was said, until ``start_round``; ``runs_tools`` while somebody sees to
     that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
     the last round has ended. ``had`` are the parts that the client was given by another connection,
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
-    of the answer's content. ``tools`` are all that the model was told of; ``must_call``: the first
-    round is held to calls of tools.
+    of the answer's content. ``must_call``: the first round is held to calls of tools.
     """
 
     def __init__(
@@ -73,11 +84,10 @@ class Choice:
         index: int,
         stream: OpenStream,
         tool_format: ToolFormat | None,
-        own_tools: frozenset[str],
+        tools: ToldTools,
         from_index: int = 0,
         end_token_ids: frozenset[int] = frozenset(),
         *,
-        tools: Sequence[ToolDefinition] = (),
         must_call: bool = False,
     ) -> None:
         self.index = index
@@ -94,8 +104,8 @@ class Choice:
         self.runs_tools = False
         self.turns: list[ChatMessage] = []
         self._tool_format = tool_format
-        self._own_tools = own_tools
         self._tools = tools
+        self._own_tools = tools.own
         self._end_token_ids = end_token_ids
         self._must_call = must_call
         self._earlier = Usage()
@@ -235,7 +245,7 @@ class Choice:
             must_call = self._must_call and not self.round
             new_id = self._id_maker(self._tool_format)
             self._parser = ToolCallParser(
-                self._tool_format, new_id, self._tools, must_call=must_call
+                self._tool_format, new_id, self._tools.definitions, must_call=must_call
             )
 
     def _id_maker(self, tool_format: ToolFormat) -> Callable[[], str]:
@@ -306,17 +316,21 @@ class Choice:
             if isinstance(piece, ContentPiece):
                 self._say(piece.text, index + num_tokens, told)
             elif isinstance(piece, CallPiece):
-                self._calls.append(_Call(piece.call_id, piece.name))
+                custom = piece.name in self._tools.freeform
+                self._calls.append(_Call(piece.call_id, piece.name, custom=custom))
                 if piece.name not in self._own_tools:
-                    told.append(
-                        CallStart(self.index, self._num_shown_calls, piece.call_id, piece.name)
-                    )
+                    number = self._num_shown_calls
+                    told.append(CallStart(self.index, number, piece.call_id, piece.name, custom))
                     self._num_shown_calls += 1
             elif isinstance(piece, ArgumentsPiece):
                 call = self._calls[-1]
                 call.arguments.append(piece.text)
                 if call.name not in self._own_tools:
-                    told.append(CallArguments(self.index, self._num_shown_calls - 1, piece.text))
+                    custom = call.reader is not None
+                    shown = piece.text if call.reader is None else call.reader.feed(piece.text)
+                    number = self._num_shown_calls - 1
+                    if shown:
+                        told.append(CallArguments(self.index, number, shown, custom))
         if num_tokens:
             text = ""
             if told and isinstance(told[0], TextPart):

@@ -31,20 +31,24 @@ class ReasoningPart(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The model calls a tool: the ``call``-th call of its choice."""
+    """The model calls a tool: the ``call``-th call of its choice. The input of one that is
+    ``custom`` is text."""
 
     choice: int
     call: int
     call_id: str
     name: str
+    custom: bool = False
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments, which are JSON once all are there."""
+    """More of a call's arguments, which are JSON once all are there, or of the text that is the
+    input of a ``custom`` tool."""
 
     choice: int
     call: int
     text: str
+    custom: bool = False
 
 
 class StepPart(NamedTuple):

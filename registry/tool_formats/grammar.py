@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from millrace.registry.tool_formats.argument_rules import literal
+from millrace.registry.tool_formats.freeform import held_to_patterns
 from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
 from millrace.registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
 from millrace.registry.tool_formats.scanners.mistral_calls import CALLS_TAG
@@ -61,13 +62,15 @@ def call_grammar(
     choice: ToolChoice,
     parallel: bool,
     answer: Grammar | None = None,
+    patterns: Mapping[str, str] = {},
 ) -> Grammar | None:
     """What the completion must match for ``choice``; None if it is free.
 
     REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO: calls, or a
     completion that matches ``answer``; without one it is free unless a tool is ``strict`` or calls
     are not ``parallel``: then it is content and calls that fit. NONE: ``answer``. Arguments have no
-    properties that their schema does not speak of.
+    properties that their schema does not speak of. The input of a tool whose name is in
+    ``patterns`` is text that matches a regular expression there, any text if that is empty.
 
     Raises ParameterError for a choice of tools that there are not, parameters that are not those
     of an object, an answer of another form than JSON besides calls, and schemas that are too large
@@ -76,6 +79,8 @@ def call_grammar(
     if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
         return answer
     layout = _LAYOUTS[tool_format]
+    alone = choice.mode is ToolMode.AUTO and parallel and answer is None
+    tools = held_to_patterns(tools, patterns, tool_format, alone=alone)
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
             frame = _calls_only(layout, parallel, " | answer")

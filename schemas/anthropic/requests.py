@@ -33,9 +33,12 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
-    What stands behind ``strict`` are hints that change nothing here."""
+    Tools of other types than ``custom`` have none: the client's ``bash``, ``text_editor`` and
+    ``memory``, whose input is known, and those that only Anthropic's server can run, which are left
+    out. What stands behind ``strict`` are hints that change nothing here, and fields of tools that
+    are left out."""
 
-    name: str
+    name: str = ""
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
@@ -45,6 +48,33 @@ class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     input_examples: tuple[dict[str, Any], ...] | None = None
+    allowed_domains: Any = None
+    blocked_domains: Any = None
+    caching: Any = None
+    citations: Any = None
+    configs: Any = None
+    default_config: Any = None
+    display_height_px: Any = None
+    display_number: Any = None
+    display_width_px: Any = None
+    enable_zoom: Any = None
+    max_characters: Any = None
+    max_content_tokens: Any = None
+    max_tokens: Any = None
+    max_uses: Any = None
+    mcp_server_name: Any = None
+    model: Any = None
+    response_inclusion: Any = None
+    tools: Any = None
+    url_sources: Any = None
+    use_cache: Any = None
+    user_location: Any = None
+
+
+# Fields that only tools of other types than ``custom`` have.
+OF_PROVIDER_TOOLS = MessagesTool.__struct_fields__[
+    MessagesTool.__struct_fields__.index("allowed_domains") :
+]
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

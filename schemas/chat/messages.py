@@ -40,12 +40,20 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
+    """``input`` is text."""
+
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an assistant made."""
+    """A call that an assistant made, of a ``function`` or of a ``custom`` tool."""
 
     id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    custom: CalledCustom | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function", "custom"] = "function"
 
 
 class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from millrace.schemas.chat.messages import Message
-from millrace.schemas.openai import FunctionTool
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +17,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     model: str
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
-    tools: tuple[FunctionTool, ...] | None = None
+    tools: tuple[msgspec.Raw, ...] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True

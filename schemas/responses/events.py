@@ -100,6 +100,14 @@ class ArgumentsDone(
     arguments: str
 
 
+class InputDelta(_OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class InputDone(_OfItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 class StreamError(_Event, frozen=True, kw_only=True, tag="error"):
     """The stream fails; ``response.failed`` follows."""
 
@@ -124,5 +132,7 @@ ResponseEvent = (
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
+    | InputDelta
+    | InputDone
     | StreamError
 )

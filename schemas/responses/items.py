@@ -16,8 +16,8 @@ from millrace.schemas.openai import (
     JsonObjectFormat,
     LogprobInfo,
     TextFormat,
-    not_given,
 )
+from millrace.schemas.responses.call_items import ItemStatus, OtherItem
 
 # --- items: what a conversation is made of ---------------------------------------------------
 
@@ -41,7 +41,6 @@ class OutputText(_Typed, frozen=True, tag="output_text"):
 
 
 Content = InputText | OutputText
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
@@ -56,13 +55,15 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 class FunctionCallItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
-    """A call that a model made; ``arguments`` is JSON as the model wrote it."""
+    """A call that a model made; ``arguments`` is JSON as the model wrote it. A function of a
+    namespace has its ``namespace``."""
 
     id: str
     call_id: str
     name: str
     arguments: str
     status: ItemStatus = "completed"
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionCallOutputItem(
@@ -83,16 +84,17 @@ class ReasoningText(_Typed, frozen=True, tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What a model thought before it went on; ``summary`` is always empty."""
+    """What a model thought before it went on; ``summary`` is always empty. ``encrypted_content``
+    is the same thoughts for clients that send nothing else back, if it was asked for."""
 
     id: str
     content: tuple[ReasoningText, ...]
     summary: tuple[()] = ()
-    encrypted_content: None = None
+    encrypted_content: str | None = None
     status: ItemStatus = "completed"
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
+Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem | OtherItem
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -136,6 +138,7 @@ class GivenUserMessage(
 
     content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
+    internal_chat_message_metadata_passthrough: dict[str, Any] | None = None
 
 
 class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="system"):
@@ -168,6 +171,7 @@ class GivenCall(_GivenItem, frozen=True, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
@@ -186,10 +190,14 @@ class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
-    """What a model thought before the item that follows. A summary says nothing to a model."""
+    """What a model thought before the item that follows: its ``content``, or, where a client does
+    not keep that, ``encrypted_content`` as an answer of ours had it. A summary says nothing to a
+    model."""
 
     type: Literal["reasoning"]
     content: tuple[GivenReasoningText, ...] | None = None
+    summary: tuple[dict[str, Any], ...] | None = None
+    encrypted_content: str | None = None
 
 
 class ItemReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -199,7 +207,20 @@ class ItemReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     type: Literal["item_reference"] | None = None
 
 
-GivenItem = GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | ItemReference
+class GivenAgentMessage(_GivenItem, frozen=True, kw_only=True):
+    """What another agent of the client's says; the model reads it as the user's words."""
+
+    type: Literal["agent_message"]
+    content: tuple[InputText | EchoedText, ...]
+    author: str = ""
+    recipient: str = ""
+
+
+# Those that a conversation holds in another form than they are given in.
+RewrittenItem = (
+    GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | ItemReference | GivenAgentMessage
+)
+GivenItem = RewrittenItem | OtherItem
 
 
 class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
@@ -225,28 +246,14 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
-
-
-class FlatFunctionTool(_Typed, frozen=True, kw_only=True, tag="function"):
-    """A tool that the client runs; ``parameters`` is the JSON Schema of its arguments."""
-
-    name: str
-    description: str | None = None
-    parameters: msgspec.Raw = msgspec.field(default_factory=not_given)
-    strict: bool | None = None
-
-
-class NamedServerTool(_Typed, frozen=True, kw_only=True, tag="server"):
-    """A tool of the gateway's own, which it runs itself."""
-
-    name: str
-
-
-ResponseTool = FlatFunctionTool | NamedServerTool
+    context: Literal["auto", "all_turns", "current_turn"] | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``reasoning_summary_delivery`` is a hint that changes nothing."""
+
     include_obfuscation: Any = None
+    reasoning_summary_delivery: str | None = None
 
 
 class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,7 +268,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     ``input`` is text or a list of items. With ``previous_response_id`` it continues that answer's
     conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
     the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``
-    and ``prompt_cache_retention`` are hints that change nothing here. ``enable_thinking``,
+    and ``prompt_cache_retention`` are hints that change nothing here, and so is
+    ``client_metadata``. ``enable_thinking``,
     ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions.
     ``conversation`` is one that goes before the input, and that input and output are added to. With
     ``background`` the answer is made whether or not anybody waits for it.
@@ -274,7 +282,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = None
-    tools: tuple[ResponseTool, ...] | None = None
+    tools: tuple[msgspec.Raw, ...] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -285,6 +293,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
     access_programs: Any = None
     background: bool | None = None
     context_management: Any = None
+    client_metadata: dict[str, Any] | None = None
     conversation: str | ConversationReference | None = None
     image: Any = None
     max_tool_calls: Any = None
@@ -362,7 +371,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: Any
-    tools: tuple[ResponseTool, ...]
+    tools: tuple[msgspec.Raw, ...]
     top_logprobs: int
     top_p: float
     truncation: str
@@ -374,37 +383,3 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     conversation: ConversationReference | None = None
     object: Literal["response"] = "response"
     notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
-
-
-class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
-
-
-class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /v1/responses/input_tokens``."""
-
-    input_tokens: int
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-
-
-class ItemList(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /v1/responses/{id}/input_items``."""
-
-    data: tuple[Item, ...]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
-class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of an answer: the ``response`` as it was sent, and all the items before it; of
-    one in the background also the ``request``, without its input, and how many of the items are not
-    of that (``num_earlier``)."""
-
-    response: msgspec.Raw
-    input: tuple[Item, ...]
-    request: ResponsesRequest | None = None
-    num_earlier: int = 0

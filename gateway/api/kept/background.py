@@ -28,8 +28,9 @@ from millrace.gateway.streams.parts import Part
 from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import MillraceError
-from millrace.schemas.responses.items import Response, StoredResponse
+from millrace.schemas.errors import MillraceError, ModelNotFoundError
+from millrace.schemas.responses.items import Response
+from millrace.schemas.responses.kept import StoredResponse
 
 _decode = msgspec.json.Decoder(Response).decode
 
@@ -122,6 +123,8 @@ class BackgroundResponses:
             adopted = await self._gateway.resuming.adopt(caller, response_id, client)
         except UnknownRequestError:
             return None  # older than what is known of any request
+        except ModelNotFoundError:
+            return stored  # nothing more of it can be read here
         if adopted is not None:
             keeper = self._keeper(self.renderer(stored, adopted), adopted)
             adopted.detach(None, "", keeper)

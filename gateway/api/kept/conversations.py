@@ -30,7 +30,8 @@ from millrace.schemas.chat.conversations import (
     NewItems,
 )
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.responses.items import Item, ItemList
+from millrace.schemas.responses.items import Item
+from millrace.schemas.responses.kept import ItemList
 
 MAX_NEW_ITEMS = 20
 _NS_PER_S = 1_000_000_000
@@ -151,7 +152,13 @@ class ConversationsApi:
         if not raw:
             return ()
         said = given_items(raw, "items")
-        given = await resolve(said, earlier, caller.tenant, self._responses, "items")
+        for left_out in said.notices:
+            raise ParameterError(
+                left_out.param,
+                f"{left_out.param}: no model here reads items of type {left_out.detail}; leave it "
+                "out.",
+            )
+        given = await resolve(said.items, earlier, caller.tenant, self._responses, "items")
         items = named(given, secrets.token_hex(12), earlier)
         self._store.check_room((*earlier, *items))
         return items

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -11,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
+from millrace.gateway.api.answers import SSE_HEADERS
+from millrace.gateway.api.client_connection import HttpClient
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.api.following import follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
@@ -23,13 +26,14 @@ from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationStore
 from millrace.gateway.responses.input import (
+    GivenItems,
     check_fields,
     generation_request_of,
     given_items,
-    messages_of,
 )
 from millrace.gateway.responses.references import resolve
-from millrace.gateway.responses.renderer import ResponseRenderer
+from millrace.gateway.responses.renderer import ResponseRenderer, bytes_of
+from millrace.gateway.responses.replay import replayed
 from millrace.gateway.responses.store import (
     PreviousResponseNotFoundError,
     ResponseNotFoundError,
@@ -50,17 +54,13 @@ from millrace.gateway.transport.http import (
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.redis.link import RedisUnreachableError
-from millrace.schemas.errors import ParameterError, PayloadTooLargeError
-from millrace.schemas.responses.items import (
-    InputTokens,
-    Item,
-    ItemReference,
-    ResponseDeleted,
-    ResponsesRequest,
-    StoredResponse,
-)
+from millrace.schemas.errors import ModelNotFoundError, ParameterError, PayloadTooLargeError
+from millrace.schemas.responses.items import Item, ResponsesRequest
+from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
 from millrace.schemas.tools import ToolDefinition
 
+_SSE = {name.decode(): value.decode() for name, value in SSE_HEADERS}
+_LOOK_S = 0.5
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -90,13 +90,13 @@ class ResponsesEndpoint(Endpoint):
         if request.conversation_id:
             kept = await self._conversations.get(caller.tenant, request.conversation_id)
             earlier = kept.items
-        given = await resolve(said, earlier, caller.tenant, self._store)
+        given = await resolve(said.items, earlier, caller.tenant, self._store)
         items = (*earlier, *given)
         generation_request = await read_long(
             prompts,
             caller,
             body,
-            lambda _body: generation_request_of(request, messages_of(items, request.instructions)),
+            lambda _body: generation_request_of(request, items, said.notices),
         )
         tools = self._all_tools(generation_request)
         former = "" if previous is None else model_of(previous)
@@ -130,7 +130,7 @@ class ResponsesEndpoint(Endpoint):
         )
         return await num_input_tokens(prepared.request, tools, model, caller, prompts)
 
-    def _read(self, body: bytes) -> tuple[ResponsesRequest, tuple[Item | ItemReference, ...]]:
+    def _read(self, body: bytes) -> tuple[ResponsesRequest, GivenItems]:
         request = decode(self._decoder, body)
         check_fields(request)
         return request, given_items(request.input)
@@ -219,11 +219,9 @@ class ResponsesApi:
             return json_response(stored.response)
         if not is_background(stored):
             raise NotInBackgroundError("stream")
-
-        def render(response: ResponseReader) -> Renderer:
-            return self._background.renderer(stored, response, after)
-
-        return _Followed(self._gateway, caller, response_id, render)
+        if is_over(stored):
+            return _replay(stored, after)
+        return _Followed(self._gateway, self._background, caller, stored, response_id, after)
 
     async def cancel(self, request: Request) -> HttpResponse:
         """Have an answer in the background end."""
@@ -264,26 +262,66 @@ class ResponsesApi:
         return stored
 
 
+def _replay(stored: StoredResponse, after: int) -> HttpResponse:
+    """The events of an answer that is over, after a sequence number."""
+    return HttpResponse(bytes_of(replayed(bytes(stored.response), after)), headers=_SSE)
+
+
 class _Followed(HttpResponse):
-    """The events of an answer in the background, as they come."""
+    """The events of an answer in the background, as they come. Another gateway may go on with one
+    whose model this one has no more: its events come when it is over."""
 
     def __init__(
         self,
         gateway: Gateway,
+        background: BackgroundResponses,
         caller: Caller,
+        stored: StoredResponse,
         response_id: str,
-        render: Callable[[ResponseReader], Renderer],
+        after: int,
     ) -> None:
         super().__init__()
         self._gateway = gateway
+        self._background = background
         self._caller = caller
+        self._stored = stored
         self._response_id = response_id
-        self._render = render
+        self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await follow(
-            self._gateway, scope, receive, send, self._caller, self._response_id, self._render, []
-        )
+        gateway, caller, response_id = self._gateway, self._caller, self._response_id
+        try:
+            await follow(gateway, scope, receive, send, caller, response_id, self._render, [])
+        except ModelNotFoundError:
+            ended = await self._ended(receive)
+            if ended is not None:
+                await _replay(ended, self._after)(scope, receive, send)
+
+    def _render(self, response: ResponseReader) -> Renderer:
+        return self._background.renderer(self._stored, response, self._after)
+
+    async def _ended(self, receive: Receive) -> StoredResponse | None:
+        """What is kept of the answer once it is over; None: the client left before. Raises
+        ResponseNotFoundError for one that does not end in the time that a request has."""
+        gateway = self._gateway
+        client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
+        give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s
+        watch = asyncio.create_task(client.watch(receive))
+        try:
+            while gateway.clock.monotonic() < give_up_s:
+                stored = await self._background.look(self._caller, self._response_id)
+                if stored is None or is_over(stored):
+                    break
+                await client.wait_up_to(_LOOK_S)
+                if client.has_left():
+                    return None
+            if stored is None or not is_over(stored):
+                raise ResponseNotFoundError(self._response_id)
+            return stored
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
 
 
 def _is_stream(request: Request) -> bool:

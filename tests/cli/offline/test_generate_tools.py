@@ -29,6 +29,11 @@ TOOL = {
     "type": "function",
     "function": {"name": "light", "description": "Switch it.", "parameters": PARAMETERS},
 }
+CUSTOM: dict[str, Any] = {"type": "custom", "custom": {"name": "switch"}}
+CUSTOM["custom"]["format"] = {
+    "type": "grammar",
+    "grammar": {"syntax": "regex", "definition": r'"on"|off\\'},
+}
 MESSAGES: list[dict[str, Any]] = [
     {"role": "developer", "content": "Be short."},
     {"role": "user", "content": [{"type": "text", "text": "Light"}, {"type": "text", "text": "!"}]},
@@ -72,17 +77,21 @@ def test_messages_and_tools_of_openais_api(tmp_path: Path, checkpoint: Path) -> 
         {"messages": MESSAGES} | common,
         {"messages": job_messages} | common,
         {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"} | common,
+        {"messages": MESSAGES, "tools": [CUSTOM], "tool_choice": "required"} | common,
     ]
     code, answers = generate(tmp_path, checkpoint, lines)
     assert code == 0
-    called, plain, of_a_job, without = answers
+    called, plain, of_a_job, without, custom = answers
+    (call,) = custom["tool_calls"][:1]
+    assert (call["type"], call["custom"]["name"]) == ("custom", "switch")
+    assert call["custom"]["input"] in ('"on"', "off\\")
     assert called["prompt_tokens"] == len(served.tokenizer.encode_chat(JOB_MESSAGES, tools))
     (call,) = called["tool_calls"][:1]
     assert (call["type"], call["function"]["name"]) == ("function", "light")
     assert isinstance(json.loads(call["function"]["arguments"])["on"], bool)
     assert plain["prompt_tokens"] == len(served.tokenizer.encode_chat(JOB_MESSAGES))
     assert plain["token_ids"] == of_a_job["token_ids"] == without["token_ids"]
-    assert not any("tool_calls" in answer for answer in answers[1:])
+    assert not any("tool_calls" in answer for answer in answers[1:4])
 
 
 def _as_of_a_job(message: ChatMessage) -> dict[str, Any]:
@@ -99,6 +108,7 @@ def _as_of_a_job(message: ChatMessage) -> dict[str, Any]:
         ({"messages": []}, "at least one message"),
         ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "light twice"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "there are no tools"),
+        ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools[0]: tool_left_out"),
         ({"prompt": "x", "tools": [TOOL]}, "tools go with messages"),
     ],
 )

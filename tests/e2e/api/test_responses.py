@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -95,6 +96,27 @@ async def test_a_tool_is_called_and_its_output_taken(client: openai.AsyncOpenAI)
     assert second.usage is not None
     assert first.usage is not None
     assert second.usage.input_tokens > first.usage.output_tokens
+
+
+async def test_the_input_of_a_custom_tool_is_held_to_its_grammar(
+    client: openai.AsyncOpenAI,
+) -> None:
+    grammar = 'start: line~1..3\nline: /[ab"]/ " " /[0-9]{1,3}/ LF\n%import common.LF\n'
+    tool: Any = {"type": "custom", "name": "note", "description": "Notes."}
+    tool["format"] = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    choices: list[Any] = [{"type": "custom", "name": "note"}, "required"]
+    for tools, choice in zip([[tool, _TOOL], [tool]], choices, strict=True):
+        response = await client.responses.create(
+            model="demo",
+            input=QUESTION,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_output_tokens=200,
+        )
+        call = response.output[-1]
+        assert call.type == "custom_tool_call"
+        assert re.fullmatch(r'([ab"] [0-9]{1,3}\n){1,3}', call.input)
 
 
 async def test_an_answer_is_held_to_a_schema(client: openai.AsyncOpenAI) -> None:

@@ -23,6 +23,7 @@ async def test_answers_are_made_and_kept(front: BatchGateway, worker: BatchWorke
         _line("kept", input="Grüße"),
         _line("loose", input="Grüße", store=False),
         _line("behind", input="x", background=True),
+        _line("searching", input="Grüße", tools=[{"type": "web_search"}]),
         _line("unknown", input=[{"type": "item_reference", "id": "msg_x"}]),
     ]
     batch = await front.end(await front.begin(lines, "/v1/responses"))
@@ -30,6 +31,8 @@ async def test_answers_are_made_and_kept(front: BatchGateway, worker: BatchWorke
     kept, loose = (answers[name]["response"]["body"] for name in ("kept", "loose"))
     assert (kept["object"], kept["status"], kept["store"]) == ("response", "completed", True)
     assert kept["output"][0]["content"][0]["text"] == "Grüße"
+    searching = answers["searching"]["response"]["body"]
+    assert searching["x-millrace-notice"][0]["detail"] == "web_search"
     assert (loose["status"], loose["store"]) == ("completed", False)
     again = await front.client.responses.retrieve(kept["id"])
     assert again.output_text == kept["output"][0]["content"][0]["text"]

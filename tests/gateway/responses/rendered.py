@@ -15,7 +15,6 @@ from millrace.gateway.responses.input import (
     check_fields,
     generation_request_of,
     given_items,
-    messages_of,
 )
 from millrace.gateway.responses.renderer import ResponseRenderer
 from millrace.gateway.streams.parts import Part
@@ -31,7 +30,7 @@ DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 def items_of(given: Any) -> tuple[Item, ...]:
     """The items of an input without references."""
-    items = given_items(given)
+    items = given_items(given).items
     return tuple(item for item in items if not isinstance(item, ItemReference))
 
 
@@ -44,7 +43,8 @@ def request_of(**fields: Any) -> ResponsesRequest:
 
 def asked(**fields: Any) -> GenerationRequest:
     request = request_of(**fields)
-    return generation_request_of(request, messages_of(items_of(request.input), None))
+    given = given_items(request.input)
+    return generation_request_of(request, items_of(request.input), given.notices)
 
 
 def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
@@ -62,7 +62,7 @@ def renderer_of(
         caller=LOCAL,
         model=SimpleNamespace(sampling_defaults=SamplingDefaults()),
         choices=[SimpleNamespace(had=())],
-        request=generation_request_of(request, messages_of(items, None)),
+        request=generation_request_of(request, items),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
     )
     return ResponseRenderer(request, cast("ResponseReader", response), (), items, None, describe)

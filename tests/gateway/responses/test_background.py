@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -185,6 +186,29 @@ async def test_it_goes_on_after_its_gateway_is_gone(
             assert _text(events) == TEXT
             ended = await over(client, begun.id)
             assert (ended.status, ended.output_text) == ("completed", TEXT)
+
+
+async def test_it_is_followed_without_its_model(
+    front: RunningGateway, second: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    """The model is taken from the catalogue while the answer is made, and when it is over."""
+    front.worker.gate.clear()
+    begun = await client.responses.create(model=MODEL, input=TEXT[5:], background=True)
+    await eventually(lambda: front.worker.num_running == 1)
+    for gateway in (front.gateway, second.gateway):
+        gateway.models.change({}, lambda _name: None, gateway.models.router, [MODEL])  # type: ignore[arg-type,return-value]
+    async with client_of(second) as other:
+        here, there = (asyncio.create_task(_followed(one, begun.id, -1)) for one in (client, other))
+        assert await has_status(other, begun.id, "queued", "in_progress")
+        front.worker.gate.set()
+        assert (_text(await here), _text(await there)) == (TEXT, TEXT)
+        for one in (client, other):
+            assert (await one.responses.retrieve(begun.id)).output_text == TEXT
+            again = await _followed(one, begun.id, -1)
+            assert (again[-1]["type"], _text(again)) == ("response.completed", TEXT)
+            assert [event["type"] for event in await _followed(one, begun.id, 20)][-1] == (
+                "response.completed"
+            )
 
 
 async def test_bad_requests_are_named(front: RunningGateway, client: openai.AsyncOpenAI) -> None:

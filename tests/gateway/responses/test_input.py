@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.gateway.errors import InvalidJsonError
-from millrace.gateway.responses.input import check_fields, messages_of
+from millrace.gateway.responses.history import messages_of
+from millrace.gateway.responses.input import check_fields
 from millrace.gateway.streams.parts import ChoiceEnd
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.errors import GrammarError, ParameterError
@@ -133,7 +134,7 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
         [
             {"role": "user", "content": "x"},
             answer | {"content": [text]},
-            call | {"parsed_arguments": {}, "namespace": "n", "caller": {"type": "direct"}},
+            call | {"parsed_arguments": {}, "caller": {"type": "direct"}},
             {"type": "function_call_output", "call_id": "c", "output": "1", "name": "f"},
         ]
     ) == [
@@ -153,7 +154,18 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
     ("item", "param"),
     [
         ({"type": "item_reference"}, "input[1].id"),
-        ({"type": "computer_call", "id": "x", "summary": []}, "input[1].type"),
+        ({"type": "compaction_trigger"}, "input[1].type"),
+        ({"type": "custom_tool_call", "call_id": "x", "name": "f"}, "input[1].input"),
+        ({"type": "custom_tool_call_output", "output": "y"}, "input[1].call_id"),
+        (
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_image"}],
+            },
+            "input[1].output[0].type",
+        ),
+        ({"type": "local_shell_call", "call_id": "x", "action": []}, "input[1].action"),
         ({"type": 7}, "input[1].type"),
         ({"role": "user"}, "input[1].content"),
         ({"role": "tool", "content": "x"}, "input[1].role"),
@@ -194,14 +206,14 @@ def test_a_bad_item_is_named(item: Any, param: str) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"session_id": "s"}, "session_id"),
         ({"n": 2}, "n"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["file_search_call.pages"]}, "include"),
         ({"text": {"verbosity": 3}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": 3}}},
             "text.format.schema",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -1,0 +1,119 @@
+"""The tools of a chat completion, as OpenAI's clients write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.gateway.request.offered.offered_tools import (
+    GivenTool,
+    OfferedTools,
+    asked_choice,
+    offered_tools,
+    own_tools,
+    tool_left_out,
+)
+from millrace.gateway.transport.decoding import decode
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.openai import ChatFields, CustomGrammarFormat, CustomTool, FunctionTool
+from millrace.schemas.tools import ToolDefinition
+
+_T = TypeVar("_T")
+FUNCTION = "function"
+
+
+class ToolHead(msgspec.Struct, frozen=True):
+    """What a tool of any type has, and by what it may be called."""
+
+    type: str
+    name: str | None = None
+    server_label: str | None = None
+
+    def left_out(self, where: str) -> GivenTool | None:
+        """The tool, if it is of a type that is left out."""
+        return tool_left_out(self.type, where, self.name or self.server_label or "")
+
+
+class _ChatHead(ToolHead, frozen=True):
+    """A function need not say that it is one."""
+
+    type: str = FUNCTION
+
+
+_HEAD = msgspec.json.Decoder(_ChatHead)
+_FUNCTION = msgspec.json.Decoder(FunctionTool)
+_CUSTOM = msgspec.json.Decoder(CustomTool)
+
+
+def offered_of_chat(request: ChatFields) -> OfferedTools:
+    """Raises ParameterError, naming the tool, for what cannot be honoured."""
+    given = [*given_tools(request.tools or ()), *own_tools(request.server_tools or ())]
+    return offered_tools(given, asked_choice(request.tool_choice))
+
+
+def given_tools(tools: Sequence[msgspec.Raw]) -> list[GivenTool]:
+    """Raises ParameterError."""
+    return [_given(bytes(raw), f"tools[{i}]") for i, raw in enumerate(tools)]
+
+
+def _given(raw: bytes, where: str) -> GivenTool:
+    head = decode_within(where, _HEAD, raw)
+    if head.type == FUNCTION:
+        return _function(decode_within(where, _FUNCTION, raw), where)
+    if head.type == CUSTOM:
+        return _custom(decode_within(where, _CUSTOM, raw), where)
+    left_out = head.left_out(where)
+    if left_out is None:
+        raise unknown_type(head.type, where, (FUNCTION, CUSTOM))
+    return left_out
+
+
+def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
+    """The part of a request that is in its field ``where``. Raises ParameterError."""
+    try:
+        return decode(decoder, raw)
+    except ParameterError as error:
+        path = f"{where}.{error.param}" if error.param else where
+        is_named = bool(error.param) and error.message.startswith(error.param)
+        message = f"{where}.{error.message}" if is_named else f"{where}: {error.message}"
+        raise ParameterError(path, message) from error
+
+
+def unknown_type(tool_type: str, where: str, known: Sequence[str]) -> ParameterError:
+    """The refusal of a tool of a type that is not known."""
+    return ParameterError(
+        f"{where}.type",
+        f"{where}.type: {tool_type!r:.100} is no type of tool that is known here; give one of "
+        f"{', '.join(known)}.",
+    )
+
+
+def _function(tool: FunctionTool, where: str) -> GivenTool:
+    function = tool.function
+    return GivenTool(
+        where=where,
+        type=FUNCTION,
+        name=function.name,
+        definition=ToolDefinition(
+            name=function.name,
+            description=function.description or "",
+            parameters=function.parameters,
+            strict=bool(function.strict),
+        ),
+    )
+
+
+def _custom(tool: CustomTool, where: str) -> GivenTool:
+    custom = tool.custom
+    grammar = custom.format.grammar if isinstance(custom.format, CustomGrammarFormat) else None
+    return freeform_tool(
+        where,
+        custom.name,
+        custom.description or "",
+        syntax="" if grammar is None else grammar.syntax,
+        definition="" if grammar is None else grammar.definition,
+        definition_field=f"{where}.custom.format.grammar.definition",
+    )

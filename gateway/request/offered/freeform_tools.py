@@ -1,0 +1,67 @@
+"""Tools of OpenAI's type ``custom``, whose input is a text and may have a grammar."""
+
+from __future__ import annotations
+
+from millrace.gateway.request.offered.offered_tools import GivenTool
+from millrace.registry.tool_formats.freeform import PARAMETERS
+from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
+from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
+from millrace.registry.tool_formats.plain_pattern import NoPatternError, NotKeptError
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import NoticeCode, Notices, notice
+from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
+from millrace.schemas.tools import ToolDefinition
+
+CUSTOM = "custom"
+_HINT = "Give the whole text as the one argument input."
+_OF_SYNTAX = {
+    "lark": "It must match this grammar in Lark's notation:",
+    "regex": "It must match this regular expression:",
+}
+
+
+def freeform_tool(
+    where: str,
+    name: str,
+    description: str,
+    *,
+    syntax: str = "",
+    definition: str = "",
+    definition_field: str = "",
+    namespace: str = "",
+    told_name: str = "",
+) -> GivenTool:
+    """A tool with a grammar if there is a ``syntax``; ``told_name`` is what the model knows it by,
+    if that is another. A grammar that no answer can be held to here is told to the model and named
+    in a notice. Raises ParameterError for one that is none."""
+    told = [description.strip(), _HINT]
+    pattern, notices = "", Notices()
+    if syntax:
+        told.append(f"{_OF_SYNTAX[syntax]}\n{definition}")
+        pattern, notices = _pattern(syntax, definition, definition_field, name)
+    return GivenTool(
+        where=where,
+        type=CUSTOM,
+        name=name,
+        namespace=namespace,
+        definition=ToolDefinition(
+            name=told_name or name,
+            description="\n".join(filter(None, told)),
+            parameters=PARAMETERS,
+        ),
+        pattern=pattern,
+        notices=notices,
+    )
+
+
+def _pattern(syntax: str, definition: str, field: str, name: str) -> tuple[str, Notices]:
+    if not 1 <= len(definition) <= MAX_GRAMMAR_CHARACTERS:
+        raise ParameterError(field, f"{field} must have 1 to {MAX_GRAMMAR_CHARACTERS} characters.")
+    try:
+        if syntax == "lark":
+            return pattern_of_lark(definition), ()
+        return pattern_of_regex(definition), ()
+    except (LarkSyntaxError, NoPatternError) as error:
+        raise ParameterError(field, f"{field} cannot be read: {error}.") from error
+    except NotKeptError as error:
+        return "", (notice(NoticeCode.GRAMMAR_NOT_KEPT, field, f"{name}: {error}"),)

@@ -1,0 +1,224 @@
+"""Which of a request's tools the model is told of, and whether it must call one: one rule for the
+endpoints, which spell tools in different ways.
+
+A tool that only its provider's server can run is left out, and the answer says so; a request that
+demands such a tool is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from millrace.gateway.request.offered.provider_tools import is_left_out, why_left_out
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
+from millrace.schemas.tools import MAX_TOOLS, ToolChoice, ToolDefinition, ToolMode
+
+OWN = "server"
+_NAMESPACE = "namespace"
+_CHOICE = "tool_choice"
+_FORMS = (
+    "tool_choice must be auto, none, required, an object that names a tool, or one of type "
+    "allowed_tools with a mode and tools."
+)
+_WORDS = {"auto": ToolMode.AUTO, "none": ToolMode.NONE, "required": ToolMode.REQUIRED}
+_REFERENCE_KEYS = frozenset({"type", "name", "namespace", "server_label"})
+_MAX_REFERENCES = 4 * MAX_TOOLS
+
+
+class GivenTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool as a request gives it, in the field ``where``.
+
+    ``tool_choice`` names it by its ``type`` and its ``name``, if it has one. ``definition`` is what
+    the model is told of it; None: the gateway's own tool, or one that is left out. The input of a
+    tool with a ``pattern`` is text that matches this regular expression, any text if it is empty.
+    """
+
+    where: str
+    type: str
+    name: str = ""
+    namespace: str = ""
+    definition: ToolDefinition | None = None
+    pattern: str | None = None
+    notices: Notices = ()
+
+
+class ToolReference(NamedTuple):
+    """How ``tool_choice`` names a tool; an empty type or namespace is any."""
+
+    type: str = ""
+    name: str = ""
+    namespace: str = ""
+
+    def __str__(self) -> str:
+        return self.name or self.type
+
+
+class AskedChoice(NamedTuple):
+    """``tool_choice`` as it was asked for: the tool that is ``named`` goes with NAMED only, and of
+    the tools in ``allowed`` one may be called; None: of all."""
+
+    mode: ToolMode = ToolMode.AUTO
+    named: ToolReference = ToolReference()
+    allowed: tuple[ToolReference, ...] | None = None
+
+
+class OfferedTools(NamedTuple):
+    """What the model is told of: the client's tools, and the names of the gateway's ``own``.
+    ``freeform`` has the patterns of tools whose input is text."""
+
+    tools: tuple[ToolDefinition, ...]
+    own: tuple[str, ...]
+    choice: ToolChoice
+    freeform: dict[str, str]
+    notices: Notices
+
+
+def tool_left_out(tool_type: str, where: str, name: str = "") -> GivenTool | None:
+    """The tool if it is of a type that only its provider's server can run; else None."""
+    if not is_left_out(tool_type):
+        return None
+    return GivenTool(where=where, type=tool_type, name=name)
+
+
+def own_tools(names: Sequence[str]) -> list[GivenTool]:
+    """The gateway's own tools that a request lists in ``server_tools``."""
+    return [GivenTool(where="server_tools", type=OWN, name=name) for name in dict.fromkeys(names)]
+
+
+def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTools:
+    """Raises ParameterError for tools of one name, for a tool that is not there, and for a choice
+    that demands a tool that is left out."""
+    _check(given)
+    allowed = given if asked.allowed is None else _allowed(given, asked.allowed)
+    choice = ToolChoice(mode=asked.mode)
+    if asked.mode is ToolMode.NAMED:
+        choice = ToolChoice(mode=ToolMode.NAMED, name=_named(given, asked.named))
+    elif asked.mode is ToolMode.REQUIRED:
+        _check_there_is_one(allowed)
+    notices: list[Notice] = []
+    for tool in given:
+        if tool.definition is None and tool.type != OWN:
+            notices.append(notice(NoticeCode.TOOL_LEFT_OUT, tool.where, tool.type))
+        elif tool in allowed:
+            notices += tool.notices
+    tools = [tool for tool in allowed if tool.definition is not None]
+    return OfferedTools(
+        tools=tuple(tool.definition for tool in tools if tool.definition is not None),
+        own=tuple(tool.name for tool in allowed if tool.type == OWN),
+        choice=choice,
+        freeform={
+            tool.definition.name: tool.pattern
+            for tool in tools
+            if tool.definition is not None and tool.pattern is not None
+        },
+        notices=bounded(notices),
+    )
+
+
+def asked_choice(value: Any) -> AskedChoice:
+    """``tool_choice`` as OpenAI's clients write it, in chat completions and in responses. Raises
+    ParameterError for anything else."""
+    if value is None:
+        return AskedChoice()
+    if isinstance(value, str) and value in _WORDS:
+        return AskedChoice(_WORDS[value])
+    if not isinstance(value, dict):
+        raise ParameterError(_CHOICE, _FORMS)
+    if value.get("type") == _NAMESPACE:
+        raise ParameterError(_CHOICE, "A namespace goes with allowed_tools; name one of its tools.")
+    if value.get("type") != "allowed_tools":
+        return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
+    body = value.get("allowed_tools", value)
+    if not isinstance(body, dict) or body.keys() - {"type"} != {"mode", "tools"}:
+        raise ParameterError(_CHOICE, _FORMS)
+    if body["mode"] not in ("auto", "required"):
+        raise ParameterError(f"{_CHOICE}.mode", "The mode of allowed_tools is auto or required.")
+    tools = body["tools"]
+    if not isinstance(tools, list) or not 1 <= len(tools) <= _MAX_REFERENCES:
+        raise ParameterError(
+            f"{_CHOICE}.tools", f"allowed_tools names 1 to {_MAX_REFERENCES} tools in tools."
+        )
+    named = [_reference(tool, f"{_CHOICE}.tools[{i}]") for i, tool in enumerate(tools)]
+    return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named))
+
+
+def _reference(value: Any, where: str) -> ToolReference:
+    """The name is in the object itself, or, in chat completions, in one named by the type."""
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise ParameterError(where, _FORMS if where == _CHOICE else f"{where} must name a tool.")
+    tool_type = value["type"]
+    inner = value.get(tool_type)
+    if isinstance(inner, dict) and value.keys() == {"type", tool_type}:
+        value = inner | {"type": tool_type}
+    texts = {key: value.get(key) or "" for key in _REFERENCE_KEYS}
+    is_named = bool(texts["name"]) or tool_type not in ("function", "custom", OWN)
+    if not is_named or value.keys() - _REFERENCE_KEYS or not _are_texts(texts.values()):
+        raise ParameterError(where, _FORMS if where == _CHOICE else f"{where} must name a tool.")
+    return ToolReference(tool_type, texts["name"] or texts["server_label"], texts["namespace"])
+
+
+def _are_texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _check(given: Sequence[GivenTool]) -> None:
+    names = [tool.definition.name for tool in given if tool.definition is not None]
+    if len(names) > MAX_TOOLS:
+        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ParameterError("tools", f"tools has {double} twice.")
+
+
+def _fits(tool: GivenTool, reference: ToolReference) -> bool:
+    if reference.type == _NAMESPACE:
+        return bool(reference.name) and tool.namespace == reference.name
+    if reference.type not in ("", tool.type) and (reference.type, tool.type) != ("function", OWN):
+        return False
+    if reference.namespace not in ("", tool.namespace):
+        return False
+    names = {tool.name} if tool.definition is None else {tool.name, tool.definition.name}
+    return reference.name in names or "" in (reference.name, tool.name)
+
+
+def _allowed(given: Sequence[GivenTool], references: Sequence[ToolReference]) -> list[GivenTool]:
+    for i, reference in enumerate(references):
+        if not any(_fits(tool, reference) for tool in given):
+            where = f"{_CHOICE}.tools[{i}]"
+            raise ParameterError(where, f"{where}: there is no tool {str(reference)!r:.100}.")
+    return [tool for tool in given if any(_fits(tool, one) for one in references)]
+
+
+def _named(given: Sequence[GivenTool], reference: ToolReference) -> str:
+    """What the model knows the tool by."""
+    found = [tool for tool in given if _fits(tool, reference)]
+    if not given:
+        raise ParameterError(_CHOICE, "tool_choice demands a tool, but there are no tools.")
+    if not found:
+        raise ParameterError(_CHOICE, f"There is no tool {str(reference)!r:.100}.")
+    tool = found[0]
+    if tool.definition is not None:
+        return tool.definition.name
+    if tool.type != OWN:
+        raise _demanded(tool)
+    return tool.name
+
+
+def _check_there_is_one(allowed: Sequence[GivenTool]) -> None:
+    if any(tool.definition is not None or tool.type == OWN for tool in allowed):
+        return
+    if allowed:
+        raise _demanded(allowed[0])
+    raise ParameterError(_CHOICE, "tool_choice demands a tool, but there are no tools.")
+
+
+def _demanded(tool: GivenTool) -> ParameterError:
+    return ParameterError(
+        tool.where,
+        f"{tool.where}: {tool.type:.100} {why_left_out(tool.type)}, so tool_choice cannot demand "
+        "it. Give a tool that the client runs, or tool_choice auto.",
+    )

@@ -1,0 +1,119 @@
+"""Calls of tools that clients of the Responses API have built in, and what calls gave, in the words
+of chat completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from millrace.registry.tool_formats.freeform import arguments_of_input
+from millrace.schemas.chat.messages import CalledFunction
+from millrace.schemas.responses.call_items import (
+    ApplyPatchCallItem,
+    ApplyPatchCallOutputItem,
+    BuiltInCallItem,
+    CustomToolCallItem,
+    ItemStatus,
+    LocalShellCallItem,
+    OtherCallItem,
+    OtherOutputItem,
+    ShellCallItem,
+    ShellCallOutputItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+)
+
+_EXEC = "exec"
+
+
+class _LocalShellAction(msgspec.Struct):
+    command: list[str]
+    env: dict[str, str] = {}
+    timeout_ms: int | None = None
+    user: str | None = None
+    working_directory: str | None = None
+    type: str = _EXEC
+
+
+class _ShellAction(msgspec.Struct):
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class _PatchOperation(msgspec.Struct, omit_defaults=True):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str = ""
+
+
+_ASKED_FOR: dict[type[BuiltInCallItem], msgspec.json.Decoder[Any]] = {
+    LocalShellCallItem: msgspec.json.Decoder(_LocalShellAction),
+    ShellCallItem: msgspec.json.Decoder(_ShellAction),
+    ApplyPatchCallItem: msgspec.json.Decoder(_PatchOperation),
+    ToolSearchCallItem: msgspec.json.Decoder(dict[str, Any]),
+}
+_NOTHING: dict[type[BuiltInCallItem], dict[str, Any]] = {
+    LocalShellCallItem: {"type": _EXEC, "command": [], "env": {}},
+    ShellCallItem: {"commands": []},
+    ApplyPatchCallItem: {},
+    ToolSearchCallItem: {},
+}
+
+
+def built_in_item(
+    kind: type[BuiltInCallItem], item_id: str, call_id: str, arguments: str, status: ItemStatus
+) -> BuiltInCallItem:
+    """The item of a call with these arguments. Arguments that the tool does not take make a call
+    that is ``incomplete`` and asks for nothing."""
+    asked = _NOTHING[kind]
+    if status == "completed":
+        try:
+            asked = msgspec.to_builtins(_ASKED_FOR[kind].decode(arguments))
+        except (msgspec.DecodeError, RecursionError):
+            status = "incomplete"
+    if kind is ToolSearchCallItem:
+        return ToolSearchCallItem(id=item_id, call_id=call_id, status=status, arguments=asked)
+    if kind is ApplyPatchCallItem:
+        return ApplyPatchCallItem(id=item_id, call_id=call_id, status=status, operation=asked)
+    if kind is ShellCallItem:
+        return ShellCallItem(id=item_id, call_id=call_id, status=status, action=asked)
+    return LocalShellCallItem(id=item_id, call_id=call_id, status=status, action=asked)
+
+
+def called(item: OtherCallItem) -> CalledFunction:
+    """The call as the model made it, but for the namespace of a custom tool."""
+    if isinstance(item, CustomToolCallItem):
+        return CalledFunction(name=item.name, arguments=arguments_of_input(item.input))
+    if isinstance(item, LocalShellCallItem):
+        given = {key: value for key, value in item.action.items() if key != "type"}
+        name, arguments = "local_shell", {key: value for key, value in given.items() if value}
+    elif isinstance(item, ShellCallItem):
+        name = "shell"
+        arguments = {key: value for key, value in item.action.items() if value is not None}
+    elif isinstance(item, ApplyPatchCallItem):
+        name, arguments = "apply_patch", item.operation
+    else:
+        name, arguments = "tool_search", item.arguments
+    return CalledFunction(name=name, arguments=msgspec.json.encode(arguments).decode())
+
+
+def told_output(item: OtherOutputItem) -> str:
+    """What the model reads of what a call gave."""
+    if isinstance(item, ToolSearchOutputItem):
+        names = ", ".join(filter(None, map(_names_of, item.tools)))
+        return f"Found: {names}" if names else "Nothing was found."
+    if isinstance(item, ApplyPatchCallOutputItem):
+        return f"{item.status}: {item.output}" if item.output else item.status
+    if isinstance(item, ShellCallOutputItem):
+        return msgspec.json.encode(item.output).decode()
+    output = item.output
+    return output if isinstance(output, str) else "".join(piece.text for piece in output)
+
+
+def _names_of(tool: dict[str, Any]) -> str:
+    inner = tool.get("tools")
+    if isinstance(inner, list):
+        return ", ".join(str(one.get("name", "")) for one in inner if isinstance(one, dict))
+    return str(tool.get("name", tool.get("type", "")))

@@ -1,0 +1,128 @@
+"""The events of an answer that is over, made of what is kept of it.
+
+Neither its model nor its tokens need to be there any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import msgspec
+from msgspec.structs import replace
+
+from millrace.gateway.responses.built_in_calls import called
+from millrace.gateway.responses.cursor import events_after
+from millrace.gateway.responses.items import LENGTH, OutputItems
+from millrace.gateway.responses.tools import CallKind, told_name
+from millrace.gateway.streams.parts import (
+    CallArguments,
+    CallStart,
+    ChoiceEnd,
+    Part,
+    ReasoningPart,
+    StepPart,
+    TextPart,
+)
+from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.openai import LogprobInfo
+from millrace.schemas.responses.call_items import BuiltInCallItem, CustomToolCallItem
+from millrace.schemas.responses.events import (
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    StreamError,
+)
+from millrace.schemas.responses.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    Response,
+)
+
+_decode = msgspec.json.Decoder(Response).decode
+
+
+def replayed(response: bytes, after: int) -> list[ResponseEvent]:
+    """The events with a sequence number over ``after`` of an answer as it is kept."""
+    return list(events_after(_events(_decode(response)), after))
+
+
+def _events(response: Response) -> Iterator[ResponseEvent]:
+    begun = replace(
+        response,
+        status="in_progress",
+        output=(),
+        usage=None,
+        error=None,
+        incomplete_details=None,
+    )
+    yield ResponseCreated(sequence_number=0, response=begun)
+    yield ResponseInProgress(sequence_number=1, response=begun)
+    stem = response.id.rpartition("-")[2]
+    seals = any(
+        isinstance(item, ReasoningItem) and item.encrypted_content is not None
+        for item in response.output
+    )
+    items = OutputItems(stem, 2, _described, _kinds(response.output), seals=seals)
+    for part in _parts(response.output):
+        yield from items.add(part)
+    if response.status in ("completed", "incomplete"):
+        is_cut = response.status == "incomplete"
+        yield from items.add(ChoiceEnd(0, LENGTH if is_cut else "stop"))
+        kind = ResponseIncomplete if is_cut else ResponseCompleted
+        yield kind(sequence_number=items.number(), response=response)
+        return
+    if response.error is not None:
+        code, message = response.error.code, response.error.message
+        yield StreamError(sequence_number=items.number(), code=code, message=message)
+    yield ResponseFailed(sequence_number=items.number(), response=response)
+
+
+def _described(logprobs: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
+    """Those that are kept are described already."""
+    return cast("tuple[LogprobInfo, ...]", tuple(logprobs))
+
+
+def _kinds(output: Sequence[Item]) -> dict[str, CallKind]:
+    kinds: dict[str, CallKind] = {}
+    for item in output:
+        if isinstance(item, FunctionCallItem | CustomToolCallItem):
+            namespace = item.namespace or ""
+            kinds[told_name(item.name, namespace)] = CallKind(item.name, namespace)
+        elif isinstance(item, BuiltInCallItem):
+            kinds[called(item).name] = CallKind(called(item).name, built_in=type(item))
+    return kinds
+
+
+def _parts(output: Sequence[Item]) -> Iterator[Part]:
+    results = {item.call_id: item for item in output if isinstance(item, FunctionCallOutputItem)}
+    for number, item in enumerate(output):
+        if isinstance(item, MessageItem):
+            for piece in item.content:
+                kept = piece.logprobs if isinstance(piece, OutputText) else None
+                yield TextPart(0, 0, 1, piece.text, cast("tuple[TokenLogprob, ...]", kept or ()))
+        elif isinstance(item, ReasoningItem):
+            yield ReasoningPart(0, 0, 1, "".join(piece.text for piece in item.content))
+        elif isinstance(item, FunctionCallItem):
+            name = told_name(item.name, item.namespace or "")
+            result = results.get(item.call_id)
+            if result is not None:
+                yield StepPart(item.call_id, name, item.arguments, True, result.output, 0)
+                continue
+            yield CallStart(0, number, item.call_id, name)
+            yield CallArguments(0, number, item.arguments)
+        elif isinstance(item, CustomToolCallItem):
+            name = told_name(item.name, item.namespace or "")
+            yield CallStart(0, number, item.call_id, name, custom=True)
+            yield CallArguments(0, number, item.input, custom=True)
+        elif isinstance(item, BuiltInCallItem):
+            function = called(item)
+            yield CallStart(0, number, item.call_id, function.name)
+            yield CallArguments(0, number, function.arguments)
