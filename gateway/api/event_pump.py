@@ -11,6 +11,7 @@ from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.transport.connection_writer import ResponseWriter
 from millrace.gateway.transport.event_ids import EventId
+from millrace.runtime.json.lines import on_one_line
 
 _KEEP_ALIVE_S = 15.0
 
@@ -104,7 +105,7 @@ class EventPump:
             self._gateway.write_coalescer.schedule(self)
 
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
-        event = b"%b%b%b" % (before, encode(text), after)
+        event = b"%b%b%b" % (before, on_one_line(encode(text)), after)
         if self._told is not None:
             next_index = self._response.choices[0].next_index
             self._told.note_plain(len(text), next_index)
@@ -122,5 +123,5 @@ class EventPump:
 
     def _write_events(self, events: bytes) -> None:
         if events:
-            self._writer.write([events])
+            self._writer.write([on_one_line(events)])
             self._has_written = True
