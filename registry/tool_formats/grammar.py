@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from millrace.registry.tool_formats.annotations import without_annotations
 from millrace.registry.tool_formats.argument_rules import literal
 from millrace.registry.tool_formats.freeform import held_to_patterns
 from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
@@ -81,6 +82,7 @@ def call_grammar(
     layout = _LAYOUTS[tool_format]
     alone = choice.mode is ToolMode.AUTO and parallel and answer is None
     tools = held_to_patterns(tools, patterns, tool_format, alone=alone)
+    tools = tuple(map(without_annotations, tools))
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
             frame = _calls_only(layout, parallel, " | answer")

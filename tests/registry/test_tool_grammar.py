@@ -84,6 +84,34 @@ def library() -> GrammarLibrary:
     return GrammarLibrary(demo().tokenizer, demo().tokenizer.vocab_size)
 
 
+def test_words_of_a_schema_take_no_room_in_a_grammar() -> None:
+    """Agents send dozens of tools, most of whose schemas is prose."""
+    described = {
+        "type": "string",
+        "description": "y" * 300,
+        "title": "T",
+        "examples": ["description"],
+    }
+    named = dict.fromkeys(("title", "description", "default", *"abcdefg"), described)
+    parameters = {
+        "properties": named | {"kind": {"enum": [{"title": "kept"}]}},
+        "required": ["title", "description", "default"],
+        "$defs": {"description": {"type": "null", "description": "y"}},
+        "default": {"title": "x"},
+    }
+    tools = [ToolDefinition(name=f"tool_{i}", parameters=parameters) for i in range(24)]
+    for tool_format in (ToolFormat.HERMES, ToolFormat.QWEN3_CODER):
+        made = grammar(tool_format, REQUIRED, *tools)
+        assert "yy" not in made.text
+        for name in named:
+            assert name in made.text
+    one = grammar(ToolFormat.HERMES, REQUIRED, tools[0]).text
+    assert '"enum": [{"title": "kept"}]' in one
+    assert '"required": ["title", "description", "default"]' in one
+    assert '"$defs": {"description": {"type": "null"}}' in one
+    assert library().compile(grammar(ToolFormat.HERMES, REQUIRED, tools[0]))
+
+
 def grammar(
     tool_format: ToolFormat, choice: ToolChoice, *tools: ToolDefinition, parallel: bool = True
 ) -> Grammar:
@@ -338,7 +366,7 @@ def test_properties_beyond_the_schema(
             "f must be a schema of type object",
         ),
         (
-            [ToolDefinition(name="f", parameters={"description": "x" * 70_000})],
+            [ToolDefinition(name="f", parameters={"const": "x" * 70_000})],
             REQUIRED,
             "tools",
             "too large to have calls follow them",
