@@ -90,7 +90,10 @@ _CHANNELS = (
         (Job,),
         f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
         "the request id, so that a retried publish is accepted once, and wait for the "
-        "acknowledgement: from then on the job is answered. Model, tier and tenant in the body "
+        "acknowledgement: from then on the job is answered. reply must be the tenant's name, alone "
+        "or with a slash and a name behind it; a job with another one is refused "
+        "(reply_forbidden) on tok.<tenant>.<request>. The same job published again under its id "
+        "gets the answer of the first on its own reply, another job gets duplicate. Model, tier and tenant in the body "
         "must be those of the subject; an absent tier or tenant is the subject's, and a body that "
         "names another tenant is refused (tenant_mismatch). Jobs of a subject wait in a line of "
         "their own, and tenants are served in turn; a server that lets a client publish under its "

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.directories import Directories
-from millrace.bus.job_queue import TenantQueue
+from millrace.bus.job_queue import IsForeignReply, TenantQueue
+from millrace.bus.jobs.refusals import is_foreign_by_name
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
@@ -71,6 +72,7 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
         directories: Directories | None = None,
+        is_foreign_reply: IsForeignReply = is_foreign_by_name,
     ) -> None:
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
@@ -82,7 +84,9 @@ class Scheduler:
             Finalizer(bus, clock, running_requests, model_cache.prices, traces, admission),
             traces,
             admission,
+            is_foreign_reply,
         )
+        bus.jobs.guard_replies(is_foreign_reply)
         directories = directories or Directories.of(None, clock)
         self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
@@ -155,6 +159,7 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
+        subscriptions.append(await bus.jobs.recover_dropped())
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:

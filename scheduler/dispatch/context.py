@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from millrace.bus.api import Bus
+from millrace.bus.job_queue import IsForeignReply
+from millrace.bus.jobs.refusals import is_foreign_by_name
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Fleet
@@ -31,6 +33,7 @@ class SchedulerContext:
         finalizer: Finalizer,
         traces: JobTraces | None,
         admission: JobAdmission | None,
+        is_foreign_reply: IsForeignReply = is_foreign_by_name,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -39,6 +42,7 @@ class SchedulerContext:
         self.finalizer = finalizer
         self.traces = traces
         self.admission = admission
+        self.is_foreign_reply = is_foreign_reply
         self.fleet = Fleet(config.heartbeat_timeout_s)
         self.prefixes = PrefixIndex(config.max_prefix_keys)
         self.cancels = CancelMemory(config.cancel_memory_s)
