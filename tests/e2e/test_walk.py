@@ -135,7 +135,7 @@ async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: 
     assert "delta" in await ask("first", request_id=request_id, **question)
 
     again = await ask("again", request_id=request_id, **question)
-    assert again == frames["first"]
+    assert list(dict.fromkeys(again)) == ["started", "delta", "usage", "done"]
     other = {**question, "prompt": "What is a lease?"}
     assert await ask("other", request_id=request_id, **other) == ["duplicate"]
     assert await ask("nameless", request_id="", **question) == ["malformed_message"]
