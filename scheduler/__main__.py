@@ -18,7 +18,6 @@ from millrace.bus.fleet.directories import Directories
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.bus.tenancy.keeper import LimitKeeper
-from millrace.bus.tenancy.reply_owners import ReplyOwners
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.registry.served import ServedModel
@@ -71,7 +70,6 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             None if tracing is None else JobTraces(tracing, clock),
             limits,
             directories,
-            ReplyOwners(redis).is_foreign,
         )
         monitor.registry.register(SchedulerMetrics(scheduler))
         monitor.models = lambda: scheduler.dispatchers

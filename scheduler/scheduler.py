@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.directories import Directories
-from millrace.bus.job_queue import IsForeignReply, TenantQueue
-from millrace.bus.jobs.refusals import is_foreign_by_name
+from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
@@ -72,8 +71,9 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
         directories: Directories | None = None,
-        is_foreign_reply: IsForeignReply = is_foreign_by_name,
     ) -> None:
+        directories = directories or Directories.of(None, clock)
+        is_foreign_reply = directories.reply_owners.is_foreign
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
@@ -87,7 +87,6 @@ class Scheduler:
             is_foreign_reply,
         )
         bus.jobs.guard_replies(is_foreign_reply)
-        directories = directories or Directories.of(None, clock)
         self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers

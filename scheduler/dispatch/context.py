@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import IsForeignReply
-from millrace.bus.jobs.refusals import is_foreign_by_name
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Fleet
@@ -33,7 +32,7 @@ class SchedulerContext:
         finalizer: Finalizer,
         traces: JobTraces | None,
         admission: JobAdmission | None,
-        is_foreign_reply: IsForeignReply = is_foreign_by_name,
+        is_foreign_reply: IsForeignReply,
     ) -> None:
         self.bus = bus
         self.config = config

@@ -12,6 +12,7 @@ import msgspec
 from millrace.bus import codec
 from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.bus.fleet.directories import Directories
+from millrace.bus.fleet.reply_owners import ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import JobClaim, RunningRequest
@@ -128,6 +129,19 @@ class KnownAdapters(AdapterDirectory):
         return self.offered.get((name, version))
 
 
+class KnownTenants(ReplyOwners):
+    """What Redis would know: ``tenants`` have a record."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.tenants: set[str] = set()
+
+    async def is_foreign(self, tenant: str, reply: str) -> bool:
+        return await super().is_foreign(tenant, reply) or (
+            tenant == "local" and reply in self.tenants
+        )
+
+
 def job(request_id: str, **changes: object) -> Job:
     """A job whose frames a ``World`` keeps."""
     tenant = changes.get("tenant", "local")
@@ -154,6 +168,7 @@ class World:
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
         self.rollouts = MemoryRolloutStore()
+        self.reply_owners = KnownTenants()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
         self.running_requests = FakeRunningRequests()
@@ -187,7 +202,9 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
-            directories=Directories(self.adapters, MemoryRollouts(self.rollouts, self.clock)),
+            directories=Directories(
+                self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
+            ),
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)
