@@ -39,7 +39,7 @@ from millrace.schemas.control import (
     PrefixReport,
     WorkerStatus,
 )
-from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,13 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        subscriptions.append(await bus.jobs.recover_dropped())
+        try:
+            subscriptions.append(await bus.jobs.recover_dropped())
+        except BusForbiddenError as error:
+            logger.warning(
+                "jobs that the server drops as duplicates are not answered",
+                extra={"reason": error.message},
+            )
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:

@@ -201,7 +201,11 @@ class NatsJobQueue:
 
     async def recover_dropped(self) -> Subscription:
         dropped = DroppedJobs(self._connection, self._clock)
-        await dropped.open()
+        try:
+            await dropped.open()
+        except BaseException:
+            await dropped.close()
+            raise
         return dropped
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:

@@ -19,7 +19,7 @@ from millrace.bus.nats.publish_batcher import PublishBatcher
 from millrace.bus.nats.pull_inbox import PullInbox
 from millrace.bus.nats.puller import Puller
 from millrace.bus.transport import Subscription
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Record
 
@@ -44,10 +44,13 @@ class NatsResults:
         self._connection = connection
 
     async def store(self, result: JobResult) -> None:
-        if await self._store_after(result, 0):
+        if await self._store_after(result, 0) or result.is_of_no_job:
             return
-        found = await self._find(result.tenant, result.request_id)
-        if found is not None and found.result.is_of_no_job and not result.is_of_no_job:
+        try:
+            found = await self._find(result.tenant, result.request_id)
+        except BusForbiddenError:
+            return  # permissions of an earlier version: the first result stays
+        if found is not None and found.result.is_of_no_job:
             await self._store_after(result, found.sequence)
 
     async def _store_after(self, result: JobResult, sequence: int) -> bool:
