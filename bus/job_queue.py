@@ -105,7 +105,8 @@ class JobQueue(Protocol):
         id was used: under an id of its own, so that its publisher is answered by ``pull``'s caller.
 
         A copy of a job that is still in the queue is left dropped, and so is one that is published
-        while the server or this process is away.
+        while the server or this process is away. Raises BusForbiddenError if this process may not
+        hear jobs.
         """
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:

@@ -12,8 +12,8 @@ from millrace.bus.stored_results import frames_of
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.schemas.control import Replay
-from millrace.schemas.errors import BusUnavailableError
-from millrace.schemas.jobs import Job
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
+from millrace.schemas.jobs import Job, JobResult
 
 logger = logging.getLogger(__name__)
 
@@ -103,23 +103,30 @@ class RepeatedJobs:
         while True:
             known = await self._known(request_id)
             is_over = await self._is_over(first, known)
-            if known is not None and known.worker_id and not _is_one_run(known, sent):
-                sent = known if await self._ask(known.worker_id, job) else None
+            if known is not None and not _is_one_run(known, sent):
+                is_sent = bool(known.worker_id) and await self._ask(known.worker_id, job)
+                sent = known if is_sent else None
             if is_over:
                 break
             await context.bus.jobs.extend(lease)
             await context.clock.sleep(_LOOK_S)
-        result = await context.bus.results.fetch(job.tenant, request_id)
+        result = None if sent is not None else await self._result_of(job)
         epoch = 0 if known is None else known.epoch
-        if sent is None and result is not None:
+        if sent is None and result is None:
+            await context.finalizer.finish_repeated(job, lease, awaits_result=False, epoch=epoch)
+            return
+        if result is not None:
             frames = [(request_id, frame) for frame in frames_of(result, epoch)]
             await context.bus.frames.publish(
                 job.reply, frames, batch=job.batch_frames, as_json=job.frames_as_json
             )
-        if sent is None and result is None:
-            await context.finalizer.finish_repeated(job, lease, awaits_result=False, epoch=epoch)
-        else:
-            await context.bus.jobs.ack(lease)
+        await context.bus.jobs.ack(lease)
+
+    async def _result_of(self, job: Job) -> JobResult | None:
+        try:
+            return await self._context.bus.results.fetch(job.tenant, job.request_id)
+        except BusForbiddenError:
+            return None  # permissions of an earlier version
 
     async def _known(self, request_id: str) -> RunningRequest | None:
         here = self._context.job_table.get(request_id)

@@ -9,8 +9,19 @@ from millrace.bus import subjects
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.transport import Subscription
 from millrace.schemas.control import Replay
-from millrace.schemas.frames import Delta, Done, Failed, FinishReason, Frame, Started, Usage
+from millrace.schemas.errors import BusForbiddenError
+from millrace.schemas.frames import (
+    Delta,
+    Done,
+    Expired,
+    Failed,
+    FinishReason,
+    Frame,
+    Started,
+    Usage,
+)
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status
 from tests.scheduler.world import World, job
@@ -87,6 +98,38 @@ async def test_a_message_id_that_was_used_before(world: World) -> None:
     await world.until(lambda: len(world.frames_of("r1")) == 2 and world.num_stored == 0)
     assert is_duplicate(world.frames_of("r1")[1], epoch=1)
     assert len(worker.history) == 1
+
+
+async def test_permissions_of_an_earlier_version_stop_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that may not hear jobs cannot answer what the server drops, and runs the rest."""
+
+    async def refuse(_queue: MemoryJobQueue) -> Subscription:
+        raise BusForbiddenError("jobs.*.*")
+
+    monkeypatch.setattr(MemoryJobQueue, "recover_dropped", refuse)
+    await world.stop_scheduler()
+    await world.add_scheduler()
+    worker = await world.add_worker()
+    publish(world, job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+
+
+async def test_the_end_of_a_job_that_no_worker_ends(world: World) -> None:
+    """Its reader had frames of the worker that died, and is told that no more come."""
+    deadline_ns = world.clock.now_ns() + 5_000_000_000
+    worker = await world.add_worker()
+    publish(world, job("r1", deadline_ns=deadline_ns, store_result=True))
+    await world.until(lambda: "r1" in worker.running)
+    others = await listen(world, "other")
+    publish(world, job("r1", reply="other", deadline_ns=deadline_ns))
+    await world.until(lambda: len(worker.replays) == 1)
+    await worker.kill()
+    await world.until(lambda: world.terminal("r1") is not None)
+    await world.until(lambda: len(others) > 0 and world.num_stored == 0)
+    assert isinstance(world.terminal("r1"), Expired)
+    assert isinstance(others[-1], Expired)
 
 
 async def test_it_waits_until_the_first_runs_and_goes_where_the_first_goes(world: World) -> None:
