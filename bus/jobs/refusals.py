@@ -52,7 +52,11 @@ class Refusals:
         is_reserved = subjects.is_reserved(subject)
         if not is_reserved and await self.is_foreign_reply(owner.tenant, owner.reply):
             owner = msgspec.structs.replace(owner, reply=owner.tenant)
-        message = f"{error.message.removesuffix('.')}. {_ID_IS_FREE}"
+        message = error.message
+        if error.code == MalformedMessageError.code:
+            message = f"The message is not a job: {message.removesuffix('.')}."
+        if owner.request_id:
+            message = f"{message} {_ID_IS_FREE}"
         await self._tell(owner, error.code, message, epoch=0)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:

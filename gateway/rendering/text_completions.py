@@ -143,12 +143,15 @@ class CompletionRenderer:
             token_ids=told.of_choice(index) if told else msgspec.UNSET,
         )
 
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._response.prompt_of(index)
+        return prompt if isinstance(prompt, str) else self._response.model.tokenizer.decode(prompt)
+
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
         """The prompt of a choice, and its log-probabilities if they were asked for."""
         response = self._response
-        prompt = response.prompt_of(index)
+        prompt, text = response.prompt_of(index), self._prompt_text(index)
         tokenizer = response.model.tokenizer
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         if response.request.sampling.prompt_logprobs is None:
             return text, None
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -197,7 +200,7 @@ class CompletionRenderer:
         offsets = TextOffsets(
             response.model.tokenizer,
             response.prompt_of(index),
-            start=len(self._echo(index)[0]) if response.request.echo else 0,
+            start=len(self._prompt_text(index)) if response.request.echo else 0,
             skip_special_tokens=sampling.skip_special_tokens,
             silent=silent_tokens(response.model.eos_token_ids, sampling),
         )
