@@ -44,7 +44,8 @@ TELEMETRY_GROUP = "telemetry"
 
 _RESERVED = "reserved"
 RESERVED_JOBS = f"jobs.*.*.*.{_RESERVED}"
-ALL_JOBS = ("jobs.*.*", "jobs.*.*.*", RESERVED_JOBS)
+SERVICE_JOBS = ("jobs.*.*", "jobs.*.*.*")
+ALL_JOBS = (*SERVICE_JOBS, RESERVED_JOBS)
 ANY_JOB = "jobs.>"  # as a filter, all of them at once
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"

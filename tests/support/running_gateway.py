@@ -23,6 +23,7 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.served import EmbeddingSettings
+from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.registry.truncation import num_kept_tokens
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
@@ -59,6 +60,8 @@ class ByteTokenizer:
 
     def __init__(self, template: str = "") -> None:
         self._template = template
+        self.table = TokenBytes(tuple(bytes([one]) for one in range(256)), "replace")
+        self.special_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
