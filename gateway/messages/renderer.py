@@ -10,9 +10,14 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.blocks import ContentBlocks
 from millrace.gateway.messages.refusals import error_of
-from millrace.gateway.rendering.rendering import PartEvents
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
+from millrace.gateway.streams.parts import (
+    CallArguments,
+    Part,
+    PartEvents,
+    ReasoningPart,
+    TextPart,
+)
 from millrace.schemas.anthropic.answers import (
     ContentBlockDelta,
     MessageAnswer,

@@ -7,7 +7,7 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint, PartEvents
+from millrace.gateway.rendering.rendering import BodyEndpoint
 from millrace.gateway.rendering.token_ids import ToldTokens
 from millrace.gateway.request.parsing import parse_chat
 from millrace.gateway.request.response_reader import ResponseReader
@@ -16,6 +16,7 @@ from millrace.gateway.streams.parts import (
     CallStart,
     ChoiceEnd,
     Part,
+    PartEvents,
     ReasoningPart,
     StepPart,
     TextPart,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -14,20 +14,12 @@ from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.parts import Part, PartEvents
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 
 _ReadT = TypeVar("_ReadT")
-
-
-class PartEvents(NamedTuple):
-    """The events of a part. ``delta`` is the event that tells its text, or what else is told of its
-    tokens; it comes after the others."""
-
-    others: bytes = b""
-    delta: bytes = b""
 
 
 class Renderer(Protocol):

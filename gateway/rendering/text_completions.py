@@ -9,12 +9,12 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint, PartEvents
+from millrace.gateway.rendering.rendering import BodyEndpoint
 from millrace.gateway.rendering.text_offsets import TextOffsets
 from millrace.gateway.rendering.token_ids import ToldTokens
 from millrace.gateway.request.parsing import parse_completion
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import ChoiceEnd, Part, TextPart
+from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of

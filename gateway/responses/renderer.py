@@ -9,7 +9,6 @@ from typing import get_args
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.rendering import PartEvents
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
@@ -17,7 +16,13 @@ from millrace.gateway.responses.input import THOUGHTS, named
 from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.responses.tools import call_kinds
-from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
+from millrace.gateway.streams.parts import (
+    CallArguments,
+    Part,
+    PartEvents,
+    ReasoningPart,
+    TextPart,
+)
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
 from millrace.schemas.notices import field_of

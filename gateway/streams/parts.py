@@ -80,3 +80,11 @@ class ChoiceEnd(NamedTuple):
 
 
 Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd
+
+
+class PartEvents(NamedTuple):
+    """The events of a part. ``delta`` is the event that tells its text, or what else is told of its
+    tokens; it comes after the others."""
+
+    others: bytes = b""
+    delta: bytes = b""
