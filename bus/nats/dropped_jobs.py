@@ -25,8 +25,8 @@ from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
 
-# A stored message is announced within milliseconds. One that was not announced for this long was
-# dropped, or refused.
+# A stored message is announced within milliseconds. A message without an announcement after this
+# time was dropped, or refused.
 GRACE_S = 1.0
 _LOOK_S = 0.25
 _MAX_PENDING = 10_000
@@ -53,8 +53,8 @@ class DroppedJobs:
 
     Every scheduler does this. The id under which a job is stored anew is made of its id, its
     publisher's inbox and its payload, so that the server keeps one of the copies. The server is
-    never asked for an id: nats-server 2.15 has no request for that, and a replicated stream takes
-    no message any more after one that expects another last id (``Nats-Expected-Last-Msg-Id``).
+    never asked for an id: nats-server 2.15 has no request for that, and a replicated stream stops
+    taking messages after one with a wrong ``Nats-Expected-Last-Msg-Id``.
     """
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
@@ -137,8 +137,8 @@ class DroppedJobs:
                     )
 
     async def _was_dropped(self, message_id: str, message: Message) -> bool:
-        """Whether another message has the id, as far as this process has heard. False for one that
-        the server refused, of which its publisher was told, and for a copy of one that waits or
+        """Whether another message has the id, as far as this process has heard. False for a message
+        that the server refused, which its publisher was told, and for a copy of a job that waits or
         runs."""
         known = self._known.get(message_id)
         if known is None:
