@@ -104,9 +104,9 @@ class JobQueue(Protocol):
         """Until it is closed, store a service's job anew that the queue drops because its message
         id was used: under an id of its own, so that its publisher is answered by ``pull``'s caller.
 
-        A copy of a job that is still in the queue is left dropped, and so is one that is published
-        while the server or this process is away. Raises BusForbiddenError if this process may not
-        hear jobs.
+        A copy of a job that is still in the queue is left dropped. Jobs that are published while
+        the server or this process is away are not heard. Raises BusForbiddenError if this process
+        may not hear jobs.
         """
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:

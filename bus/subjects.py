@@ -126,6 +126,11 @@ def is_reserved(job_subject: str) -> bool:
     return job_subject.count(".") == 4 and job_subject.endswith(f".{_RESERVED}")
 
 
+def is_stored_reserved(stored_subject: str) -> bool:
+    """Whether ``stored_job`` was told of a job of a gateway."""
+    return is_reserved(stored_subject.removeprefix(_STORED))
+
+
 @functools.lru_cache(_CACHED_LINES)
 def tenant_queue_of(job_subject: str) -> TenantQueue:
     """The tenant queue that a job's subject names. Raises ValueError for another subject."""

@@ -90,7 +90,7 @@ def read_job(
     names no trace is of that in the message's header ``traceparent``, if that is one. A message
     without a Content-Type is MessagePack, unless it begins as a JSON object does. Raises
     MalformedMessageError, ForeignTenantError for a job that names another tenant, and
-    ForeignReplyError for one that is not a gateway's and names a listener of another tenant.
+    ForeignReplyError for a service's job that names a listener of another tenant.
     """
     content_type = codec.stated_or_seen(payload, content_type)
     try:

@@ -26,7 +26,7 @@ def logprob_infos(
 
 
 def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
-    """The text of a token. One that is not whole characters shows as OpenAI's servers write it,
+    """The text of a token. A token that is not whole characters shows as OpenAI's servers write it,
     ``bytes:`` and its bytes with escapes, such as ``bytes:\\xf0\\x9f``, so that tokens of
     different bytes have different texts."""
     raw = tokenizer.token_bytes(token_id)

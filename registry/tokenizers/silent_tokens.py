@@ -8,7 +8,7 @@ from millrace.schemas.sampling import SamplingOptions
 
 
 def silent_tokens(eos_token_ids: Iterable[int], sampling: SamplingOptions) -> frozenset[int]:
-    """Those that would end the completion, unless the options ask for them in its text."""
+    """The tokens that would end the completion, unless the options ask for them in its text."""
     if sampling.include_stop_str_in_output:
         return frozenset()
     if sampling.ignore_eos and not sampling.skip_special_tokens:

@@ -18,7 +18,7 @@ class RunningRequests(Protocol):
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
         """Take a request id for a message; the claim of the message that has it, if that is
-        another. None also where nobody can say."""
+        another. None also while the index cannot be reached."""
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""

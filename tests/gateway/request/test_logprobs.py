@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are no whole characters, and of those that were chosen against
+"""Log-probabilities of tokens that are no whole characters, and of tokens that were chosen against
 the likeliest, at every endpoint that tells of them."""
 
 from __future__ import annotations
