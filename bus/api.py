@@ -38,7 +38,8 @@ class Results(Protocol):
     """Final results of asynchronous jobs, kept for a day."""
 
     async def store(self, result: JobResult) -> None:
-        """Returns when it is stored; a second result of the same request is ignored."""
+        """Returns when it is stored; a second result of the same request is ignored, unless the
+        first is that of a message that was no job, whose id is free."""
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None: ...
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from millrace.bus.transport import Subscription
 from millrace.schemas.jobs import DeadJob, Job, Tier
+
+# Whether frames of a tenant's job (the first argument) must not go to a listener (the second).
+IsForeignReply = Callable[[str, str], Awaitable[bool]]
 
 
 class TenantQueue(NamedTuple):
@@ -93,6 +96,18 @@ class JobQueue(Protocol):
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         """Tell the tenant queue of each job that is stored. Those of an outage are not told:
         ``tenant_queues`` is what counts."""
+
+    def guard_replies(self, is_foreign: IsForeignReply) -> None:
+        """From now on send no refusal to a listener that is another tenant's by ``is_foreign``."""
+
+    async def recover_dropped(self) -> Subscription:
+        """Until it is closed, store a service's job anew that the queue drops because its message
+        id was used: under an id of its own, so that its publisher is answered by ``pull``'s caller.
+
+        A copy of a job that is still in the queue is left dropped. Jobs that are published while
+        the server or this process is away are not heard. Raises BusForbiddenError if this process
+        may not hear jobs.
+        """
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         """The tenant queues with jobs, waiting or held, and how many; the models may be unknown.

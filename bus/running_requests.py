@@ -5,15 +5,17 @@ Leases and heartbeats decide; while Redis is unreachable nothing is known and ev
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
-from millrace.bus import redis_keys
+from millrace.bus import codec, redis_keys
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.redis.protocol import Argument
 from millrace.schemas.config import RedisConfig
+from millrace.schemas.jobs import Job
 
 TTL_S = 3600
 
@@ -57,6 +59,49 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 return redis.call('HGET', KEYS[1], 'adapter_version')
 """
 )
+
+
+# KEYS: the request's. ARGV: a message's place in the queue, its job's digest, reply and tenant, TTL
+# in s, whether the message is known to be new, and the place of a claim that is void. Gives the
+# claim of another message, if there is one; a request that runs and has none is another's, too.
+_CLAIM = Script(
+    """
+local known = redis.call('HMGET', KEYS[1], 'sequence', 'digest', 'reply', 'tenant', 'worker_id')
+local is_taken = (known[1] and known[1] ~= ARGV[1] and known[1] ~= ARGV[7])
+  or (not known[1] and known[5] and ARGV[6] == '1')
+if is_taken then return {known[1] or '0', known[2] or '', known[3] or '', known[4] or ''} end
+redis.call('HSET', KEYS[1], 'sequence', ARGV[1], 'digest', ARGV[2], 'reply', ARGV[3],
+  'tenant', ARGV[4])
+redis.call('EXPIRE', KEYS[1], ARGV[5])
+return {}
+"""
+)
+
+
+class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """The message whose job has a request id: its place in the queue (0: it is unknown), and what
+    tells the same job from another: ``digest`` is of all but who is told, and when."""
+
+    sequence: int
+    digest: str = ""
+    reply: str = ""
+    tenant: str = ""
+
+    @classmethod
+    def of(cls, job: Job, sequence: int) -> JobClaim:
+        """That of the message at a place in the queue."""
+        asked = msgspec.structs.replace(
+            job,
+            reply="",
+            frames_as_json=False,
+            batch_frames=False,
+            store_result=False,
+            received_ns=0,
+            deadline_ns=None,
+            traceparent="",
+        )
+        digest = hashlib.blake2b(codec.encode(asked), digest_size=16).hexdigest()
+        return cls(sequence=sequence, digest=digest, reply=job.reply, tenant=job.tenant)
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +153,26 @@ class RunningRequestIndex:
         return RunningRequest(
             worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
         )
+
+    async def claim(
+        self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
+    ) -> JobClaim | None:
+        """Take a request id for a message of the queue; the claim of the message that has it, if
+        that is another. ``is_new``: the message was not delivered before, so a request of its id
+        that runs is another's. None also while Redis is unreachable."""
+        key = redis_keys.generation_key(request_id)
+        arguments: list[Argument] = [
+            *(mine.sequence, mine.digest, mine.reply, mine.tenant),
+            *(TTL_S, int(is_new), void_sequence or ""),
+        ]
+        try:
+            found: list[bytes] = await self._link.evaluate(_CLAIM, [key], arguments)
+        except RedisUnreachableError:
+            return None
+        if not found:
+            return None
+        sequence, digest, reply, tenant = (one.decode() for one in found)
+        return JobClaim(sequence=int(sequence), digest=digest, reply=reply, tenant=tenant)
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         """The model that was first chosen for a request, and why: this one, if none was or nobody

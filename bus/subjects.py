@@ -44,7 +44,8 @@ TELEMETRY_GROUP = "telemetry"
 
 _RESERVED = "reserved"
 RESERVED_JOBS = f"jobs.*.*.*.{_RESERVED}"
-ALL_JOBS = ("jobs.*.*", "jobs.*.*.*", RESERVED_JOBS)
+SERVICE_JOBS = ("jobs.*.*", "jobs.*.*.*")
+ALL_JOBS = (*SERVICE_JOBS, RESERVED_JOBS)
 ANY_JOB = "jobs.>"  # as a filter, all of them at once
 ALL_DEAD = "dead.jobs.*"
 ALL_RESULTS = "results.*.*"
@@ -123,6 +124,11 @@ def jobs_of(model: str) -> str:
 def is_reserved(job_subject: str) -> bool:
     """Whether gateways alone publish there, who may name any listener."""
     return job_subject.count(".") == 4 and job_subject.endswith(f".{_RESERVED}")
+
+
+def is_stored_reserved(stored_subject: str) -> bool:
+    """Whether ``stored_job`` was told of a job of a gateway."""
+    return is_reserved(stored_subject.removeprefix(_STORED))
 
 
 @functools.lru_cache(_CACHED_LINES)

@@ -22,6 +22,7 @@ class Message(NamedTuple):
     payload: bytes
     content_type: str | None
     reply: str
+    headers: Mapping[str, str] | None = None
 
 
 OnMessage = Callable[[Message], None]

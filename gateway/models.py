@@ -21,6 +21,7 @@ from millrace.registry.rollouts import versions
 from millrace.registry.rollouts.versions import Versions, split
 from millrace.registry.routing.router import Route, Router
 from millrace.registry.served import EmbeddingSettings
+from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
@@ -34,6 +35,12 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 class TokenizerLike(Protocol):
     """What the gateway uses of ``registry.tokenizers.tokenizer.Tokenizer``."""
+
+    @property
+    def table(self) -> TokenBytes: ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -39,7 +39,7 @@ from millrace.schemas.control import (
     PrefixReport,
     WorkerStatus,
 )
-from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ class Scheduler:
         limits: LimitKeeper | None = None,
         directories: Directories | None = None,
     ) -> None:
+        directories = directories or Directories.of(None, clock)
+        is_foreign_reply = directories.reply_owners.is_foreign
         self.model_cache = model_cache = ModelCache(catalogue.load)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
@@ -82,8 +84,9 @@ class Scheduler:
             Finalizer(bus, clock, running_requests, model_cache.prices, traces, admission),
             traces,
             admission,
+            is_foreign_reply,
         )
-        directories = directories or Directories.of(None, clock)
+        bus.jobs.guard_replies(is_foreign_reply)
         self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
         self.dispatchers = self.models.dispatchers
@@ -155,6 +158,13 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
+        try:
+            subscriptions.append(await bus.jobs.recover_dropped())
+        except BusForbiddenError as error:
+            logger.warning(
+                "jobs that the server drops as duplicates are not answered",
+                extra={"reason": error.message},
+            )
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:

@@ -69,11 +69,14 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="replay"):
-    """Send frames of a request again, from token ``from_index`` on, to ``reply``."""
+    """Send frames of a request again, from token ``from_index`` on, to ``reply``; in JSON and in
+    envelopes as its job asked for, or as ``frames_as_json`` and ``batch_frames`` say."""
 
     request_id: str
     from_index: int
     reply: str
+    frames_as_json: bool | None = None
+    batch_frames: bool | None = None
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.pooling import EmbeddingPooling
 
 MAX_INPUTS = 2_048
+
+# True is END, false is NONE.
+Truncate = bool | Literal["NONE", "START", "END"]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,8 +20,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
     ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
-    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit). Of the
-    requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
+    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
+    ``truncate`` says where an input that does not fit is cut, if it is not refused. Of the requests
+    of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
     ``metadata`` is noted in its row of analytics, as that of chat completions is.
     """
 
@@ -30,6 +35,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pooling: EmbeddingPooling | None = None
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncate: Truncate | None = None
     priority: int | None = None
 
 
@@ -89,12 +95,6 @@ class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "list"
 
 
-class RerankedText(msgspec.Struct, frozen=True, kw_only=True):
-    """A document."""
-
-    text: str
-
-
 class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /classify``, as vLLM's servers have it. ``input`` is as that of embeddings. The
     probabilities are before any activation if ``use_activation`` is false."""
@@ -131,13 +131,22 @@ class ClassifyList(msgspec.Struct, frozen=True, kw_only=True):
 class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cross-encoder reads two texts at once, and its number is a score after its activation,
     unless ``use_activation`` is false. Another model's texts are compared by the cosine of their
-    embeddings, with the model's own ``pooling`` unless one is named."""
+    embeddings, with the model's own ``pooling`` unless one is named.
+
+    The first ``max_tokens_per_doc`` tokens of each document are read (``max_doc_length`` is another
+    name), and the first ``max_query_length`` of each query. A text that does not fit the context
+    window is cut at its end with ``truncate`` true or ``END``, refused with false or ``NONE``. If
+    ``truncate`` is left out, it is refused, or cut with a notice where documents have a limit."""
 
     model: str
     user: str | None = None
     metadata: dict[str, str] | None = None
     pooling: EmbeddingPooling | None = None
     truncate_prompt_tokens: int | None = None
+    truncate: Truncate | None = None
+    max_tokens_per_doc: int | None = None
+    max_doc_length: int | None = None
+    max_query_length: int | None = None
     priority: int | None = None
     use_activation: bool | None = None
 
@@ -170,26 +179,32 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[Score, ...]
     usage: EmbeddingUsage
     object: str = "list"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/rerank``, as Jina's and Cohere's APIs and vLLM's servers have it. The best
     ``top_n`` documents are given out (0 or nothing: all), with their texts unless
-    ``return_documents`` is false."""
+    ``return_documents`` is false. A document is a text or an object. The text of an object is its
+    ``text``, or the fields that ``rank_fields`` names: the value of one, several as YAML. Each
+    document is read as one chunk, which is within any ``max_chunks_per_doc``."""
 
     query: str
-    documents: tuple[str | RerankedText, ...]
+    documents: tuple[str | dict[str, Any], ...]
+    rank_fields: tuple[str, ...] | None = None
+    max_chunks_per_doc: int | None = None
     top_n: int | None = None
     return_documents: bool | None = None
 
 
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """Document ``index`` of the request; the score is a cosine between -1 and 1, or what a
-    cross-encoder says."""
+    cross-encoder says. ``document`` is an object of the request as it was given, or has a text of
+    the request as ``text``."""
 
     index: int
     relevance_score: float
-    document: RerankedText | msgspec.UnsetType = msgspec.UNSET
+    document: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankList(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,3 +214,4 @@ class RerankList(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     results: tuple[RerankResult, ...]
     usage: EmbeddingUsage
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)

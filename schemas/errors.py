@@ -162,6 +162,16 @@ class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_sta
     is."""
 
 
+class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_status=403):
+    """A job's frames would go to a listener that is not its tenant's."""
+
+    def __init__(self, tenant: str) -> None:
+        super().__init__(
+            f"The frames of a job go to its tenant only: reply must be {tenant!r}, or {tenant!r} "
+            f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'."
+        )
+
+
 class ConfigError(MillraceError, code="invalid_configuration"):
     """A configuration file or variable has an unknown key or a bad value."""
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from millrace.schemas.errors import (
+    ForeignReplyError,
+    ForeignTenantError,
+    MalformedMessageError,
+)
 from millrace.schemas.frames import BeamEnd, FinishReason, TokenLogprob, Usage
 from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolCall, ToolDefinition
+
+if TYPE_CHECKING:
+    _Text = str
+else:
+    _Text = str | None  # null is read as no text
 
 PUBLIC_MODEL_AUTO = "auto"
 
@@ -30,6 +40,9 @@ _LABELS = (
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
+_CODES_OF_NO_JOB = frozenset(
+    error.code for error in (MalformedMessageError, ForeignTenantError, ForeignReplyError)
+)
 _NAMES_OF, _LABELS_OF = attrgetter(*_NAMES), attrgetter(*_LABELS)
 
 
@@ -54,14 +67,22 @@ class Source(StrEnum):
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
     thoughts before its content; a turn of the role ``tool`` is the result of the call
-    ``tool_call_id``."""
+    ``tool_call_id``. The content of both may be null, which is no text.
+
+    Raises ValueError for null content of another role."""
 
     role: str
-    content: str
+    content: _Text
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str = ""
+
+    def __post_init__(self) -> None:
+        if cast("str | None", self.content) is None:
+            if self.role not in ("assistant", "tool"):
+                raise ValueError(f"content of the role {self.role!r:.100} must be text")
+            msgspec.structs.force_setattr(self, "content", "")
 
 
 class Job(
@@ -72,8 +93,9 @@ class Job(
     Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` says what to continue; the
     gateway always sends token ids, other services may leave tokenising to the scheduler.
     ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
-    accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to; empty
-    means that there is no listener. ``batch_frames``: the listener also reads envelopes (see
+    accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to: the
+    tenant's name, alone or followed by a slash and a name of one's choice; empty means that there
+    is no listener. ``batch_frames``: the listener also reads envelopes (see
     ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
     came in as JSON gets. ``store_result`` keeps the final result for 24 h. ``tools`` are described
     to the model with ``messages``; ``chat_template_kwargs`` are further variables of its chat
@@ -239,6 +261,11 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error_message: str = ""
     done_ns: int = 0
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
+
+    @property
+    def is_of_no_job(self) -> bool:
+        """Whether the message was refused because it is not a job: its request id is free."""
+        return self.error_code in _CODES_OF_NO_JOB
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -22,6 +22,8 @@ class NoticeCode(StrEnum):
     """What kind of thing an answer leaves out."""
 
     TOOL_LEFT_OUT = "tool_left_out"
+    CONTENT_LEFT_OUT = "content_left_out"
+    TEXT_CUT = "text_cut"
     ITEM_LEFT_OUT = "item_left_out"
     GRAMMAR_NOT_KEPT = "grammar_not_kept"
     SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"

@@ -253,7 +253,8 @@ class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """An alternative to a token; ``bytes`` because tokens need not be whole characters."""
+    """An alternative to a token. A token that is not whole characters shows as ``bytes:`` and its
+    bytes with escapes, such as ``bytes:\\xf0\\x9f``; ``bytes`` has the bytes of every token."""
 
     token: str
     logprob: float
@@ -261,7 +262,9 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the completion with its natural-log probability."""
+    """A token of the completion with its natural-log probability. ``top_logprobs`` are as many of
+    the likeliest tokens as were asked for, and the token itself behind them where it is not among
+    them, since a grammar, a bias or chance chose it. Texts of tokens are as in ``TopLogprob``."""
 
     token: str
     logprob: float
@@ -294,7 +297,10 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a text choice, one entry for each token; those of the echoed prompt's
-    first token are null."""
+    first token are null. ``top_logprobs`` are the likeliest tokens and the token itself. A token
+    that is not whole characters shows as ``bytes:`` and its bytes with escapes, such as
+    ``bytes:\\xf0\\x9f``. ``text_offset`` counts the characters of ``text`` before the token: those
+    of one character begin where it does."""
 
     tokens: tuple[str, ...]
     token_logprobs: tuple[float | None, ...]

@@ -192,9 +192,11 @@ def own_reply(tenant: str, name: str) -> str:
 
 
 def may_reply_to(tenant: str, reply: str) -> bool:
-    """Whether a tenant's service may have its frames sent there. ``local`` may name any: it is
-    for callers that need no key."""
-    return tenant == LOCAL_TENANT or reply in ("", tenant) or reply.startswith(f"{tenant}/")
+    """Whether a tenant may have frames sent there, as far as the name says. ``local``,
+    which is for callers that need no key, may also name any listener without a slash."""
+    if reply in ("", tenant) or reply.startswith(f"{tenant}/"):
+        return True
+    return tenant == LOCAL_TENANT and "/" not in reply
 
 
 def to_nano(money: Decimal) -> int:

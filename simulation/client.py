@@ -97,7 +97,7 @@ class Clients:
         if queue is not None:
             outcome.predicted_ttft_ms = queue.ttft_ms_of(job.tier, job.tenant)
         try:
-            await self._bus.jobs.publish(job)
+            await self._bus.jobs.publish(job, reserved=True)
         except QueueFullError as error:
             self._end(outcome, Status.SHED, error.code)
             return

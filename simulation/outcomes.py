@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from millrace.bus.running_requests import RunningRequest
+from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.runtime.clock import Clock
 from millrace.schemas.records import Status
 from millrace.simulation.inter_token import InterTokenLatencies
@@ -110,6 +110,16 @@ class SimulatedGenerationIndex:
         return RunningRequest(
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
+
+    async def claim(
+        self,
+        request_id: str,  # noqa: ARG002  # the trace repeats none
+        mine: JobClaim,  # noqa: ARG002
+        *,
+        is_new: bool,  # noqa: ARG002
+        void_sequence: int = 0,  # noqa: ARG002
+    ) -> JobClaim | None:
+        return None
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """Its outcome says so already."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.bus.fleet.reply_owners import ReplyOwners
 from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink
@@ -13,16 +14,17 @@ from millrace.runtime.redis.link import RedisLink
 
 @dataclass(frozen=True)
 class Directories:
-    """The adapters that there are, and rollouts of versions. ``start`` has both looked at, which
-    ``close`` ends."""
+    """The adapters that there are, rollouts of versions, and which listeners are a tenant's.
+    ``start`` has the first two looked at, which ``close`` ends."""
 
     adapters: AdapterDirectory
     rollouts: RolloutDirectory
+    reply_owners: ReplyOwners
 
     @classmethod
     def of(cls, link: RedisLink | None, clock: Clock) -> Self:
         """Without a link there is nothing in them."""
-        return cls(AdapterDirectory(link, clock), RolloutDirectory(link, clock))
+        return cls(AdapterDirectory(link, clock), RolloutDirectory(link, clock), ReplyOwners(link))
 
     async def start(self) -> None:
         for one in (self.adapters, self.rollouts):

@@ -11,7 +11,12 @@ from millrace.bus import codec, subjects
 from millrace.bus.tokens import untoken
 from millrace.runtime.json.outline import check_outline
 from millrace.runtime.tracing import parse_traceparent
-from millrace.schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
+from millrace.schemas.errors import (
+    ForeignReplyError,
+    ForeignTenantError,
+    MalformedMessageError,
+    ParameterError,
+)
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
 from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
@@ -84,7 +89,8 @@ def read_job(
     ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
     names no trace is of that in the message's header ``traceparent``, if that is one. A message
     without a Content-Type is MessagePack, unless it begins as a JSON object does. Raises
-    MalformedMessageError, and ForeignTenantError for a job that names another tenant.
+    MalformedMessageError, ForeignTenantError for a job that names another tenant, and
+    ForeignReplyError for a service's job that names a listener of another tenant.
     """
     content_type = codec.stated_or_seen(payload, content_type)
     try:
@@ -118,16 +124,20 @@ def read_job(
             # As it is written here: of another version, it may be of any length.
             changes["traceparent"] = context.traceparent
     try:
-        return msgspec.structs.replace(job, **changes) if changes else job
+        job = msgspec.structs.replace(job, **changes) if changes else job
     except ValueError as error:
         raise MalformedMessageError(str(error)) from error
+    if not tenant_queue.reserved and not may_reply_to(job.tenant, job.reply):
+        raise ForeignReplyError(job.tenant)
+    return job
 
 
 def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     """Whatever can be read of who published a malformed job; empty where nothing can.
 
     The subject's tenant holds, whatever the body says: who may publish under it alone must not be
-    answered in another's name, nor have a stranger told.
+    answered in another's name, nor have a stranger told. Where ``reply`` is another's or cannot be
+    read, the tenant's own listener is told; an empty one names no listener.
     """
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
     if not is_json and content_type is not None and content_type != codec.MSGPACK:
@@ -136,12 +146,12 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     fields = _owner_fields(payload, codec.JSON if is_json else codec.MSGPACK)
     if is_json:
         fields["frames_as_json"] = True
-    tenant = _tenant_of(subject)
-    if tenant is not None:
-        fields["tenant"] = tenant
+    fields["tenant"] = tenant = _tenant_of(subject)
+    if not subjects.is_reserved(subject):
+        reply = fields.get("reply")
+        if reply is None or not may_reply_to(tenant, reply):
+            fields["reply"] = tenant
     owner: Owner = msgspec.convert(fields, Owner)
-    if not subjects.is_reserved(subject) and not may_reply_to(owner.tenant, owner.reply):
-        return msgspec.structs.replace(owner, reply="")
     return owner
 
 
@@ -170,16 +180,14 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
     return fields
 
 
-def _tenant_of(subject: str) -> str | None:
-    """None also where it is longer than any tenant's name."""
+def _tenant_of(subject: str) -> str:
+    """The keyless tenant also where the subject names none that can be read."""
     parts = subject.split(".")
-    if len(parts) == 3:
-        return LOCAL_TENANT
     try:
-        tenant = untoken(parts[3]) if len(parts) in (4, 5) else None
+        tenant = untoken(parts[3]) if len(parts) in (4, 5) else LOCAL_TENANT
     except ValueError:
-        return None
-    return tenant if tenant is None or len(tenant) <= MAX_NAME_CHARACTERS else None
+        return LOCAL_TENANT
+    return tenant if len(tenant) <= MAX_NAME_CHARACTERS else LOCAL_TENANT
 
 
 def owner_of(job: Job) -> Owner:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from millrace.bus import subjects
 from millrace.bus.api import Outbox, Results
 from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import IsForeignReply
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.ends import record_of, result_of
 from millrace.runtime.clock import Clock
@@ -12,10 +16,20 @@ from millrace.schemas.errors import MalformedMessageError
 from millrace.schemas.frames import Failed
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import Status
+from millrace.schemas.tenants import may_reply_to
+
+_ID_IS_FREE = "Its request_id is free: a corrected job may have it."
+
+
+async def is_foreign_by_name(tenant: str, reply: str) -> bool:
+    """Whether a listener is another tenant's, as far as its name says."""
+    return not may_reply_to(tenant, reply)
 
 
 class Refusals:
-    """What the owner of a dead-lettered job gets: terminal frame, result if asked for, record."""
+    """What the owner of a dead-lettered job gets: terminal frame, result if asked for, record.
+
+    ``is_foreign_reply`` says which listeners are another tenant's."""
 
     def __init__(
         self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
@@ -24,6 +38,7 @@ class Refusals:
         self._results = results
         self._outbox = outbox
         self._clock = clock
+        self.is_foreign_reply: IsForeignReply = is_foreign_by_name
 
     async def refuse_unreadable(
         self,
@@ -32,9 +47,17 @@ class Refusals:
         content_type: str | None,
         error: MalformedMessageError,
     ) -> None:
-        """For a message that is not a job: whoever can be made out in it is told."""
+        """For a message that is not a job: its publisher is told, as far as it can be read."""
         owner = decoding.read_owner(subject, payload, content_type)
-        await self._tell(owner, error.code, error.message, epoch=0)
+        is_reserved = subjects.is_reserved(subject)
+        if not is_reserved and await self.is_foreign_reply(owner.tenant, owner.reply):
+            owner = msgspec.structs.replace(owner, reply=owner.tenant)
+        message = error.message
+        if error.code == MalformedMessageError.code:
+            message = f"The message is not a job: {message.removesuffix('.')}."
+        if owner.request_id:
+            message = f"{message} {_ID_IS_FREE}"
+        await self._tell(owner, error.code, message, epoch=0)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
         """For a job that must not run: its record is stored, then its owner is told."""

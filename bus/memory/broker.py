@@ -106,6 +106,7 @@ class MemoryBroker(MemoryServer):
         self.outbox = MemoryOutbox(self)
         self.workers = MemoryBucket(self)
         self.admits_jobs = True
+        self.num_recovering = 0
         self.on_start: list[Callable[[], None]] = []
         self._subscribers = _Subscribers()
         self._numbers = itertools.count()
@@ -141,7 +142,7 @@ class MemoryBroker(MemoryServer):
             return False
         self.require_fits(len(payload))
         content_type = headers.get(CONTENT_TYPE) if headers else None
-        message = Message(subject, payload, content_type, reply)
+        message = Message(subject, payload, content_type, reply, headers)
         matching = self._subscribers.of(subject)
         chosen = [one for one in matching if not one.group]
         for group in sorted({one.group for one in matching if one.group}):

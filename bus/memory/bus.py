@@ -86,7 +86,9 @@ class _MemoryResults:
         self._broker.require_fits(len(payload))
         self._broker.require_store(subjects.RESULTS_STREAM)
         subject = subjects.result(result.tenant, result.request_id)
-        self._broker.results.add(subject, payload)
+        known = await self.fetch(result.tenant, result.request_id)
+        if known is None or (known.is_of_no_job and not result.is_of_no_job):
+            self._broker.results.put(subject, payload)
         self._broker.publish(subject, payload)
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millrace.bus import codec, subjects
-from millrace.bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
@@ -27,6 +27,7 @@ class MemoryJobQueue:
     def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
         self._broker = broker
         self._transport = transport
+        self._refusals = refusals
         self._dead_letters = JobDeadLetters(self._store_dead, refusals, broker.clock)
         # By subject: the number of the server's start after which the tenant queue was opened, and
         # the newest job then.
@@ -51,6 +52,10 @@ class MemoryJobQueue:
         sequence, duplicate = broker.jobs.add(subject, payload, content_type, message_id)
         if not duplicate:
             broker.publish(subjects.stored_job(subject), b"")
+        elif broker.num_recovering and not subjects.is_reserved(subject):
+            kept = broker.jobs.find(sequence)
+            if kept is None or (kept.subject, kept.payload) != (subject, payload):
+                self.publish_raw(subject, payload, content_type, "")
         return PublishedJob(stream_sequence=sequence, duplicate=duplicate)
 
     async def pull(
@@ -102,6 +107,12 @@ class MemoryJobQueue:
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await watch_stored_jobs(self._transport, on_published)
+
+    def guard_replies(self, is_foreign: IsForeignReply) -> None:
+        self._refusals.is_foreign_reply = is_foreign
+
+    async def recover_dropped(self) -> Subscription:
+        return _Recovery(self._broker)
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         self._broker.require_up()
@@ -183,3 +194,14 @@ def _queued(stored: StoredJob) -> QueuedMessage:
         stored.sequence,
         stored.num_deliveries,
     )
+
+
+class _Recovery:
+    """See ``JobQueue.recover_dropped``; the broker stores dropped jobs anew while there is one."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        broker.num_recovering += 1
+
+    async def close(self) -> None:
+        self._broker.num_recovering -= 1

@@ -191,6 +191,9 @@ class StoredJobs:
         tenant_queue = self._tenant_queues.get(subject) or _Queue()
         return QueueDepth(num_queued=len(tenant_queue.waiting), num_leased=tenant_queue.num_held)
 
+    def find(self, sequence: int) -> StoredJob | None:
+        return self._jobs.get(sequence)
+
     def holds(self, sequence: int) -> bool:
         return sequence in self._jobs
 

@@ -19,16 +19,15 @@ BRIDGE_ACK_WAIT_S = 30.0
 
 
 class StoredResults:
-    """First result by subject, for a while."""
+    """The result of each subject, for a while."""
 
     def __init__(self, clock: Clock, ttl_s: float) -> None:
         self._clock = clock
         self._ttl_s = ttl_s
         self._entries: dict[str, tuple[bytes, float]] = {}
 
-    def add(self, subject: str, payload: bytes) -> None:
-        if self.get(subject) is None:
-            self._entries[subject] = (payload, self._clock.monotonic() + self._ttl_s)
+    def put(self, subject: str, payload: bytes) -> None:
+        self._entries[subject] = (payload, self._clock.monotonic() + self._ttl_s)
 
     def get(self, subject: str) -> bytes | None:
         entry = self._entries.get(subject)

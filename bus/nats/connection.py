@@ -78,7 +78,7 @@ class Connection(Link):
         async def receive(message: Msg) -> None:
             headers = message.headers
             content_type = headers.get(CONTENT_TYPE) if headers else None
-            on_message(Message(message.subject, message.data, content_type, message.reply))
+            on_message(Message(message.subject, message.data, content_type, message.reply, headers))
 
         subscription = await self._client.subscribe(
             subject,

@@ -285,15 +285,20 @@ async def newest_of_each(
     return found
 
 
-async def exists(connection: Connection, stream: str, sequence: int) -> bool:
-    """Whether a message is still stored, as the stream's leader knows it."""
+async def get(connection: Connection, stream: str, sequence: int) -> RawMessage | None:
+    """A message that is still stored, as the stream's leader knows it."""
     try:
-        await call(connection, f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+        data = await call(connection, f"STREAM.MSG.GET.{stream}", {"seq": sequence})
     except JetStreamError as error:
         if error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND):
-            return False
+            return None
         raise
-    return True
+    return msgspec.json.decode(data, type=_MessageReply).message
+
+
+async def exists(connection: Connection, stream: str, sequence: int) -> bool:
+    """Whether a message is still stored."""
+    return await get(connection, stream, sequence) is not None
 
 
 async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> dict[str, int]:

@@ -11,13 +11,14 @@ from nats.aio.msg import Msg
 
 from millrace.bus import codec, subjects
 from millrace.bus.codec import CONTENT_TYPE
-from millrace.bus.job_queue import LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.nats import jetstream, shedding, topology
 from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
+from millrace.bus.nats.dropped_jobs import DroppedJobs
 from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
 from millrace.bus.nats.leases import read_lease
 from millrace.bus.nats.pull_inbox import PullInbox
@@ -194,6 +195,18 @@ class NatsJobQueue:
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await watch_stored_jobs(self._connection, on_published)
+
+    def guard_replies(self, is_foreign: IsForeignReply) -> None:
+        self._refusals.is_foreign_reply = is_foreign
+
+    async def recover_dropped(self) -> Subscription:
+        dropped = DroppedJobs(self._connection, self._clock)
+        try:
+            await dropped.open()
+        except BaseException:
+            await dropped.close()
+            raise
+        return dropped
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         tenant_queues: dict[TenantQueue, int] = {}

@@ -135,6 +135,7 @@ def _scheduler() -> Grants:
             *_each("STREAM.MSG.GET", (jobs,)),
             *_each("STREAM.MSG.DELETE", (jobs,)),
             *_each("CONSUMER.NAMES", (jobs,)),
+            f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{subjects.ALL_RESULTS}",
             *(
                 f"{API}.CONSUMER.{verb}.{jobs}.*"
                 for verb in ("CREATE", "INFO", "DELETE", "PAUSE", "MSG.NEXT")
@@ -148,6 +149,8 @@ def _scheduler() -> Grants:
             subjects.ALL_PREFILLED,
             subjects.ALL_MOVES,
             subjects.ALL_STORED_JOBS,
+            # It answers those jobs of services that the server drops as duplicates.
+            *subjects.SERVICE_JOBS,
             subjects.ALL_HEARTBEATS,
             subjects.ALL_PREFIX_REPORTS,
         ),
@@ -171,6 +174,7 @@ def _worker() -> Grants:
             subjects.ALL_WORKER_NAMES,
             subjects.ALL_PREFIX_REPORTS,
             *_each("STREAM.MSG.GET", (jobs, subjects.WORKERS_STREAM)),
+            f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{subjects.ALL_RESULTS}",
             # Whether the other workers of its model serve the same weights.
             *_each("DIRECT.GET", (subjects.WORKERS_STREAM,)),
             *_each("STREAM.MSG.DELETE", (jobs,)),
@@ -207,8 +211,7 @@ def _operator() -> Grants:
     """Any tenant's jobs, within its limits, and all that there is to see and to repair."""
     return Grants(
         (
-            "jobs.*.*",
-            "jobs.*.*.*",
+            *subjects.SERVICE_JOBS,
             subjects.ALL_WORKER_COMMANDS,
             subjects.ALL_CANCELS,
             subjects.ALL_MOVES,

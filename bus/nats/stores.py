@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from nats.aio.msg import Msg
 
@@ -18,14 +19,22 @@ from millrace.bus.nats.publish_batcher import PublishBatcher
 from millrace.bus.nats.pull_inbox import PullInbox
 from millrace.bus.nats.puller import Puller
 from millrace.bus.transport import Subscription
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Record
 
 logger = logging.getLogger(__name__)
 
 _ACK = b"+ACK"
+_SEQUENCE = "Nats-Sequence"
 _NS_PER_S = 1e9
+
+
+class _Found(NamedTuple):
+    """A stored result and its place in the stream."""
+
+    result: JobResult
+    sequence: int
 
 
 class NatsResults:
@@ -35,15 +44,32 @@ class NatsResults:
         self._connection = connection
 
     async def store(self, result: JobResult) -> None:
-        headers = {**codec.JSON_HEADERS, "Nats-Expected-Last-Subject-Sequence": "0"}
+        if await self._store_after(result, 0) or result.is_of_no_job:
+            return
+        try:
+            found = await self._find(result.tenant, result.request_id)
+        except BusForbiddenError:
+            return  # permissions of an earlier version: the first result stays
+        if found is not None and found.result.is_of_no_job:
+            await self._store_after(result, found.sequence)
+
+    async def _store_after(self, result: JobResult, sequence: int) -> bool:
+        """Store it if the newest of its request is at ``sequence`` (0: there is none)."""
+        headers = {**codec.JSON_HEADERS, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
         subject = subjects.result(result.tenant, result.request_id)
         try:
             await jetstream.store(self._connection, subject, codec.encode_json(result), headers)
         except JetStreamError as error:
             if error.number != jetstream.WRONG_LAST_SEQUENCE:
                 raise
+            return False
+        return True
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None:
+        found = await self._find(tenant, request_id)
+        return None if found is None else found.result
+
+    async def _find(self, tenant: str, request_id: str) -> _Found | None:
         # With the result's subject in that of the request, permissions can keep tenants apart.
         result = subjects.result(tenant, request_id)
         request = f"{jetstream.API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{result}"
@@ -53,7 +79,8 @@ class NatsResults:
             return None
         if status is not None:
             raise BusUnavailableError(f"The message bus could not look a result up ({status}).")
-        return codec.JOB_RESULT.decode(answer.data, codec.JSON)
+        sequence = int((answer.headers or {}).get(_SEQUENCE, "0"))
+        return _Found(codec.JOB_RESULT.decode(answer.data, codec.JSON), sequence)
 
     async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
         return await watch_results(self._connection, tenant, on_stored)

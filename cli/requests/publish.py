@@ -73,6 +73,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
     """The job that the arguments describe. Raises ParameterError for a bad value."""
     from millrace.schemas.jobs import ChatMessage, Job, Source, Tier
     from millrace.schemas.sampling import SamplingOptions
+    from millrace.schemas.tenants import own_reply
 
     prompt = _read_prompt(arguments)
     request_id = f"job-{uuid.uuid4().hex}"
@@ -88,7 +89,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
             temperature=arguments.temperature,
             seed=arguments.seed,
         ),
-        reply=_reply(arguments.tenant, request_id) if arguments.stream else "",
+        reply=own_reply(arguments.tenant, request_id) if arguments.stream else "",
         store_result=True,
         tenant=arguments.tenant,
         tier=Tier(arguments.tier),
@@ -123,12 +124,6 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
         return await print_result(bus, job.tenant, job.request_id, arguments.timeout)
     finally:
         await bus.close()
-
-
-def _reply(tenant: str, request_id: str) -> str:
-    from millrace.schemas.tenants import LOCAL_TENANT, own_reply
-
-    return request_id if tenant == LOCAL_TENANT else own_reply(tenant, request_id)
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:

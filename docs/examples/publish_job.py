@@ -1,10 +1,10 @@
 """A service that publishes a job in JSON with nothing but nats-py, and follows its stream.
 
-python docs/examples/publish_job.py data/run/nats.url "What is a lease?"
+python docs/examples/publish_job.py data/run/nats.url "What is a lease?" [REQUEST_ID]
 
 The address is nats://USER:PASSWORD@HOST:4222, or a file that holds it: `millrace up` writes one
 that only its own user may read. On a server with users of its own (docs/nats-accounts.md) the
-user is service-example.
+user is service-example. A request id that was used before gets the answer of that request.
 """
 
 import asyncio
@@ -12,27 +12,25 @@ import json
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import nats
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 TENANT = "example"
+ENDS = ("done", "cancelled", "expired", "shed", "failed")
+# After this long without a frame the result is looked up: a lost connection loses frames.
+QUIET_S = 5.0
 
 
-async def ask(url: str, question: str) -> str:
-    """The answer's text, printed as it comes."""
+async def ask(url: str, question: str, request_id: str) -> str:
+    """The answer's text, printed as it comes. Raises RuntimeError if there is none."""
     connection = await nats.connect(url, inbox_prefix=f"_INBOX.service.{TENANT}")
-    request_id = f"example-{uuid.uuid4().hex}"
-    ended = asyncio.Event()
-    pieces: list[str] = []
+    frames: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def on_frame(message: Msg) -> None:
-        frame = json.loads(message.data)
-        if frame["type"] == "delta":
-            pieces.append(frame["text"])
-            print(frame["text"], end="", flush=True)
-        elif frame["type"] in {"done", "cancelled", "expired", "shed", "failed"}:
-            ended.set()
+        frames.put_nowait(json.loads(message.data))
 
     await connection.subscribe(f"tok.{TENANT}.{request_id}", cb=on_frame)
     job = {
@@ -40,19 +38,60 @@ async def ask(url: str, question: str) -> str:
         "model": "demo",
         "messages": [{"role": "user", "content": question}],
         "sampling": {"temperature": 0},
+        # The tenant's name, alone or followed by a slash and a name: frames go nowhere else.
         "reply": TENANT,
         "store_result": True,
     }
     # The acknowledgement says that the job is stored: from here on it will be answered.
-    await connection.jetstream().publish(
+    stored = await connection.jetstream().publish(
         f"jobs.demo.free.{TENANT}",
         json.dumps(job).encode(),
         headers={"Content-Type": "application/json", "Nats-Msg-Id": request_id},
     )
-    await asyncio.wait_for(ended.wait(), timeout=60)
-    print()
+    if stored.duplicate:
+        print("this id was used before: its answer follows", file=sys.stderr)
+    text = await read(connection, frames, request_id)
     await connection.close()
-    return "".join(pieces)
+    return text
+
+
+async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], request_id: str) -> str:
+    """The text of an answer, from its frames, or from its stored result if frames are missing."""
+    text, num_tokens = "", 0
+    while True:
+        try:
+            frame = await asyncio.wait_for(frames.get(), QUIET_S)
+        except TimeoutError:
+            frame = {"type": "nothing"}
+        index = frame.get("index", 0)
+        if frame["type"] == "delta" and index <= num_tokens < index + len(frame["token_ids"]):
+            # Frames may come twice: the text of tokens that are here already is left out.
+            had = num_tokens - index
+            ends = frame.get("text_ends") or [len(frame.get("text", ""))]
+            new = frame.get("text", "")[ends[had - 1] if had else 0 :]
+            num_tokens = index + len(frame["token_ids"])
+            text += new
+            print(new, end="", flush=True)
+        elif frame["type"] == "done" and frame["num_tokens"] == num_tokens:
+            print()
+            return text
+        elif frame["type"] in ENDS and frame["type"] != "done":
+            why = frame.get("message", "")
+            raise RuntimeError(f"{frame['type']} {frame.get('code', '')}: {why}")
+        elif frame["type"] in ("done", "nothing"):
+            result = await find_result(connection, request_id)
+            if result is not None and result["status"] == "done":
+                print(result["text"][len(text) :])
+                return str(result["text"])
+            if result is not None:
+                raise RuntimeError(f"{result['status']}: {result.get('error_message', '')}")
+
+
+async def find_result(connection: Client, request_id: str) -> dict[str, Any] | None:
+    """What is kept of a request for a day once it has ended, with ``store_result``."""
+    subject = f"$JS.API.DIRECT.GET.RESULTS.results.{TENANT}.{request_id}"
+    found = await connection.request(subject, b"", timeout=5.0)
+    return json.loads(found.data) if found.data else None
 
 
 def address_in(where: str) -> str:
@@ -61,4 +100,5 @@ def address_in(where: str) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run(ask(address_in(sys.argv[1]), sys.argv[2]))
+    chosen = sys.argv[3] if len(sys.argv) > 3 else f"example-{uuid.uuid4().hex}"
+    asyncio.run(ask(address_in(sys.argv[1]), sys.argv[2], chosen))

@@ -12,6 +12,7 @@ from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.transport.connection_writer import ResponseWriter
+from millrace.gateway.transport.event_ids import EventId
 from millrace.gateway.transport.http import (
     JSON,
     Headers,
@@ -81,8 +82,10 @@ class Answers:
         writer: ResponseWriter,
         send: Send,
         renderer: Renderer,
+        had: EventId | None = None,
     ) -> int:
-        goes_on = any(response.first_indices)
+        """``had`` says what the client has of the stream from another connection."""
+        goes_on = had is not None and had.has_begun
         early = [] if goes_on else await self._early_parts(response, client)
         refusal = response.refusal
         if refusal is not None and not early and not goes_on:
@@ -93,15 +96,14 @@ class Answers:
         if client.has_left():
             return 499
         headers = [request_id_header(response.request_id), *response.headers]
-        first = b"" if goes_on else renderer.first()
-        await _start(writer, send, headers, first)
-        pump = EventPump(self._gateway, response, client, writer, renderer)
+        pump = EventPump(self._gateway, response, client, writer, renderer, had)
+        await _start(writer, send, headers, pump.first(renderer.first()))
         if not await pump.run(early):
             if client.going_away and not client.has_left():
                 tail = on_one_line(renderer.failed(GOING_AWAY_REFUSAL))
                 await send({"type": "http.response.body", "body": tail})
             return 499
-        return await self._last(response, client, writer, send, renderer)
+        return await self._last(response, client, writer, send, renderer, pump)
 
     async def follow(
         self,
@@ -117,7 +119,7 @@ class Answers:
         await _start(writer, send, headers, renderer.first())
         pump = EventPump(self._gateway, response, client, writer, renderer)
         if await pump.run([]):
-            return await self._last(response, client, writer, send, renderer)
+            return await self._last(response, client, writer, send, renderer, pump)
         if client.going_away and not client.has_left():
             await send({"type": "http.response.body", "body": b""})
         return 499
@@ -129,11 +131,12 @@ class Answers:
         writer: ResponseWriter,
         send: Send,
         renderer: Renderer,
+        pump: EventPump,
     ) -> int:
         if response.must_conclude or renderer.must_store:
             writer.release()  # the client need not wait for that with the last of the text
         refusal = await self._concluded(response, renderer)
-        tail = renderer.last() if refusal is None else renderer.failed(refusal)
+        tail = pump.last(renderer.last()) if refusal is None else renderer.failed(refusal)
         client.sending_since_s = self._gateway.clock.monotonic()
         await send({"type": "http.response.body", "body": on_one_line(tail)})
         writer.release()

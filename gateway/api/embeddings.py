@@ -22,7 +22,7 @@ from millrace.gateway.rendering.embedding_jobs import (
     classifier_of,
     embedding_pooling,
     form_of,
-    inputs_of,
+    truncated_inputs,
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
@@ -88,17 +88,17 @@ class _Pooled(_Vectors):
 
 
 def _embed(asked: EmbeddingRequest) -> PooledAsk:
-    inputs = inputs_of(asked.input)
+    inputs, num_kept = truncated_inputs(asked)
 
     def plan(model: ServedModelLike) -> PooledPlan:
         pooling = embedding_pooling(asked.pooling, model)
         return PooledPlan(inputs, pooling, _Embeddings(asked.model, form_of(asked, model).encode))
 
-    return _ask_of(asked, plan)
+    return _ask_of(asked, num_kept, plan)
 
 
 def _pool(asked: PoolingRequest) -> PooledAsk:
-    inputs = inputs_of(asked.input)
+    inputs, num_kept = truncated_inputs(asked)
 
     def plan(model: ServedModelLike) -> PooledPlan:
         if asked.task == "classify" or (asked.task is None and model.classifier is not None):
@@ -110,7 +110,7 @@ def _pool(asked: PoolingRequest) -> PooledAsk:
             )
         return PooledPlan(inputs, pooling, _Pooled(asked.model, form_of(asked, model).encode))
 
-    return _ask_of(asked, plan)
+    return _ask_of(asked, num_kept, plan)
 
 
 def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], msgspec.Raw]:
@@ -123,12 +123,14 @@ def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], 
     return lambda pooled: form.encode_numbers(activated(numbers_of(pooled), activation))
 
 
-def _ask_of(asked: EmbeddingRequest, plan: Callable[[ServedModelLike], PooledPlan]) -> PooledAsk:
+def _ask_of(
+    asked: EmbeddingRequest, num_kept: int | None, plan: Callable[[ServedModelLike], PooledPlan]
+) -> PooledAsk:
     return PooledAsk(
         model=asked.model,
         plan=plan,
         user=user_of(asked.user),
-        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        truncate_prompt_tokens=num_kept,
         priority=priority_of(asked.priority),
         metadata=metadata_of(asked.metadata),
     )

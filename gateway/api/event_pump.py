@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from millrace.gateway.api.client_connection import HttpClient
+from millrace.gateway.api.told_events import ToldEvents
 from millrace.gateway.core import Gateway
 from millrace.gateway.rendering.chunks import SSE_COMMENT, SSE_KEEP_ALIVE, encode
 from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.transport.connection_writer import ResponseWriter
-from millrace.gateway.transport.event_ids import event_id_line, with_event_id
+from millrace.gateway.transport.event_ids import EventId
 from millrace.runtime.json.lines import on_one_line
 
 _KEEP_ALIVE_S = 15.0
@@ -17,7 +18,7 @@ _KEEP_ALIVE_S = 15.0
 
 class EventPump:
     """Writes to the client's wire whenever its answer has something, without waking a task. Events
-    have ids if the client takes them."""
+    have ids if the client takes them. Those that ``had`` says the client has are left out."""
 
     def __init__(
         self,
@@ -26,24 +27,34 @@ class EventPump:
         client: HttpClient,
         writer: ResponseWriter,
         renderer: Renderer,
+        had: EventId | None = None,
     ) -> None:
         self._gateway = gateway
         self._response = response
         self._client = client
         self._writer = writer
         self._render = renderer.part
-        self._plain = renderer.plain
+        told = ToldEvents(response, renderer, had) if client.takes_event_ids else None
+        self._told = told
+        self._plain = None if told is not None and told.is_resumed else renderer.plain
         self._id_prefix = f"id: {response.request_id}/".encode()
-        self._with_ids = client.takes_event_ids
-        self._keep_alive = SSE_COMMENT if self._with_ids else SSE_KEEP_ALIVE
+        self._keep_alive = SSE_KEEP_ALIVE if told is None else SSE_COMMENT
         self._is_asked = False
         self._is_over = False
         self._has_written = False
 
+    def first(self, events: bytes) -> bytes:
+        """What the client lacks of the events before any part."""
+        return events if self._told is None else self._told.first(events)
+
+    def last(self, events: bytes) -> bytes:
+        """What the client lacks of the events after the last part."""
+        return events if self._told is None else self._told.last(events)
+
     async def run(self, early: list[Part]) -> bool:
         """Write ``early`` with what the writer holds, then parts as they come until the answer's
         end, which the writer holds; False if the client is gone before that. Silence is broken by
-        comments."""
+        comments. What another connection told is known to the renderer then."""
         client, response = self._client, self._response
         self._write(early)
         self._writer.release()
@@ -59,6 +70,8 @@ class EventPump:
         finally:
             client.on_wake = self._writer.on_writable = None
             self._is_over = True
+            if self._told is not None and not client.has_left():
+                self._write_events(self._told.catch_up())
         return response.ended and not client.has_left()
 
     def flush(self) -> None:
@@ -93,21 +106,22 @@ class EventPump:
 
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
         event = b"%b%b%b" % (before, on_one_line(encode(text)), after)
-        if self._with_ids:
-            event = b"%b%d\n%b" % (self._id_prefix, self._response.choices[0].next_index, event)
+        if self._told is not None:
+            next_index = self._response.choices[0].next_index
+            self._told.note_plain(len(text), next_index)
+            event = b"%b%d\n%b" % (self._id_prefix, next_index, event)
         self._writer.write([event])
         self._has_written = True
 
     def _write(self, parts: list[Part]) -> None:
         if not parts:
             return
-        render = self._render
-        events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
-        if not events:
+        if self._told is not None:
+            self._write_events(self._told.parts(parts))
             return
-        events = on_one_line(events)
-        if self._with_ids:
-            line = event_id_line(self._id_prefix, self._response.next_indices)
-            events = with_event_id(events, line)
-        self._writer.write([events])
-        self._has_written = True
+        self._write_events(b"".join([piece for part in parts for piece in self._render(part)]))
+
+    def _write_events(self, events: bytes) -> None:
+        if events:
+            self._writer.write([on_one_line(events)])
+            self._has_written = True

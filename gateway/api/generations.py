@@ -26,7 +26,7 @@ from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
-from millrace.gateway.transport.event_ids import parse_event_id
+from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (
     ACCEPTED,
     CALLER,
@@ -133,7 +133,7 @@ class GenerationHandler:
                 scope[ACCEPTED] = True
                 answer = await prepared.begin(begun)
             return await self._tell_of(prepared, begun, answer, scope, receive, send)
-        last_event_id = header_of(scope, b"last-event-id")
+        last_event_id, had = header_of(scope, b"last-event-id"), None
         client = HttpClient(
             gateway.config.client_buffer_bytes,
             scope["extensions"][ABORT_EXTENSION],
@@ -145,7 +145,8 @@ class GenerationHandler:
         try:
             with _bugs_answered(request_id):
                 if last_event_id is not None:
-                    response = await self._resume(last_event_id, prepared, caller, client)
+                    had = parse_event_id(last_event_id)
+                    response = await self._resume(had, prepared, caller, client)
                     if trace is not None:
                         trace.attach_response(response)
                 elif key:
@@ -158,7 +159,7 @@ class GenerationHandler:
                     )
             scope[ACCEPTED] = True  # it has a record of its own now, however it ends
             try:
-                return await self._deliver(prepared, response, client, writer, send)
+                return await self._deliver(prepared, response, client, writer, send, had)
             finally:
                 writer.release()
                 # Nothing to do if the end was delivered.
@@ -211,12 +212,11 @@ class GenerationHandler:
         )
 
     async def _resume(
-        self, last_event_id: str, prepared: Prepared, caller: Caller, client: HttpClient
+        self, had: EventId, prepared: Prepared, caller: Caller, client: HttpClient
     ) -> ResponseStream:
         if not prepared.stream:
             raise ParameterError("last-event-id", "Last-Event-ID goes only with stream: true.")
-        request_id, indices = parse_event_id(last_event_id)
-        return await self._gateway.resuming.resume(caller, request_id, indices, client)
+        return await self._gateway.resuming.resume(caller, had.request_id, had.indices, client)
 
     async def _deliver(
         self,
@@ -225,12 +225,13 @@ class GenerationHandler:
         client: HttpClient,
         writer: ResponseWriter,
         send: Send,
+        had: EventId | None,
     ) -> int:
         with _bugs_answered(response.request_id):
             renderer = prepared.render(response)
             if not prepared.stream:
                 return await self._answers.whole(response, client, writer, send, renderer)
-        return await self._answers.stream(response, client, writer, send, renderer)
+        return await self._answers.stream(response, client, writer, send, renderer, had)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from millrace.schemas.embeddings import EmbeddingUsage
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done, TerminalFrame, Usage
 from millrace.schemas.jobs import Job
+from millrace.schemas.notices import NOTICE_HEADER, Notices, bounded, header_value
 from millrace.schemas.pooling import Pooling
 
 # Jobs of one request that are in the queue or run at a time.
@@ -48,12 +49,13 @@ _MadeT = TypeVar("_MadeT")
 
 
 class AnswerHead(NamedTuple):
-    """What is known of an answer beside what was pooled: ``usage`` is of all inputs, ``created_s``
-    is UTC epoch."""
+    """What is known of an answer beside what was pooled: ``usage`` and ``notices`` are of all
+    inputs, ``created_s`` is UTC epoch."""
 
     request_id: str
     created_s: int
     usage: EmbeddingUsage
+    notices: Notices = ()
 
 
 class PooledAnswer(ABC, Generic[_MadeT]):
@@ -167,13 +169,16 @@ class PooledEndpoint:
             trace.note_model(asked.model)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
         jobs = await jobs_of(base, inputs, model, gateway.prompts)
-        limit_headers = await gateway.admission.reserve(caller, request_id, model, jobs)
+        notices = bounded([one for job in jobs for one in job.notices])
+        headers = [*await gateway.admission.reserve(caller, request_id, model, jobs)]
+        if notices:
+            headers.append((NOTICE_HEADER, header_value(notices)))
         made: list[_Made | None] = [None] * len(jobs)
         try:
             await self._make(jobs, shape, made, request.receive)
         except _EndedBadlyError as error:
             refusal = refusal_of_end(error.end)
-            headers = [*refusal.headers, *limit_headers]
+            headers = [*refusal.headers, *headers]
             return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
         finally:
             usage = total_usage(one.usage for one in made if one is not None)
@@ -185,9 +190,10 @@ class PooledEndpoint:
             request_id,
             jobs[0].received_ns // _NS_PER_S,
             EmbeddingUsage.of(usage.prompt_tokens),
+            notices,
         )
         answer = shape.whole([one.made for one in made if one is not None], head)
-        return _with_headers(json_response(answer), limit_headers)
+        return _with_headers(json_response(answer), headers)
 
     def _base_job(self, asked: PooledAsk, request_id: str, pooling: Pooling, caller: Caller) -> Job:
         gateway = self._gateway

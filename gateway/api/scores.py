@@ -3,11 +3,13 @@ embeddings."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import yaml
 
 from millrace.gateway.api.pooled import (
     AnswerHead,
@@ -21,11 +23,11 @@ from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.activation import activated, numbers_of
 from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from millrace.gateway.rendering.similarity import Vector, cosine
+from millrace.gateway.rendering.text_cuts import Overflow, truncation
 from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.schemas.embeddings import (
-    RerankedText,
     RerankList,
     RerankRequest,
     RerankResult,
@@ -34,6 +36,7 @@ from millrace.schemas.embeddings import (
     ScoreRequest,
 )
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import field_of
 from millrace.schemas.pooling import Pooling
 
 _MadeT = TypeVar("_MadeT")
@@ -101,10 +104,9 @@ class _Scored(PooledAnswer[_MadeT], ABC):
 
 
 class _RerankAnswer(_Scored[_MadeT]):
-    def __init__(self, asked: RerankRequest, texts: Sequence[str], scorer: _Scorer[_MadeT]) -> None:
+    def __init__(self, asked: RerankRequest, scorer: _Scorer[_MadeT]) -> None:
         super().__init__(scorer)
         self._asked = asked
-        self._texts = texts
 
     def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> RerankList:
         asked = self._asked
@@ -119,11 +121,12 @@ class _RerankAnswer(_Scored[_MadeT]):
                 RerankResult(
                     index=i,
                     relevance_score=scores[i],
-                    document=RerankedText(text=self._texts[i]) if with_texts else msgspec.UNSET,
+                    document=_as_object(asked.documents[i]) if with_texts else msgspec.UNSET,
                 )
                 for i in best
             ),
             usage=head.usage,
+            notices=field_of(head.notices),
         )
 
 
@@ -141,24 +144,61 @@ class _ScoreAnswer(_Scored[_MadeT]):
                 Score(index=i, score=score) for i, score in enumerate(self._scorer.scores(made))
             ),
             usage=head.usage,
+            notices=field_of(head.notices),
         )
 
 
 def _rerank(asked: RerankRequest) -> PooledAsk:
     if asked.top_n is not None and asked.top_n < 0:
         raise ParameterError("top_n", f"top_n must not be negative, got {asked.top_n}")
-    texts = [one if isinstance(one, str) else one.text for one in asked.documents]
-    query, documents = Input(asked.query, "query", "query"), inputs_in("documents", texts)
-    return _ask_of(asked, [query], documents, lambda scorer: _RerankAnswer(asked, texts, scorer))
+    _at_least_1(asked, "max_chunks_per_doc")
+    if asked.rank_fields is not None and not asked.rank_fields:
+        raise ParameterError("rank_fields", "rank_fields must name at least one field.")
+    texts = [_text_of(asked, f"documents[{i}]", one) for i, one in enumerate(asked.documents)]
+    query, documents = Input(asked.query, "query"), inputs_in("documents", texts)
+    return _ask_of(asked, [query], documents, lambda scorer: _RerankAnswer(asked, scorer))
+
+
+def _as_object(document: str | dict[str, Any]) -> dict[str, Any]:
+    return {"text": document} if isinstance(document, str) else document
+
+
+def _text_of(asked: RerankRequest, where: str, document: str | dict[str, Any]) -> str:
+    """The text of a document. Raises ParameterError for an object without one."""
+    if isinstance(document, str):
+        return document
+    names = asked.rank_fields or ("text",)
+    ranked = {name: document[name] for name in names if document.get(name) is not None}
+    if not ranked:
+        raise ParameterError(
+            where,
+            f"{where} must be a text or an object with one of the fields {', '.join(names)}; "
+            f"it has {', '.join(document) or 'none'}.",
+        )
+    (value,) = ranked.values() if len(ranked) == 1 else (ranked,)
+    if isinstance(value, str):
+        return value
+    if len(names) == 1 and names[0] == "text":
+        raise ParameterError(f"{where}.text", f"{where}.text must be text.")
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=math.inf)
+
+
+def _at_least_1(asked: RerankRequest | ScoreRequest, name: str) -> int | None:
+    """The value of a limit. Raises ParameterError for one below 1."""
+    limit: int | None = getattr(asked, name)
+    if limit is not None and limit < 1:
+        raise ParameterError(name, f"{name} must be at least 1, got {limit}")
+    return limit
 
 
 def _score(asked: ScoreRequest) -> PooledAsk:
     first = _texts(asked, "text_1", "queries")
     second = _texts(asked, "text_2", "documents")
     if len(first) not in (1, len(second)):
+        name, other = (one[0].where.partition("[")[0] for one in (first, second))
         raise ParameterError(
-            first[0].param,
-            f"{first[0].param} must be one text or as many as {second[0].param} has, "
+            name,
+            f"{name} must be one text or as many as {other} has, "
             f"got {len(first)} and {len(second)}",
         )
     return _ask_of(asked, first, second, lambda scorer: _ScoreAnswer(asked.model, scorer))
@@ -169,7 +209,7 @@ def _texts(asked: ScoreRequest, name: str, other: str) -> list[Input]:
     if len(given) != 1:
         raise ParameterError(name, f"Give exactly one of {name} and {other}.")
     ((param, texts),) = given.items()
-    return inputs_in(param, (texts,) if isinstance(texts, str) else texts)
+    return [Input(texts, param)] if isinstance(texts, str) else inputs_in(param, texts)
 
 
 def _ask_of(
@@ -178,6 +218,8 @@ def _ask_of(
     second: list[Input],
     answer: Callable[[_Scorer[Any]], PooledAnswer[Any]],
 ) -> PooledAsk:
+    first, second, num_kept = _limited(asked, first, second)
+
     def plan(model: ServedModelLike) -> PooledPlan:
         head = model.classifier
         if head is None:
@@ -197,9 +239,32 @@ def _ask_of(
         model=asked.model,
         plan=plan,
         user=user_of(asked.user),
-        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        truncate_prompt_tokens=num_kept,
         priority=priority_of(asked.priority),
         metadata=metadata_of(asked.metadata),
+    )
+
+
+def _limited(
+    asked: RerankRequest | ScoreRequest, first: list[Input], second: list[Input]
+) -> tuple[list[Input], list[Input], int | None]:
+    """Both texts with the limits of queries and documents, and ``truncate_prompt_tokens`` of their
+    jobs. Raises ParameterError."""
+    if asked.truncate == "START":
+        raise ParameterError(
+            "truncate", "truncate: texts are cut at their end here; give END or NONE."
+        )
+    overflow, num_kept = truncation(asked.truncate, asked.truncate_prompt_tokens)
+    for_query = _at_least_1(asked, "max_query_length")
+    limits = [_at_least_1(asked, name) for name in ("max_tokens_per_doc", "max_doc_length")]
+    for_document = min((limit for limit in limits if limit is not None), default=None)
+    of_document = overflow
+    if for_document is not None and asked.truncate is None and num_kept is None:
+        of_document = Overflow.CUT_WITH_NOTICE
+    return (
+        [one._replace(max_tokens=for_query, overflow=overflow) for one in first],
+        [one._replace(max_tokens=for_document, overflow=of_document) for one in second],
+        num_kept,
     )
 
 

@@ -13,8 +13,8 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.rendering.embedding_jobs import (
     embedding_pooling,
     form_of,
-    inputs_of,
     jobs_of,
+    truncated_inputs,
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
@@ -45,7 +45,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
     ) -> BatchOrder:
         asked = decode(self._decoder, body)
-        inputs = inputs_of(asked.input)
+        inputs, num_kept = truncated_inputs(asked)
         model = await self._gateway.models.get_named(asked.model, caller.tenant)
         pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
@@ -53,7 +53,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             store_result=True,
             user=user_of(asked.user),
             pooling=pooling,
-            truncate_prompt_tokens=asked.truncate_prompt_tokens,
+            truncate_prompt_tokens=num_kept,
             priority=priority_of(asked.priority),
             metadata=metadata_of(asked.metadata),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from millrace.bus.stored_results import end_of, frames_of
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal, refusal_of_end
 from millrace.gateway.generation_request import GenerationRequest
@@ -16,7 +17,6 @@ from millrace.gateway.rendering.rendering import Endpoint, Prepared
 from millrace.gateway.request.detached_client import NULL_CLIENT
 from millrace.gateway.request.job_maker import bare_job, prompt_token_ids
 from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
-from millrace.gateway.streams.stored_results import end_of, frames_of
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.schemas.errors import MillraceError, ParameterError

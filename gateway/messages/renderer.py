@@ -11,7 +11,13 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.blocks import ContentBlocks
 from millrace.gateway.messages.refusals import error_of
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.parts import (
+    CallArguments,
+    Part,
+    PartEvents,
+    ReasoningPart,
+    TextPart,
+)
 from millrace.schemas.anthropic.answers import (
     ContentBlockDelta,
     MessageAnswer,
@@ -37,6 +43,7 @@ _PLAIN = (
     b"}}\n\n",
 )
 _NOTHING = Usage()
+_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
 
 
 class MessageRenderer:
@@ -51,16 +58,17 @@ class MessageRenderer:
         )
         self._opening = list(self._blocks.open_text()) if self._choice.is_plain else []
         self.plain = _PLAIN if self._choice.is_plain else None
-        self._num_caught_up = 0
 
     def first(self) -> bytes:
         usage = _usage(self._choice.usage_so_far or _NOTHING)
         message = msgspec.structs.replace(self._message(usage), content=())
         return _bytes_of([MessageStart(message=message), *self._opening])
 
-    def part(self, part: Part) -> bytes:
-        self._catch_up()
-        return _bytes_of(self._blocks.add(part))
+    def part(self, part: Part) -> PartEvents:
+        events = list(self._blocks.add(part))
+        if isinstance(part, _WITH_DELTA) and events:
+            return PartEvents(_bytes_of(events[:-1]), _bytes_of(events[-1:]))
+        return PartEvents(_bytes_of(events))
 
     def last(self) -> bytes:
         message = self._ended()
@@ -86,13 +94,6 @@ class MessageRenderer:
 
     async def store(self) -> None:
         """Nothing of it is kept."""
-
-    def _catch_up(self) -> None:
-        """What another connection has given out is told of no more, but its blocks are counted."""
-        had = self._choice.had
-        while self._num_caught_up < len(had):
-            self.add(had[self._num_caught_up])
-            self._num_caught_up += 1
 
     def _ended(self) -> MessageAnswer:
         reason, stop_sequence = self._stop_reason()

@@ -21,6 +21,7 @@ from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import REF, refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
+from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
 from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
 from millrace.schemas.openai import ErrorBody
@@ -110,7 +111,7 @@ _GENERATION_HEADERS: list[Schema] = [
         "in": "header",
         "description": "Go on with a stream behind this event of it. The body is the same as "
         "before, with stream: true.",
-        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}/[0-9]{1,9}(,[0-9]{1,9})*$"},
+        "schema": {"type": "string", "pattern": f"^{EVENT_ID_PATTERN}$"},
     },
 ]
 

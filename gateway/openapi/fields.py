@@ -10,6 +10,7 @@ from typing import Any, get_args
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
 from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
+from millrace.schemas.anthropic.blocks import ServerResult
 from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.embeddings import MAX_INPUTS
@@ -155,6 +156,9 @@ _POOLED: dict[str, Schema] = {
     "metadata": _METADATA,
     "priority": _PRIORITY,
 }
+_SCORING: dict[str, Schema] = _POOLED | {
+    name: {"minimum": 1} for name in ("max_tokens_per_doc", "max_doc_length", "max_query_length")
+}
 _EMBEDDING: dict[str, Schema] = _POOLED | {"dimensions": {"minimum": 1}, "input": _INPUTS}
 _VECTOR: Schema = {
     "anyOf": [
@@ -163,6 +167,13 @@ _VECTOR: Schema = {
     ]
 }
 _NEW_ITEMS: Schema = {"maxItems": MAX_NEW_ITEMS, "items": {"anyOf": _ITEMS}}
+_READ: Mapping[str, Schema] = {
+    "refusal": {"description": "Its text is read if the message has neither text nor calls."},
+    "audio": {"description": "Refused where the message has neither text nor calls."},
+    "function_call": {"description": "Refused where the message has neither text nor calls."},
+    "reasoning": {"description": "Its thoughts, if they are text."},
+    "reasoning_content": {"description": "Its thoughts, if they are text."},
+}
 # By component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
@@ -198,6 +209,11 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "name": {"description": "The model knows the tool by it.", "default": ""},
         **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
     },
+    "EchoedMessage": _READ,
+    **{
+        result.__name__: {"content": {"description": "Text, or what the tool gave."}}
+        for result in get_args(ServerResult)
+    },
     "Metadata": {"user_id": _LABEL},
     "Thinking": {"budget_tokens": {"minimum": 0}},
     "ConversationRequest": {"items": _NEW_ITEMS, "metadata": _METADATA},
@@ -223,9 +239,15 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "EmbeddingRequest": _EMBEDDING,
     "PoolingRequest": _EMBEDDING,
     "ClassifyRequest": _POOLED | {"input": _INPUTS},
-    "ScoreRequest": _POOLED | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
-    "RerankRequest": _POOLED
-    | {"query": {"minLength": 1}, "documents": _INPUTS, "top_n": {"minimum": 0}},
+    "ScoreRequest": _SCORING | dict.fromkeys(("text_1", "text_2", "queries", "documents"), _INPUTS),
+    "RerankRequest": _SCORING
+    | {
+        "query": {"minLength": 1},
+        "documents": _INPUTS,
+        "top_n": {"minimum": 0},
+        "max_chunks_per_doc": {"minimum": 1},
+        "rank_fields": {"minItems": 1},
+    },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
     "Response": {"tool_choice": {"description": "As it was asked for."}},

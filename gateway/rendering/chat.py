@@ -16,6 +16,7 @@ from millrace.gateway.streams.parts import (
     CallStart,
     ChoiceEnd,
     Part,
+    PartEvents,
     ReasoningPart,
     StepPart,
     TextPart,
@@ -76,30 +77,30 @@ class ChatRenderer:
             events += self._head.without_choices("session", self._response.session)
         return events
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> PartEvents:
         if type(part) is TextPart:
             if part.logprobs or self._told:
-                return self._delta(part.choice, {"content": part.text}, part)
+                return PartEvents(delta=self._delta(part.choice, {"content": part.text}, part))
             if not part.text:
-                return b""
+                return PartEvents()
             text = self._text_befores[part.choice] + encode(part.text)
-            return text + _AFTER_TEXT + self._head.after(part.choice)
+            return PartEvents(delta=text + _AFTER_TEXT + self._head.after(part.choice))
         if isinstance(part, ReasoningPart):
-            return self._reasoning(part)
+            return PartEvents(delta=self._reasoning(part))
         if isinstance(part, CallStart):
             kind, key = ("custom", "input") if part.custom else ("function", "arguments")
             called = {"name": part.name, key: ""}
             call = {"index": part.call, "id": part.call_id, "type": kind, kind: called}
-            return self._delta(part.choice, {"tool_calls": [call]})
+            return PartEvents(self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, CallArguments):
             kind, key = ("custom", "input") if part.custom else ("function", "arguments")
             call = {"index": part.call, kind: {key: part.text}}
-            return self._delta(part.choice, {"tool_calls": [call]})
+            return PartEvents(delta=self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, StepPart):
-            return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
+            return PartEvents(self._head.without_choices("tool_step", _step_info(part)))
         assert isinstance(part, ChoiceEnd)
         end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
-        return self._befores[part.choice] + end + self._head.end(part.choice)
+        return PartEvents(self._befores[part.choice] + end + self._head.end(part.choice))
 
     def last(self) -> bytes:
         return self._head.last()
@@ -113,7 +114,7 @@ class ChatRenderer:
             if self._told is not None:
                 self._told.add(part)
         elif isinstance(part, StepPart):
-            self._steps.append(ToolStepInfo(**part._asdict()))
+            self._steps.append(_step_info(part))
 
     def whole(self) -> bytes:
         response = self._response
@@ -197,6 +198,10 @@ class ChatRenderer:
         if told_of is not None and self._told is not None:
             body += b',"token_ids":' + encode(self._told.of_part(told_of))
         return self._befores[choice] + body + self._head.after(choice)
+
+
+def _step_info(part: StepPart) -> ToolStepInfo:
+    return ToolStepInfo(**part.told())
 
 
 CHAT_COMPLETIONS = BodyEndpoint(

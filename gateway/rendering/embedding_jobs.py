@@ -10,38 +10,49 @@ import msgspec
 
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.gateway.rendering.text_cuts import Overflow, first_tokens, truncation
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.embeddings import MAX_INPUTS, EmbeddingRequest
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job
+from millrace.schemas.notices import NoticeCode, notice
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 _PAIR_FIELD = "text_pair"
 
 
 class Input(NamedTuple):
-    """A text, or token ids, to be read: ``where`` it stands in the field ``param``; with ``pair``
-    another text that is read with it."""
+    """A text, or token ids, to be read, which the request has at ``where``; with ``pair`` another
+    text that is read with it. Of a text the first ``max_tokens`` tokens are read, if that is
+    given."""
 
     given: str | tuple[int, ...]
-    param: str
     where: str
     pair: Input | None = None
+    max_tokens: int | None = None
+    overflow: Overflow = Overflow.REFUSED
 
 
 def inputs_of(given: str | Sequence[str | int | tuple[int, ...]]) -> list[Input]:
     """The texts and token ids of a field ``input``. Raises ParameterError."""
     if isinstance(given, str):
-        return [Input(given, "input", "input")]
+        return [Input(given, "input")]
     kinds = set(map(type, given))
     if kinds == {int}:
-        return [Input(cast("tuple[int, ...]", given), "input", "input")]
+        return [Input(cast("tuple[int, ...]", given), "input")]
     if kinds and kinds not in ({str}, {tuple}):
         raise ParameterError(
             "input", "input must be texts, token ids or lists of token ids, not mixed"
         )
     return inputs_in("input", cast("tuple[str | tuple[int, ...], ...]", given))
+
+
+def truncated_inputs(asked: EmbeddingRequest) -> tuple[list[Input], int | None]:
+    """The inputs of a request, and ``truncate_prompt_tokens`` of their jobs. Raises
+    ParameterError."""
+    overflow, num_kept = truncation(asked.truncate, asked.truncate_prompt_tokens)
+    return [one._replace(overflow=overflow) for one in inputs_of(asked.input)], num_kept
 
 
 def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]:
@@ -50,15 +61,14 @@ def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]
         raise ParameterError(param, f"{param} must not be empty")
     if len(given) > MAX_INPUTS:
         raise ParameterError(param, f"{param} takes at most {MAX_INPUTS} items, got {len(given)}")
-    if len(given) == 1:
-        return [Input(given[0], param, param)]
-    return [Input(one, param, f"{param}[{i}]") for i, one in enumerate(given)]
+    return [Input(one, f"{param}[{i}]") for i, one in enumerate(given)]
 
 
 async def jobs_of(
     base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
 ) -> list[Job]:
-    """A job like ``base`` for each input. Raises MillraceError, naming the input at fault."""
+    """A job like ``base`` for each input. Its notices say what is cut though its client did not ask
+    for that. Raises MillraceError, naming the input at fault."""
 
     def prepare_all() -> list[Job]:
         # Nothing is drawn for an embedding, so any seed will do.
@@ -123,25 +133,67 @@ def _prepare(
     model: ServedModelLike,
     seeds: random.Random,
 ) -> Job:
-    given, pair = one.given, one.pair
-    for part in (one,) if pair is None else (one, pair):
+    for part in _parts(one):
         if not part.given:
-            raise ParameterError(part.param, f"{part.where} must not be empty")
-    text, token_ids = (given, None) if isinstance(given, str) else (None, given)
+            raise ParameterError(part.where, f"{part.where} must not be empty")
     request_id = f"{base.request_id}.{index}" if index else base.request_id
-    job = msgspec.structs.replace(
-        base,
-        request_id=request_id,
-        prompt=text,
-        prompt_token_ids=token_ids,
-        text_pair=None if pair is None else str(pair.given),
-    )
+    base = msgspec.structs.replace(base, request_id=request_id)
     try:
-        return model.prepare(job, seeds)
+        return _fitting(base, _shortened(one, model), model, seeds)
     except ParameterError as error:
-        fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: pair}
+        fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: one.pair}
         at_fault = fields.get(error.param)
         if at_fault is None:
             raise
         message = error.message.replace(error.param, at_fault.where, 1)
-        raise ParameterError(at_fault.param, message) from error
+        raise ParameterError(at_fault.where, message) from error
+
+
+def _parts(one: Input) -> tuple[Input, ...]:
+    return (one,) if one.pair is None else (one, one.pair)
+
+
+def _shortened(one: Input, model: ServedModelLike) -> Input:
+    """The input with its texts cut to ``max_tokens``."""
+    if one.max_tokens is not None and isinstance(one.given, str):
+        one = one._replace(given=first_tokens(model.tokenizer, one.given, one.max_tokens))
+    return one if one.pair is None else one._replace(pair=_shortened(one.pair, model))
+
+
+def _fitting(base: Job, one: Input, model: ServedModelLike, seeds: random.Random) -> Job:
+    """A job for the input, which is cut to the context window if it may be. Raises
+    ContextLengthError if it may not."""
+    try:
+        return model.prepare(_job(base, one), seeds)
+    except ContextLengthError:
+        last = _parts(one)[-1]
+        if last.overflow is Overflow.REFUSED:
+            raise
+    if last.overflow is Overflow.CUT_WITH_NOTICE:
+        base = msgspec.structs.replace(base, notices=(notice(NoticeCode.TEXT_CUT, last.where),))
+    return model.prepare(_cut_job(base, one, model), seeds)
+
+
+def _cut_job(base: Job, one: Input, model: ServedModelLike) -> Job:
+    """A job for as much of the input as fits, from its beginning."""
+    room, classifier = model.context_window_tokens, model.classifier
+    if not isinstance(one.given, str):
+        return _job(base, one._replace(given=one.given[:room]))
+    if one.pair is not None and not (classifier and classifier.joins_pairs):
+        # The longer text of a pair is cut at its end.
+        return msgspec.structs.replace(_job(base, one), truncate_prompt_tokens=-1)
+    before = one.given if one.pair is not None else ""
+    left = max(room - len(model.tokenizer.encode(before)), 0)
+    if one.pair is None:
+        return _job(base, _shortened(one._replace(max_tokens=left), model))
+    return _job(base, _shortened(one._replace(pair=one.pair._replace(max_tokens=left)), model))
+
+
+def _job(base: Job, one: Input) -> Job:
+    is_text = isinstance(one.given, str)
+    return msgspec.structs.replace(
+        base,
+        prompt=one.given if is_text else None,
+        prompt_token_ids=None if is_text else one.given,
+        text_pair=None if one.pair is None else str(one.pair.given),
+    )

@@ -21,23 +21,42 @@ from millrace.schemas.openai import (
 def logprob_infos(
     tokenizer: TokenizerLike, logprobs: Sequence[TokenLogprob]
 ) -> tuple[LogprobInfo, ...]:
-    """One entry for each token; bytes that are no whole character show as U+FFFD in its text."""
+    """One entry for each token."""
     return tuple(_info(tokenizer, one) for one in logprobs)
 
 
+def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
+    """The text of a token. A token that is not whole characters shows as OpenAI's servers write it,
+    ``bytes:`` and its bytes with escapes, such as ``bytes:\\xf0\\x9f``, so that tokens of
+    different bytes have different texts."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{repr(raw)[2:-1]}"
+
+
+def _alternatives(one: TokenLogprob) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens, and the token itself last where it is not among them: what a grammar,
+    a bias or chance made of the logits is left out of log-probabilities. None if none were asked
+    for."""
+    if not one.top or any(token_id == one.token_id for token_id, _ in one.top):
+        return one.top
+    return (*one.top, (one.token_id, one.logprob))
+
+
 def _info(tokenizer: TokenizerLike, one: TokenLogprob) -> LogprobInfo:
-    raw = tokenizer.token_bytes(one.token_id)
     return LogprobInfo(
-        token=raw.decode(errors="replace"),
+        token=token_text(tokenizer, one.token_id),
         logprob=one.logprob,
-        bytes=tuple(raw),
+        bytes=tuple(tokenizer.token_bytes(one.token_id)),
         top_logprobs=tuple(
             TopLogprob(
-                token=(alternative := tokenizer.token_bytes(token_id)).decode(errors="replace"),
+                token=token_text(tokenizer, token_id),
                 logprob=logprob,
-                bytes=tuple(alternative),
+                bytes=tuple(tokenizer.token_bytes(token_id)),
             )
-            for token_id, logprob in one.top
+            for token_id, logprob in _alternatives(one)
         ),
     )
 
@@ -46,17 +65,12 @@ def completion_logprobs(
     tokenizer: TokenizerLike,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],
-    first_offset: int,
+    offsets: Sequence[int],
 ) -> CompletionLogprobs:
     """The four lists of ``/v1/completions``. An entry is None for a token that nothing goes before;
-    ``first_offset`` is where the first token begins in the choice's text, in characters."""
-    tokens = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
-    offsets, offset = [], first_offset
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    ``offsets`` are where the tokens begin in the choice's text, in characters."""
     return CompletionLogprobs(
-        tokens=tuple(tokens),
+        tokens=tuple(token_text(tokenizer, token_id) for token_id in token_ids),
         token_logprobs=tuple(None if one is None else one.logprob for one in logprobs),
         top_logprobs=tuple(None if one is None else _top(tokenizer, one) for one in logprobs),
         text_offset=tuple(offsets),
@@ -80,7 +94,7 @@ def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptToken
         token_id: PromptTokenInfo(
             logprob=logprob,
             rank=rank,
-            decoded_token=tokenizer.token_bytes(token_id).decode(errors="replace"),
+            decoded_token=token_text(tokenizer, token_id),
         )
         for token_id, (logprob, rank) in (
             {one.token_id: (one.logprob, one.rank or place)} | ranked
@@ -89,9 +103,10 @@ def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptToken
 
 
 def _top(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[str, float]:
-    """The chosen token and the alternatives by their texts; of two with one text the likelier."""
+    """The alternatives and the chosen token, which is there also where no alternatives were asked
+    for, by their texts; of two with one text the likelier."""
     found: dict[str, float] = {}
-    for token_id, logprob in (*one.top, (one.token_id, one.logprob)):
-        text = tokenizer.token_bytes(token_id).decode(errors="replace")
+    for token_id, logprob in _alternatives(one) or ((one.token_id, one.logprob),):
+        text = token_text(tokenizer, token_id)
         found[text] = max(logprob, found.get(text, logprob))
     return found

@@ -14,7 +14,7 @@ from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.parts import Part, PartEvents
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.tokenizers.prompt_pool import PromptPool
@@ -35,8 +35,8 @@ class Renderer(Protocol):
     def first(self) -> bytes:
         """Events before any part; may be empty."""
 
-    def part(self, part: Part) -> bytes:
-        """The events of a part; may be empty."""
+    def part(self, part: Part) -> PartEvents:
+        """The events of a part, also of one that another connection told."""
 
     def last(self) -> bytes:
         """Events after the last part of an answer that ended well."""

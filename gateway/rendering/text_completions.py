@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
 from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
 from millrace.gateway.rendering.rendering import BodyEndpoint
+from millrace.gateway.rendering.text_offsets import TextOffsets
 from millrace.gateway.rendering.token_ids import ToldTokens
 from millrace.gateway.request.parsing import parse_completion
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import ChoiceEnd, Part, TextPart
+from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
+from millrace.registry.tokenizers.silent_tokens import silent_tokens
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
@@ -34,15 +38,13 @@ class CompletionRenderer:
         num_choices = len(response.choices)
         self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
         had = response.first_indices
-        self._to_echo = {
-            i for i in range(num_choices) if response.request.echo and not (had and had[i])
-        }
+        self._to_echo = set(range(num_choices)) if response.request.echo else set()
         self._told = ToldTokens(response) if response.request.tells_token_ids else None
         self._told_prompts = {i for i in range(num_choices) if had and had[i]}
         is_plain = (
             num_choices == 1
             and self._told is None
-            and not self._to_echo
+            and not response.request.echo
             and not self._head.is_continuous
             and response.request.tells_completion
         )
@@ -51,33 +53,32 @@ class CompletionRenderer:
             if is_plain and response.request.sampling.logprobs is None
             else None
         )
-        # How much text was given out; None: by another connection, and that is still to be counted.
-        self._lengths: list[int | None] = [
-            None if had and had[i] else 0 for i in range(num_choices)
-        ]
+        self._offsets: dict[int, TextOffsets] = {}
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num_choices)]
 
     def first(self) -> bytes:
         return b""
 
-    def part(self, part: Part) -> bytes:
+    def part(self, part: Part) -> PartEvents:
         if isinstance(part, TextPart):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             if not self._response.request.tells_completion:
-                return echoed
+                return PartEvents(echoed)
             if part.logprobs or self._told:
-                lists = self._lists(part) if part.logprobs else None
-                return echoed + self._event(part.choice, part.text, lists, part)
+                lists = None
+                if part.logprobs:
+                    lists = self._lists(part.choice, part.first_index, part.logprobs)
+                return PartEvents(echoed, self._event(part.choice, part.text, lists, part))
             if not part.text:
-                return echoed
+                return PartEvents(echoed)
             text = self._text_befores[part.choice] + encode(part.text) + _AFTER_TEXT
-            return echoed + text + self._head.after(part.choice)
+            return PartEvents(echoed, text + self._head.after(part.choice))
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
             end = self._text_befores[part.choice] + end + self._head.end(part.choice)
-            return echoed + end
-        return b""
+            return PartEvents(echoed + end)
+        return PartEvents()
 
     def last(self) -> bytes:
         return self._head.last()
@@ -120,10 +121,7 @@ class CompletionRenderer:
             return self._choice_of(index, prompt, prompt_lists)
         lists = None
         if response.request.sampling.logprobs is not None:
-            chosen = self._logprobs[index]
-            lists = completion_logprobs(
-                response.model.tokenizer, [one.token_id for one in chosen], chosen, len(prompt)
-            )
+            lists = self._lists(index, 0, self._logprobs[index])
             if prompt_lists is not None:
                 lists = _joined(prompt_lists, lists)
         return self._choice_of(index, prompt + response.choices[index].text, lists)
@@ -143,24 +141,28 @@ class CompletionRenderer:
             token_ids=told.of_choice(index) if told else msgspec.UNSET,
         )
 
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._response.prompt_of(index)
+        return prompt if isinstance(prompt, str) else self._response.model.tokenizer.decode(prompt)
+
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
         """The prompt of a choice, and its log-probabilities if they were asked for."""
         response = self._response
-        prompt = response.prompt_of(index)
+        prompt, text = response.prompt_of(index), self._prompt_text(index)
         tokenizer = response.model.tokenizer
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         if response.request.sampling.prompt_logprobs is None:
             return text, None
         token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         logprobs = response.prompt_logprobs(index)
         if len(logprobs) != len(token_ids):
             return text, None
-        return text, completion_logprobs(tokenizer, token_ids, logprobs, 0)
+        # A tokenizer may have changed the prompt: its tokens end where the prompt does, at most.
+        offsets = [min(one, len(text)) for one in TextOffsets(tokenizer).push_all(token_ids)]
+        return text, completion_logprobs(tokenizer, token_ids, logprobs, offsets)
 
     def _echo_event(self, index: int) -> bytes:
         self._to_echo.discard(index)
         text, lists = self._echo(index)
-        self._lengths[index] = len(text)
         return self._event(index, text, lists)
 
     def _event(
@@ -178,20 +180,30 @@ class CompletionRenderer:
             more += b',"token_ids":' + encode(self._told.of_part(told_of))
         return self._text_befores[index] + encode(text) + more + self._head.after(index)
 
-    def _lists(self, part: TextPart) -> CompletionLogprobs:
-        token_ids = [one.token_id for one in part.logprobs]
+    def _lists(
+        self, index: int, first_index: int, logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs:
+        """Of the tokens of a choice from ``first_index`` on."""
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            offsets = self._offsets[index] = self._offsets_from(index, first_index)
+        token_ids = [one.token_id for one in logprobs]
         tokenizer = self._response.model.tokenizer
-        offset = self._lengths[part.choice]
-        if offset is None:
-            offset = self._length_had(part.choice)
-        self._lengths[part.choice] = offset + len(part.text)
-        return completion_logprobs(tokenizer, token_ids, part.logprobs, offset)
+        return completion_logprobs(tokenizer, token_ids, logprobs, offsets.push_all(token_ids))
 
-    def _length_had(self, index: int) -> int:
-        """Of the text that another connection gave out, prompt included."""
+    def _offsets_from(self, index: int, first_index: int) -> TextOffsets:
+        """Behind the prompt, if it is echoed, and the tokens that another connection gave out."""
         response = self._response
-        num_echoed = len(self._echo(index)[0]) if response.request.echo else 0
-        return num_echoed + len(response.choices[index].stream.reader.text_before)
+        sampling = response.request.sampling
+        offsets = TextOffsets(
+            response.model.tokenizer,
+            response.prompt_of(index),
+            start=len(self._prompt_text(index)) if response.request.echo else 0,
+            skip_special_tokens=sampling.skip_special_tokens,
+            silent=silent_tokens(response.model.eos_token_ids, sampling),
+        )
+        offsets.push_all(response.choices[index].token_ids(0, first_index))
+        return offsets
 
 
 COMPLETIONS = BodyEndpoint(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from millrace.bus.stored_results import UNKNOWN_TOKEN_ID
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import Part, ReasoningPart, TextPart
-from millrace.gateway.streams.stored_results import UNKNOWN_TOKEN_ID
 from millrace.schemas.openai import TokenIds
 
 

@@ -12,8 +12,10 @@ from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
     EchoedMessage,
+    EchoedPart,
     Message,
     MessageToolCall,
+    TextPart,
     ToolMessage,
     UserMessage,
 )
@@ -30,6 +32,7 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None,),
 }
+_NEUTRAL_IN_EMPTY_ANSWER = {name: NEUTRAL_IN_MESSAGE[name] for name in ("audio", "function_call")}
 
 
 def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
@@ -72,19 +75,30 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
         raise ParameterError(
             f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
         )
-    content = message.content
-    if content is None:
-        if not message.tool_calls:
-            raise ParameterError(f"{where}.content", f"{where}.content must be text.")
-        content = ""
-    if not isinstance(content, str):
-        content = "".join(part.text for part in content)
+    if message.content is None and isinstance(message, UserMessage):
+        raise ParameterError(f"{where}.content", f"{where}.content must be text.")
     calls = tuple(
         _called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     )
+    text = _text_of(message)
+    if isinstance(message, EchoedMessage) and not (text or calls):
+        refuse_unhonoured(message, _NEUTRAL_IN_EMPTY_ANSWER, f"{where}.")
     role = "system" if isinstance(message, DeveloperMessage) else message.role
     reasoning = _reasoning_of(message) if isinstance(message, EchoedMessage) else ""
-    return ChatMessage(role, content, message.name, calls, message.tool_call_id, reasoning)
+    return ChatMessage(role, text, message.name, calls, message.tool_call_id, reasoning)
+
+
+def _text_of(message: Message) -> str:
+    """The words of a message. An answer that only refuses says its refusal."""
+    content = message.content or ""
+    text = content if isinstance(content, str) else "".join(map(_words, content))
+    if text or message.tool_calls or not isinstance(message, EchoedMessage):
+        return text
+    return message.refusal if isinstance(message.refusal, str) else ""
+
+
+def _words(part: TextPart | EchoedPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.words
 
 
 def _called(call: MessageToolCall, where: str) -> ToolCall:

@@ -86,7 +86,13 @@ class ToolCallLoop:
         steps = choice.pending if choice.next_index <= choice.num_tokens else choice.had
         steps += [
             StepPart(
-                call.id, call.name, call.arguments, result.ok, result.output, result.duration_ms
+                call.id,
+                call.name,
+                call.arguments,
+                result.ok,
+                result.output,
+                result.duration_ms,
+                choice.index,
             )
             for call, result in zip(own, results, strict=True)
         ]

@@ -40,6 +40,7 @@ from millrace.schemas.responses.call_items import (
 )
 from millrace.schemas.responses.items import (
     Content,
+    EchoedRefusal,
     EchoedText,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -332,7 +333,7 @@ def _normalised(
             namespace=given.namespace or msgspec.UNSET,
         )
     if isinstance(given, GivenCallOutput):
-        output = given.output
+        output = given.output or ""
         return FunctionCallOutputItem(
             id=given.id or "",
             call_id=given.call_id,
@@ -343,13 +344,16 @@ def _normalised(
 
 
 def _content(given: GivenMessage) -> tuple[Content, ...]:
-    content = given.content
+    content = given.content or ""
     if isinstance(content, str):
         return (OutputText(content) if given.role == "assistant" else InputText(content),)
-    return tuple(
-        OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
-        for part in content
-    )
+    return tuple(map(_piece, content))
+
+
+def _piece(part: InputText | EchoedText | EchoedRefusal) -> Content:
+    if isinstance(part, EchoedRefusal):
+        return OutputText(part.refusal)
+    return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -16,7 +16,13 @@ from millrace.gateway.responses.input import THOUGHTS, named
 from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.responses.tools import call_kinds
-from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.parts import (
+    CallArguments,
+    Part,
+    PartEvents,
+    ReasoningPart,
+    TextPart,
+)
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
 from millrace.schemas.notices import field_of
@@ -47,6 +53,7 @@ from millrace.schemas.responses.items import (
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
+_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
 
 
 class ResponseRenderer:
@@ -87,8 +94,6 @@ class ResponseRenderer:
             call_kinds(request, self.conversation),
             seals=THOUGHTS in (request.include or ()),
         )
-        self._had = response.choices[0].had
-        self._num_caught_up = 0
         self._after = after
 
     def first(self) -> bytes:
@@ -97,10 +102,11 @@ class ResponseRenderer:
             [kind(sequence_number=number, response=response) for number, kind in enumerate(_FIRST)]
         )
 
-    def part(self, part: Part) -> bytes:
-        if self._had:
-            self._catch_up()
-        return self._bytes_of(self._items.add(part))
+    def part(self, part: Part) -> PartEvents:
+        events = self._items.add(part)
+        if isinstance(part, _WITH_DELTA) and events:
+            return PartEvents(self._bytes_of(events[:-1]), self._bytes_of(events[-1:]))
+        return PartEvents(self._bytes_of(events))
 
     def last(self) -> bytes:
         kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
@@ -108,7 +114,6 @@ class ResponseRenderer:
         return self._bytes_of([event])
 
     def failed(self, refusal: Refusal) -> bytes:
-        self._catch_up()
         if self._was_cancelled:
             end = ResponseFailed(sequence_number=self._items.number(), response=self._cancelled())
             return self._bytes_of([end])
@@ -220,12 +225,6 @@ class ResponseRenderer:
         if self._after >= 0:
             events = list(events_after(events, self._after))
         return bytes_of(events)
-
-    def _catch_up(self) -> None:
-        """What another connection has given out is told of no more, but belongs to the answer."""
-        while self._num_caught_up < len(self._had):
-            self._items.add(self._had[self._num_caught_up])
-            self._num_caught_up += 1
 
     def _final(self) -> Response:
         status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"

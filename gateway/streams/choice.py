@@ -311,17 +311,16 @@ class Choice:
         logprobs: tuple[TokenLogprob, ...],
         parts: list[Part],
     ) -> None:
-        content: list[str] = []
-        later: list[Part] = []
+        told: list[Part] = []
         for piece in pieces:
             if isinstance(piece, ContentPiece):
-                content.append(piece.text)
+                self._say(piece.text, index + num_tokens, told)
             elif isinstance(piece, CallPiece):
                 custom = piece.name in self._tools.freeform
                 self._calls.append(_Call(piece.call_id, piece.name, custom=custom))
                 if piece.name not in self._own_tools:
                     number = self._num_shown_calls
-                    later.append(CallStart(self.index, number, piece.call_id, piece.name, custom))
+                    told.append(CallStart(self.index, number, piece.call_id, piece.name, custom))
                     self._num_shown_calls += 1
             elif isinstance(piece, ArgumentsPiece):
                 call = self._calls[-1]
@@ -331,13 +330,26 @@ class Choice:
                     shown = piece.text if call.reader is None else call.reader.feed(piece.text)
                     number = self._num_shown_calls - 1
                     if shown:
-                        later.append(CallArguments(self.index, number, shown, custom))
-        text = "".join(content)
+                        told.append(CallArguments(self.index, number, shown, custom))
+        if num_tokens:
+            text = ""
+            if told and isinstance(told[0], TextPart):
+                text = told[0].text
+                del told[0]
+            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+        parts += told
+
+    def _say(self, text: str, index: int, told: list[Part]) -> None:
+        """Append text, in one part with text right before it."""
+        if not text:
+            return
         self._texts.append(text)
         self._round_texts.append(text)
-        if num_tokens or text:
-            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
-        parts += later
+        last = told[-1] if told else None
+        if isinstance(last, TextPart):
+            told[-1] = last._replace(text=last.text + text)
+        else:
+            told.append(TextPart(self.index, index, 0, text))
 
     def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
         self._before(self.stream.reader.next_index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.schemas.frames import TokenLogprob
 
@@ -61,6 +61,13 @@ class StepPart(NamedTuple):
     ok: bool
     output: str
     duration_ms: float
+    choice: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """The fields that clients are told of."""
+        fields = self._asdict()
+        del fields["choice"]
+        return fields
 
 
 class ChoiceEnd(NamedTuple):
@@ -73,3 +80,11 @@ class ChoiceEnd(NamedTuple):
 
 
 Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd
+
+
+class PartEvents(NamedTuple):
+    """The events of a part. ``delta`` is the event that tells its text, or what else is told of its
+    tokens; it comes after the others."""
+
+    others: bytes = b""
+    delta: bytes = b""

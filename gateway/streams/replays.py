@@ -8,8 +8,8 @@ from typing import Protocol
 
 from millrace.bus.api import Bus
 from millrace.bus.running_requests import RunningRequest
+from millrace.bus.stored_results import frames_of
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.stored_results import frames_of
 from millrace.gateway.streams.stream import OpenStream
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import Replay

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from millrace.registry.tokenizers.tokenizer import Tokenizer
+    from millrace.registry.tokenizers.token_bytes import TokenBytes
 
 # No prefix of a character is longer.
 _LONGEST_PREFIX_BYTES = 3
+
+
+class HasTokenBytes(Protocol):
+    """What is needed of a tokenizer."""
+
+    @property
+    def table(self) -> TokenBytes: ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
 
 
 class IncrementalDetokenizer:
@@ -30,7 +40,7 @@ class IncrementalDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: HasTokenBytes,
         prompt_token_ids: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,

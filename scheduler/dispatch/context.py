@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.bus.api import Bus
+from millrace.bus.job_queue import IsForeignReply
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Fleet
@@ -31,6 +32,7 @@ class SchedulerContext:
         finalizer: Finalizer,
         traces: JobTraces | None,
         admission: JobAdmission | None,
+        is_foreign_reply: IsForeignReply,
     ) -> None:
         self.bus = bus
         self.config = config
@@ -39,6 +41,7 @@ class SchedulerContext:
         self.finalizer = finalizer
         self.traces = traces
         self.admission = admission
+        self.is_foreign_reply = is_foreign_reply
         self.fleet = Fleet(config.heartbeat_timeout_s)
         self.prefixes = PrefixIndex(config.max_prefix_keys)
         self.cancels = CancelMemory(config.cancel_memory_s)

@@ -232,21 +232,6 @@ class JobRunner:
         self.complete(scheduled)
         self._context.tasks.spawn(self._ack(scheduled), f"ack {scheduled.request_id}")
 
-    def refuse_repeated(self, scheduled: ScheduledJob, *, is_finished: bool) -> None:
-        """Its id is that of another job, which is under way or was answered (``is_finished``)."""
-        if scheduled.is_ended:
-            return
-        self.complete(scheduled)
-        self._context.tasks.spawn(
-            self._answer(
-                scheduled,
-                self._context.finalizer.finish_repeated(
-                    scheduled.job, scheduled.lease.token, awaits_result=not is_finished
-                ),
-            ),
-            f"end {scheduled.request_id}",
-        )
-
     def superseded(self, scheduled: ScheduledJob) -> None:
         """Somebody runs it at a higher epoch and holds the lease."""
         logger.info("another scheduler has the job", extra={"request_id": scheduled.request_id})

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 
+from msgspec.structs import replace
+
 from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.bus.running_requests import RunningRequest
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.intake.adapter_choice import AdapterChooser
 from millrace.scheduler.intake.model_cache import ModelCache
+from millrace.scheduler.intake.repeated_jobs import RepeatedJobs
 from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.jobs.terminal_status import failed, refused
-from millrace.schemas.errors import MillraceError
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
+from millrace.schemas.errors import ForeignReplyError, MillraceError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class Preparation:
         self, context: SchedulerContext, model_cache: ModelCache, adapters: AdapterDirectory
     ) -> None:
         self._context = context
+        self.repeated = RepeatedJobs(context)
         self._model_cache = model_cache
         self._adapters = AdapterChooser(adapters, context.running_requests, context.clock)
 
@@ -54,11 +57,14 @@ class Preparation:
 
     async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         context = self._context
-        other = await self._other_of_its_id(scheduled)
-        if other is not None:
-            dispatcher.runner.refuse_repeated(scheduled, is_finished=other.finished)
+        first = await self.repeated.first_of(scheduled)
+        if first is not None:
+            if not scheduled.is_ended:
+                dispatcher.runner.complete(scheduled)
+                lease = scheduled.lease.token
+                self.repeated.answer(scheduled.job, lease, scheduled.claim, first)
             return
-        terminal_status = context.why_unwanted(scheduled)
+        terminal_status = await self._why_forbidden(scheduled) or context.why_unwanted(scheduled)
         if terminal_status is None:
             scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))
             await self._adapters.choose(scheduled)
@@ -77,13 +83,15 @@ class Preparation:
         elif not scheduled.is_ended:
             dispatcher.enqueue(scheduled)
 
-    async def _other_of_its_id(self, scheduled: ScheduledJob) -> RunningRequest | None:
-        """The job that ran, or runs, under the id of a message that nobody has held before. A
-        gateway makes up an id for each job, so its jobs are not looked up."""
-        lease = scheduled.lease
-        if lease.tenant_queue.reserved or lease.is_uncertain or scheduled.ran_before:
+    async def _why_forbidden(self, scheduled: ScheduledJob) -> TerminalStatus | None:
+        """Why its frames must not go where it says; the tenant's own listener is told so then."""
+        job = scheduled.job
+        if scheduled.lease.tenant_queue.reserved:
             return None
-        return await self._context.running_requests.lookup(scheduled.request_id)
+        if not await self._context.is_foreign_reply(job.tenant, job.reply):
+            return None
+        scheduled.job = replace(job, reply=job.tenant)
+        return refused(ForeignReplyError(job.tenant))
 
     async def _resume(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         """A job that was delivered before may be answered, or run somewhere still."""

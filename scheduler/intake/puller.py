@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.bus.running_requests import JobClaim
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
@@ -268,16 +269,8 @@ class Puller:
             if not leased.tenant_queue.reserved and await context.bus.jobs.is_open(
                 former.lease.stream_sequence
             ):
-                if leased.job.reply == former.job.reply:
-                    # Who listens there gets what the former job sends.
-                    await context.bus.jobs.ack(leased.lease)
-                else:
-                    is_shared = leased.job.tenant == former.job.tenant
-                    await context.finalizer.finish_repeated(
-                        leased.job,
-                        leased.lease,
-                        awaits_result=is_shared and former.job.store_result,
-                    )
+                mine = JobClaim.of(leased.job, leased.stream_sequence)
+                self._preparation.repeated.answer(leased.job, leased.lease, mine, former.claim)
                 return
         except BusUnavailableError as error:
             logger.warning("a repeated job comes again", extra={"reason": error.message})

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from decimal import Decimal
 
 import msgspec
-from msgspec.structs import replace
 
 from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
 from millrace.bus.tenancy.accounts import month_of
@@ -15,24 +14,16 @@ from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import PriceBook, cost
 from millrace.runtime.clock import Clock
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, over_limit, refused
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_limit, refused
 from millrace.schemas.control import Reservation
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job, Tier
-from millrace.schemas.tenants import may_reply_to
 
 # What a job without a deadline has set aside frees its place and its share of the budget after this
 # time. What it used is charged whenever it ends.
 _LAPSE_S = 3_600.0
 _SHORTEST_LAPSE_S = 1.0
 _NS_PER_S = 1_000_000_000
-
-_FOREIGN_REPLY = failed(
-    "reply_forbidden",
-    "A job's frames go to its tenant: reply must be the tenant's name, alone or followed by a "
-    "slash and a name of your choice.",
-    retryable=False,
-)
 
 
 class _Publisher(msgspec.Struct, frozen=True):
@@ -45,7 +36,7 @@ class _Publisher(msgspec.Struct, frozen=True):
 
 
 class JobAdmission:
-    """Keeps jobs from streams that are not their tenant's, and sets aside what they may use, once
+    """Sets aside what jobs may use, once
     however often they are delivered and by whichever scheduler. Whoever ends a job settles that,
     before it is acknowledged: a worker what was used, the scheduler that nothing was."""
 
@@ -63,10 +54,6 @@ class JobAdmission:
         if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
         job = scheduled.job
-        if not may_reply_to(job.tenant, job.reply):
-            # Nobody is to be sent the frames of a stranger's job, and so not of its end either.
-            scheduled.job = replace(job, reply="")
-            return _FOREIGN_REPLY
         reservation_id = job_reservation(scheduled.lease.stream_sequence, job.request_id)
         now_ns = self._clock.now_ns()
         scheduled.reservation = Reservation(

@@ -23,7 +23,6 @@ from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
 from millrace.schemas.jobs import DeadJob, Job, JobResult
 from millrace.schemas.records import RequestRecord, Status, sum_energy, sum_pulled
-from millrace.schemas.tenants import may_reply_to
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +79,16 @@ class Finalizer:
         )
         await self._bus.jobs.dead_letter(dead, scheduled.lease.token)
 
-    async def finish_repeated(self, job: Job, lease: str, *, awaits_result: bool) -> None:
-        """Answer a message that repeats the id of another job, whose record, result and place in
-        the index stay as they are; ``awaits_result``: the other may store one yet. Its frame has
-        the epoch 0, so a reader who follows the other job drops it. Raises BusUnavailableError."""
+    async def finish_repeated(
+        self, job: Job, lease: str, *, awaits_result: bool, epoch: int = 0
+    ) -> None:
+        """Refuse a message that repeats the id of another job, whose record, result and place in
+        the index stay as they are; ``awaits_result``: the other may store one yet. A frame of the
+        epoch 0 is dropped by a reader who follows the other job. Raises BusUnavailableError."""
         if job.store_result and not awaits_result:
             # One that the other stored before stays.
             await self._bus.results.store(_result(job, REPEATED, self._clock.now_ns()))
-        if may_reply_to(job.tenant, job.reply):
-            await self._publish_frame(job, REPEATED, 0)
+        await self._publish_frame(job, REPEATED, epoch)
         await self._bus.jobs.ack(lease)
         logger.info("a request id came again", extra={"request_id": job.request_id})
 

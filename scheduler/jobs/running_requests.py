@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from millrace.bus.running_requests import RunningRequest
+from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 
 
@@ -13,6 +13,12 @@ class RunningRequests(Protocol):
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
         """None: nothing is known, or nobody can say."""
+
+    async def claim(
+        self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
+    ) -> JobClaim | None:
+        """Take a request id for a message; the claim of the message that has it, if that is
+        another. None also while the index cannot be reached."""
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""

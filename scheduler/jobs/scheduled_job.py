@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.bus.running_requests import JobClaim
 from millrace.scheduler.jobs.attempts import AttemptHistory
 from millrace.scheduler.jobs.poison_pills import PoisonSuspicion
 from millrace.scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
@@ -115,6 +116,7 @@ class ScheduledJob:
     lease: Lease
     queue_counts: TenantQueueCounts
     timing: Timing
+    claim: JobClaim
     ran_before: bool = False
     interrupted: bool = False
     phase: Phase = Phase.PREPARING
@@ -150,6 +152,9 @@ class ScheduledJob:
             ),
             queue_counts=queue_counts,
             timing=Timing(leased.stored_ns, now_s, now_s),
+            claim=JobClaim(sequence=leased.stream_sequence)
+            if leased.tenant_queue.reserved
+            else JobClaim.of(leased.job, leased.stream_sequence),
             ran_before=leased.num_deliveries > 1,
         )
 

@@ -49,8 +49,8 @@ EXPIRED = TerminalStatus(
 REPEATED = TerminalStatus(
     status=Status.FAILED,
     code="duplicate",
-    message="A job with this request_id is under way or was answered before; this one was not run. "
-    "Publish it under a request_id of its own.",
+    message="Another job has this request_id: it waits, runs, or has ended, perhaps refused. "
+    "This one was not run. Publish it under a request_id of its own.",
 )
 
 

@@ -1,73 +1,34 @@
 """What clients of Anthropic's Messages API send.
 
-Blocks of content come back as an SDK keeps them, so what is not known in these is ignored; a field
-of the request itself that is not known is refused by name.
+A field of the request that is not known is refused by name.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from millrace.schemas.anthropic.blocks import ContentBlock
 from millrace.schemas.chat.messages import TextPart
 
-
-class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    type: ClassVar[str]
+ROLES = ("user", "assistant", "system")
 
 
-class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
-    """A piece of what is said."""
+class TurnOutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``effort`` holds for the answer to the turn that it stands in."""
 
-    type: ClassVar[str] = "text"
-
-    text: str
-
-
-class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """What the call ``tool_use_id`` gave, or with ``is_error`` why it gave nothing."""
-
-    type: ClassVar[str] = "tool_result"
-
-    tool_use_id: str
-    content: str | tuple[TextPart, ...] = ""
-    is_error: bool | None = None
-
-
-class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that the model made."""
-
-    type: ClassVar[str] = "tool_use"
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. Nothing is made of ``signature``."""
-
-    type: ClassVar[str] = "thinking"
-
-    thinking: str
-    signature: str | None = None
-
-
-class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
-    """Thoughts that nobody here can read; they are passed over."""
-
-    type: ClassVar[str] = "redacted_thinking"
-
-
-ContentBlock = TextBlock | ToolResultBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
+    effort: str | None = None
 
 
 class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of the conversation."""
+    """A turn of the conversation. ``clear_at`` and ``output_config`` are a system's turn's: with
+    ``next_user_message`` the model reads its text only until the user's next turn."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | tuple[ContentBlock, ...]
+    role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: str | tuple[ContentBlock, ...] | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: TurnOutputConfig | None = None
 
 
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

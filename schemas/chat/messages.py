@@ -20,6 +20,19 @@ class TextPart(msgspec.Struct, frozen=True):
     type: Literal["text"] = "text"
 
 
+class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an assistant's message: ``text``, or a ``refusal``, which the model reads as
+    text."""
+
+    text: str = ""
+    refusal: str = ""
+    type: Literal["text", "refusal"] = "text"
+
+    @property
+    def words(self) -> str:
+        return self.refusal if self.type == "refusal" else self.text
+
+
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
     """``arguments`` is JSON in a string."""
 
@@ -49,7 +62,6 @@ class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
 
     role: ClassVar[str]
 
-    content: str | tuple[TextPart, ...] | None = None
     name: str | None = None
     tool_calls: tuple[MessageToolCall, ...] | None = None
     tool_call_id: str | None = None
@@ -60,6 +72,7 @@ class UserMessage(_AnyMessage, frozen=True, kw_only=True, forbid_unknown_fields=
 
     role: ClassVar[str] = "user"
 
+    content: str | tuple[TextPart, ...] | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
@@ -79,19 +92,27 @@ class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
 
 
 class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
-    """An earlier answer, sent back. ``reasoning_content`` and ``reasoning`` are its thoughts, by
-    either name; what is no text in them is ignored as unknown fields are."""
+    """An earlier answer, sent back; null content is no text. ``reasoning_content`` and
+    ``reasoning`` are its thoughts, by either name; what is no text in them is ignored as unknown
+    fields are. ``refusal`` is the text of an answer that has neither content nor calls. ``audio``
+    and ``function_call`` are refused where they are all that the answer has."""
 
     role: ClassVar[str] = "assistant"
 
+    content: str | tuple[EchoedPart, ...] | None = None
+    refusal: Any = None
+    audio: Any = None
+    function_call: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
 
 
 class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
-    """What the call ``tool_call_id`` gave."""
+    """What the call ``tool_call_id`` gave; null is no text."""
 
     role: ClassVar[str] = "tool"
+
+    content: str | tuple[TextPart, ...] | None = None
 
 
 Message = UserMessage | SystemMessage | DeveloperMessage | EchoedMessage | ToolMessage

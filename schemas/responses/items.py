@@ -107,6 +107,12 @@ class EchoedText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
     logprobs: tuple[LogprobInfo, ...] | None = None
 
 
+class EchoedRefusal(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    """The refusal of an earlier answer, sent back. The model reads it as text."""
+
+    refusal: str
+
+
 class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
     """``id`` and ``status`` come from items of earlier answers, which may be sent back with what an
     SDK added to them: fields that are not known are ignored, but not in what a user says."""
@@ -120,7 +126,6 @@ class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
 
     role: ClassVar[str]
 
-    content: str | tuple[InputText | EchoedText, ...]
     type: Literal["message"] = "message"
 
 
@@ -131,6 +136,7 @@ class GivenUserMessage(
 
     role: ClassVar[str] = "user"
 
+    content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
     internal_chat_message_metadata_passthrough: dict[str, Any] | None = None
 
@@ -148,9 +154,11 @@ class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="de
 
 
 class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
-    """A message of an earlier answer."""
+    """A message of an earlier answer; null content is no text."""
 
     role: ClassVar[str] = "assistant"
+
+    content: str | tuple[InputText | EchoedText | EchoedRefusal, ...] | None = None
 
 
 GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | GivenAnswer
@@ -167,11 +175,11 @@ class GivenCall(_GivenItem, frozen=True, kw_only=True):
 
 
 class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
-    """The result of a call."""
+    """The result of a call; null is no text."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[InputText | EchoedText, ...]
+    output: str | tuple[InputText | EchoedText, ...] | None
 
 
 class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,64 @@ class TestPublish:
         assert (await bus.jobs.publish(job(1))).duplicate
         assert await bus.jobs.pull(TENANT_QUEUE, 1, 0.05) == []
 
+    async def test_what_is_dropped_for_its_id_is_stored_anew(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        """Another reader, a corrected job, a copy after the end; not a copy before it."""
+        recovery = await bus.jobs.recover_dropped()
+        other = await broker.connect("other")
+        others = await other.jobs.recover_dropped()
+        headers = {"Content-Type": "application/json", "Nats-Msg-Id": "m1"}
+
+        async def publish(**fields: object) -> None:
+            payload = msgspec.json.encode({"request_id": "r1", "model": "demo", **fields})
+            await broker.store("jobs.demo.free", payload, headers)
+
+        await publish(prompt="hi", reply="a")
+        await publish(prompt="hi", reply="a")
+        await publish(prompt="hi", reply="b")
+
+        async def has_two() -> bool:
+            return (await bus.jobs.depth(BY_HAND)).num_queued == 2
+
+        await eventually(has_two)
+        first, second = await bus.jobs.pull(BY_HAND, 4, 5.0)
+        assert first.job.reply == "a"
+        assert (second.job.reply, second.job.frames_as_json) == ("b", True)
+        for one in (first, second):
+            await bus.jobs.ack(one.lease)
+        await publish(prompt="hi", reply="a")
+        third = await pull_one(bus, BY_HAND)
+        assert third.job.reply == "a"
+        await bus.jobs.ack(third.lease)
+        await recovery.close()
+        await others.close()
+        await publish(prompt="hi", reply="c")
+        assert await bus.jobs.pull(BY_HAND, 1, 1.5) == []
+
+    async def test_what_the_server_refuses_is_not_stored_anew(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        recovery = await bus.jobs.recover_dropped()
+        for number in range(broker.config.max_stored_jobs):
+            await bus.jobs.publish(job(number))
+        with pytest.raises(QueueFullError):
+            await bus.jobs.publish(job(1_000_000))
+        gone = await pull_one(bus)
+        await bus.jobs.ack(gone.lease)
+        # Checked after the one that was refused.
+        await bus.jobs.publish(job(1, reply="other"))
+
+        async def is_full_again() -> bool:
+            queued = (await bus.jobs.tenant_queues())[TENANT_QUEUE]
+            return queued == broker.config.max_stored_jobs
+
+        await eventually(is_full_again)
+        pulled = await bus.jobs.pull(TENANT_QUEUE, broker.config.max_stored_jobs, 5.0)
+        assert [one.job.reply for one in pulled if one.job.reply] == ["other"]
+        assert "r1000000" not in {one.job.request_id for one in pulled}
+        await recovery.close()
+
     async def test_a_full_queue_refuses(self, bus: Bus, broker: Broker) -> None:
         for number in range(broker.config.max_stored_jobs):
             await bus.jobs.publish(job(number))
@@ -381,17 +439,74 @@ class TestDeadLetters:
         assert isinstance(frame, Failed)
         assert frame.code == "malformed_message"
 
-    async def test_no_stranger_is_told(self, bus: Bus, broker: Broker) -> None:
-        frames: list[tuple[str, Frame]] = []
-        for name in ("b", "a/svc"):
-            await bus.frames.subscribe(name, lambda *pair: frames.append(pair))
-        for reply in ("b", "a/svc"):
-            body = {"request_id": "r1", "model": "demo", "reply": reply, "tenant": "b"}
-            await broker.store("jobs.demo.free.a", msgspec.json.encode(body))
-        assert await bus.jobs.pull(TenantQueue("demo", Tier.FREE, "a"), 5, 0.2) == []
+    @pytest.mark.parametrize("is_json", [True, False])
+    @pytest.mark.parametrize(
+        ("tenant", "reply", "told"),
+        [
+            ("a", "a", "a"),
+            ("a", "a/svc", "a/svc"),
+            ("a", "b", "a"),
+            ("a", "ab", "a"),
+            ("a", "b/a", "a"),
+            ("a", "local", "a"),
+            ("a", 7, "a"),
+            ("a", "r" * 200, "a"),
+            ("local", "b/svc", "local"),
+            ("local", "local/svc", "local/svc"),
+            ("local", "svc", "svc"),
+        ],
+    )
+    @pytest.mark.parametrize("is_job", [True, False])
+    async def test_the_tenant_s_own_listener_is_told_and_no_other(
+        self,
+        bus: Bus,
+        broker: Broker,
+        *,
+        is_json: bool,
+        tenant: str,
+        reply: object,
+        told: str,
+        is_job: bool,
+    ) -> None:
+        frames: list[tuple[str, str, Frame]] = []
+        for name in dict.fromkeys((told, tenant, str(reply)[:120], "b", "local")):
+            await bus.frames.subscribe(name, lambda *pair, name=name: frames.append((name, *pair)))
+        body = {"request_id": "r1", "model": "demo", "reply": reply, "store_result": True}
+        body |= {"prompt": "x"} if is_job else {"tenant": "b"}
+        encode = msgspec.json.encode if is_json else msgspec.msgpack.encode
+        await broker.store(f"jobs.demo.free.{tenant}", encode(body))
+        pulled = await bus.jobs.pull(TenantQueue("demo", Tier.FREE, tenant), 5, 0.2)
+        if is_job and reply == told:
+            assert [one.job.reply for one in pulled] == [told]
+            return
+        assert pulled == []
         await eventually(lambda: len(frames) == 1)
-        assert len(await broker.dead_jobs()) == 2
-        assert len(frames) == 1
+        ((name, request_id, frame),) = frames
+        assert (name, request_id) == (told, "r1")
+        assert isinstance(frame, Failed)
+        is_named = is_job and isinstance(reply, str) and len(reply) < 128
+        assert frame.code == ("reply_forbidden" if is_named else "malformed_message")
+        assert frame.message.endswith("Its request_id is free: a corrected job may have it.")
+        result = await bus.results.fetch(tenant, "r1")
+        assert result is not None
+        assert (result.error_code, result.error_message) == (frame.code, frame.message)
+
+    async def test_who_owns_a_bare_name_may_be_known(self, bus: Bus, broker: Broker) -> None:
+        """The keyless tenant may name any listener but another tenant's."""
+
+        async def is_foreign(tenant: str, reply: str) -> bool:
+            return (tenant, reply) == ("local", "acme")
+
+        bus.jobs.guard_replies(is_foreign)
+        frames: list[str] = []
+        for name in ("acme", "local", "svc"):
+            await bus.frames.subscribe(name, lambda *_, name=name: frames.append(name))
+        for reply in ("acme", "svc"):
+            body = {"request_id": "r1", "model": "demo", "reply": reply}
+            await broker.store("jobs.demo.free", msgspec.json.encode(body))
+        assert await bus.jobs.pull(BY_HAND, 5, 0.2) == []
+        await eventually(lambda: len(frames) == 2)
+        assert sorted(frames) == ["local", "svc"]
 
     @pytest.mark.parametrize("content_type", [codec.JSON, None])
     async def test_a_json_job_has_a_json_dead_letter(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from millrace.bus.running_requests import TTL_S, RunningRequest, RunningRequestIndex
+from millrace.bus.running_requests import TTL_S, JobClaim, RunningRequest, RunningRequestIndex
 from millrace.schemas.config import RedisConfig
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
@@ -32,6 +32,28 @@ async def test_the_first_model_that_is_chosen_stays(index: RunningRequestIndex) 
     await index.start("r 1", "w1", 65)
     assert await index.settle_model("r 1", "small", "short") == ("large", "code")
     assert await index.lookup("r 1") == RunningRequest(worker_id="w1", epoch=65, finished=False)
+
+
+async def test_an_id_is_of_the_message_that_claims_it_first(index: RunningRequestIndex) -> None:
+    mine = JobClaim(sequence=7, digest="d", reply="a/b", tenant="a")
+    other = JobClaim(sequence=8, digest="e", reply="", tenant="b")
+    assert await index.claim("r 1", mine, is_new=True) is None
+    assert await index.claim("r 1", other, is_new=True) == mine
+    assert await index.claim("r 1", other, is_new=False) == mine
+    await index.start("r 1", "w1", 65)
+    # Its own, delivered again.
+    assert await index.claim("r 1", mine, is_new=False) is None
+    assert await index.claim("r 1", other, is_new=True, void_sequence=6) == mine
+    assert await index.claim("r 1", other, is_new=True, void_sequence=7) is None
+    assert await index.claim("r 1", mine, is_new=True) == other
+
+
+async def test_an_id_that_runs_without_a_claim(index: RunningRequestIndex) -> None:
+    """A gateway's, which claims none; or a service's whose claim was lost, delivered again."""
+    mine = JobClaim(sequence=7, digest="d", reply="a", tenant="a")
+    await index.start("r1", "w1", 65)
+    assert await index.claim("r1", mine, is_new=True) == JobClaim(sequence=0)
+    assert await index.claim("r1", mine, is_new=False) is None
 
 
 async def test_a_life_of_a_request(index: RunningRequestIndex, redis_server: RedisServer) -> None:

@@ -32,6 +32,13 @@ def main(url: str, folder: Path) -> None:
     assert [one.index for one in best.results] == [1], best
     num_ok += 1
 
+    # As langchain-cohere always asks.
+    cut = client.rerank(
+        model="demo", query=query, documents=_DOCUMENTS, top_n=3, max_tokens_per_doc=4_000
+    )
+    assert [one.index for one in cut.results] == [one.index for one in answer.results], cut
+    num_ok += 1
+
     answer = client.rerank(model="ranker", query=query, documents=_DOCUMENTS)
     scores = [one.relevance_score for one in answer.results]
     assert 0 < scores[2] < scores[1] < scores[0] < 1, answer

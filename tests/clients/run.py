@@ -143,7 +143,7 @@ CLIENTS = (
     Client(
         "anthropic", ("anthropic==2.12.0",), _script("anthropic_loop.py"), _script_ok, expected=5
     ),
-    Client("cohere", ("cohere==7.3.1",), _script("cohere_rerank.py"), _script_ok, expected=4),
+    Client("cohere", ("cohere==7.3.1",), _script("cohere_rerank.py"), _script_ok, expected=5),
     Client("guidellm", ("guidellm==0.8.1",), _guidellm, _guidellm_ok),
     Client("aiperf", ("aiperf==0.13.0",), _aiperf, _aiperf_ok),
     Client("vllm-chat", (), _vllm("openai-chat", "/v1/chat/completions"), _vllm_ok, bin=_VLLM),

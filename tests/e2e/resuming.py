@@ -13,6 +13,7 @@ import openai
 import websockets
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from millrace.gateway.transport.event_ids import parse_event_id
 from tests.e2e.clients import Answer, chat_body
 from tests.support.system import System
 
@@ -112,7 +113,7 @@ class SocketClient(Persistent):
 
 
 class EventClient(Persistent):
-    """Resumes by the id of the last event that it has seen; what came behind that comes again."""
+    """Resumes by the id of the last event that it has seen."""
 
     def __init__(self, system: System, question: str, **options: Any) -> None:
         super().__init__(system, question, **options)
@@ -177,7 +178,7 @@ class EventClient(Persistent):
 
     def _note(self, event_id: str) -> None:
         self._last_id = event_id
-        self.num_tokens = int(event_id.rpartition("/")[2])
+        (self.num_tokens,) = parse_event_id(event_id).indices
         self._pieces += self._fresh
         self._fresh = []
 

@@ -332,3 +332,64 @@ async def test_a_job_is_charged_once_though_its_scheduler_and_worker_die(
     # It took one of the two that it may ask in a minute, though it was delivered twice.
     await service.publish("killed-2")
     assert (await service.ended("killed-2"))["type"] == "done"
+
+
+async def test_a_refusal_comes_to_the_tenants_own_listener(
+    service: Service, limits: Callable[..., Any]
+) -> None:
+    """As a client gets it that was written from the README."""
+    await service.publish("foreign-1", reply="my-go-client")
+    end = await service.ended("foreign-1")
+    assert (end["type"], end["code"]) == ("failed", "reply_forbidden")
+    assert "'acme/mailer'" in end["message"]
+    # The id is free: it runs once corrected, and its result takes the place of the refusal.
+    await service.publish("foreign-1", store_result=False)
+    await eventually(lambda: service.frames["foreign-1"][-1]["type"] == "done", WITHIN_S)
+    await service.publish("wrong-1", reply="shop", prompt=None)
+    end = await service.ended("wrong-1")
+    assert (end["type"], end["code"]) == ("failed", "malformed_message")
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+async def test_a_second_publisher_gets_the_answer_too(
+    system: GuardedSystem, service: Service, limits: Callable[..., Any], encoding: str
+) -> None:
+    """The same id with another reader, while it runs and after its end."""
+    request_id = f"twice-{encoding}"
+    told: list[dict[str, Any]] = []
+    operator = await nats.connect(system.nats.url_of("operator"), inbox_prefix="_INBOX.operator")
+
+    async def on_frame(message: Msg) -> None:
+        decode = json.loads if encoding == "json" else msgspec.msgpack.decode
+        told.append(decode(message.data))
+
+    async def publish_again() -> None:
+        job = {
+            "request_id": request_id,
+            "model": "demo",
+            "prompt": "What is a lease?",
+            "sampling": {"max_tokens": 100, "ignore_eos": True, "seed": 1},
+            "reply": f"{ACME.tenant}/second",
+        }
+        payload = json.dumps(job).encode() if encoding == "json" else msgspec.msgpack.encode(job)
+        stored = await service.client.jetstream().publish(
+            f"jobs.demo.free.{ACME.tenant}", payload, headers={"Nats-Msg-Id": request_id}
+        )
+        assert stored.duplicate
+
+    await operator.subscribe(f"tok.{ACME.tenant}%2Fsecond.{request_id}", cb=on_frame)
+    await service.publish(request_id, 100)
+    await eventually(lambda: len(service.token_ids(request_id)) > 2, WITHIN_S, "first tokens")
+    for num_ends in (1, 2):
+        await publish_again()
+        await eventually(
+            lambda num_ends=num_ends: [one["type"] for one in told].count("done") == num_ends,
+            WITHIN_S,
+            "the second reader's end",
+        )
+        token_ids = [one for frame in told for one in frame.get("token_ids", ())]
+        assert token_ids == service.token_ids(request_id) * num_ends
+    assert len(token_ids) == 200
+    assert (await service.ended(request_id))["type"] == "done"
+    assert len(await records(system, request_id)) == 1
+    await operator.close()

@@ -98,18 +98,30 @@ async def test_a_job_of_another_service_can_be_fetched_later(bus: Bus) -> None:
 
 
 def test_the_example_of_the_documents_runs(system: System) -> None:
-    finished = subprocess.run(
-        [
-            *(sys.executable, "docs/examples/publish_job.py"),
-            *(str(system.data / "run" / "nats.url"), "What is a KV cache?"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60.0,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert len(finished.stdout) > 20
+    """Once more with the same id, the same answer; with another question, a refusal."""
+
+    def run(question: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [
+                *(sys.executable, "docs/examples/publish_job.py"),
+                *(str(system.data / "run" / "nats.url"), question, request_id),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=20.0,
+            check=False,
+        )
+
+    request_id = f"example-{uuid.uuid4().hex}"
+    first = run("What is a KV cache?")
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout) > 20
+    again = run("What is a KV cache?")
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert "used before" in again.stderr
+    other = run("What is a lease?")
+    assert other.returncode == 1
+    assert "RuntimeError: failed duplicate" in other.stderr
 
 
 async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: System) -> None:
@@ -134,12 +146,10 @@ async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: 
     question = {"prompt": "What is TTFT?", "sampling": {"max_tokens": 4}}
     assert "delta" in await ask("first", request_id=request_id, **question)
 
-    async def repeated() -> bool:
-        # Answered anew until the first job is known to have ended, never left without an answer.
-        reply = f"again-{len(frames)}"
-        return await ask(reply, request_id=request_id, **question) == ["duplicate"]
-
-    await eventually(repeated)
+    again = await ask("again", request_id=request_id, **question)
+    assert list(dict.fromkeys(again)) == ["started", "delta", "usage", "done"]
+    other = {**question, "prompt": "What is a lease?"}
+    assert await ask("other", request_id=request_id, **other) == ["duplicate"]
     assert await ask("nameless", request_id="", **question) == ["malformed_message"]
     assert await ask("wrong", request_id="w", prompt=7) == ["malformed_message"]
     await connection.close()

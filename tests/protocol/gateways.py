@@ -81,7 +81,7 @@ class Gateway:
         reader = self._reader(asked)
         stream = self.table.open(job, reader, self._clock.monotonic())
         try:
-            published = await self._bus.jobs.publish(job)
+            published = await self._bus.jobs.publish(job, reserved=True)
         except BaseException:
             self.table.discard(stream)
             raise

@@ -10,11 +10,18 @@ from millrace.bus.api import Outbox, OutboxMessage, Results
 from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
-from millrace.bus.job_queue import JobQueue, LeasedJob, PublishedJob, QueueDepth, TenantQueue
+from millrace.bus.job_queue import (
+    IsForeignReply,
+    JobQueue,
+    LeasedJob,
+    PublishedJob,
+    QueueDepth,
+    TenantQueue,
+)
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
-from millrace.bus.running_requests import RunningRequest
+from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.bus.storage import Storage
 from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
@@ -81,6 +88,12 @@ class FaultyJobs:
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
         return await self._inner.watch(on_published)
+
+    def guard_replies(self, is_foreign: IsForeignReply) -> None:
+        self._inner.guard_replies(is_foreign)
+
+    async def recover_dropped(self) -> Subscription:
+        return await self._inner.recover_dropped()
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
         return await self._link.call("lines", self._inner.tenant_queues)
@@ -234,10 +247,25 @@ class SharedIndex:
     def __init__(self) -> None:
         self.is_away = self.was_away = False
         self.known: dict[str, RunningRequest] = {}
+        self.claims: dict[str, JobClaim] = {}
         self.held: dict[str, dict[str, str]] = {}
 
     def lookup(self, request_id: str) -> RunningRequest | None:
         return None if self.is_away else self.known.get(request_id)
+
+    def claim(
+        self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int
+    ) -> JobClaim | None:
+        """By the rule of ``bus.running_requests``."""
+        first = self.claims.get(request_id)
+        if self.is_away:
+            return None
+        if first is None and is_new and request_id in self.known:
+            return JobClaim(sequence=0)
+        if first is not None and first.sequence not in (mine.sequence, void_sequence):
+            return first
+        self.claims[request_id] = mine
+        return None
 
     def write(self, request_id: str, entry: RunningRequest, lease: str) -> None:
         """By the rule of ``bus.running_requests``."""
@@ -286,6 +314,15 @@ class IndexLink:
         known = self._index.lookup(request_id)
         await self._process.running()
         return known
+
+    async def claim(
+        self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
+    ) -> JobClaim | None:
+        await self._process.running()
+        await self._clock.sleep(_LATENCIES_S[0])
+        first = self._index.claim(request_id, mine, is_new=is_new, void_sequence=void_sequence)
+        await self._process.running()
+        return first
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         raise AssertionError(f"{request_id} names its model")

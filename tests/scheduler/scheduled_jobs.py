@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.running_requests import JobClaim
 from millrace.scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
 from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from millrace.schemas.jobs import Job, Tier
@@ -40,6 +41,7 @@ def scheduled_job(
         lease=Lease(f"lease-{number}", 1, number, TenantQueue("m", tier, tenant)),
         queue_counts=TenantQueueCounts(),
         timing=Timing(pulled_s=pulled_s),
+        claim=JobClaim.of(job, number),
         ran_before=interrupted,
         interrupted=interrupted,
         phase=Phase.WAITING,

@@ -79,6 +79,7 @@ class ScriptedWorker:
         self.answer = AnswerTimes(status=Status.DONE)
         self.running: dict[str, Dispatch] = {}
         self.history: list[Dispatch] = []
+        self.replays: list[Replay] = []
         self.warmed: list[Warm] = []
         self.warms_when: asyncio.Event | None = None
         self.set_roles: list[WorkerRole] = []
@@ -168,9 +169,10 @@ class ScriptedWorker:
         """Answer a request: frame, record, ack, notice."""
         dispatch = self.running.pop(request_id)
         job = dispatch.job
-        if job.reply:
-            done = Done(finish_reason=FinishReason.STOP, num_tokens=1, epoch=dispatch.epoch)
-            await self.bus.frames.publish(job.reply, [(request_id, done)])
+        done = Done(finish_reason=FinishReason.STOP, num_tokens=1, epoch=dispatch.epoch)
+        readers = [one.reply for one in self.replays if one.request_id == request_id]
+        for reply in filter(None, (job.reply, *readers)):
+            await self.bus.frames.publish(reply, [(request_id, done)])
         await self.bus.outbox.publish(
             RequestRecord(request_id=request_id, tenant=job.tenant, epoch=dispatch.epoch)
         )
@@ -236,7 +238,12 @@ class ScriptedWorker:
                 self.set_roles.append(command.role)
                 await self.announce()
                 return WorkerReply(ok=True)
-            case Replay() | Drain():
+            case Replay():
+                if command.request_id not in self.running:
+                    return WorkerReply(ok=False, reason="unknown_request")
+                self.replays.append(command)
+                return WorkerReply(ok=True)
+            case Drain():
                 return WorkerReply(ok=False, reason="bad_request")
 
     async def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from millrace.bus.api import Bus
 from millrace.bus.nats import connect
@@ -125,21 +127,77 @@ async def test_a_job_of_an_unknown_model_is_answered(
     assert await bus.jobs.tenant_queues() == {}
 
 
+@pytest.mark.parametrize("message_id", ["r1", None])
 async def test_a_repeated_id_is_answered(
+    bus: Bus, config: NatsConfig, scheduler: Scheduler, message_id: str | None
+) -> None:
+    """By a service with a client of its own, with the id that the server drops and without one."""
+    worker = await worker_on(config, "a")
+    frames: dict[str, list[dict[str, object]]] = {"other": [], "third": []}
+    service = await nats.connect(config.url)
+
+    async def on_frame(message: Msg) -> None:
+        _, reply, request_id = message.subject.split(".")
+        assert request_id == "r1"
+        frames[reply].append(json.loads(message.data))
+
+    async def publish(reply: str, **changes: object) -> bool:
+        repeated = msgspec.json.encode(job("r1", reply=reply, **changes))
+        headers = {"Content-Type": "application/json"}
+        if message_id is not None:
+            headers["Nats-Msg-Id"] = message_id
+        stored = await service.jetstream().publish("jobs.m.free.local", repeated, headers=headers)
+        return bool(stored.duplicate)
+
+    for reply in frames:
+        await service.subscribe(f"tok.{reply}.>", cb=on_frame)
+    await bus.jobs.publish(job("r1"))
+    await eventually(lambda: "r1" in worker.running)
+    assert await publish("other") is (message_id is not None)
+    assert await publish("third", prompt_token_ids=(9,)) is (message_id is not None)
+    await eventually(lambda: len(frames["third"]) == 1 and len(worker.replays) == 1)
+    assert (frames["third"][0]["type"], frames["third"][0]["code"]) == ("failed", "duplicate")
+    replay = worker.replays[0]
+    assert (replay.reply, replay.from_index, replay.frames_as_json) == ("other", 0, True)
+    assert list(worker.running) == ["r1"]
+    await worker.finish("r1")
+
+    async def is_empty() -> bool:
+        return await bus.jobs.tenant_queues() == {}
+
+    await eventually(is_empty)
+    assert len(worker.history) == 1
+    await service.close()
+    await close(worker)
+
+
+async def test_a_corrected_job_may_have_the_id_of_a_malformed_one(
     bus: Bus, config: NatsConfig, scheduler: Scheduler
 ) -> None:
     worker = await worker_on(config, "a")
     frames: list[object] = []
-    await bus.frames.subscribe("other", lambda _id, frame: frames.append(frame))
-    await bus.jobs.publish(job("r1"))
-    await eventually(lambda: "r1" in worker.running)
+    await bus.frames.subscribe("client", lambda _id, frame: frames.append(frame))
     service = await nats.connect(config.url)
-    repeated = msgspec.json.encode(job("r1", reply="other"))
-    await service.jetstream().publish("jobs.m.free.local", repeated)
+    headers = {"Content-Type": "application/json", "Nats-Msg-Id": "r1"}
+    wrong = {"request_id": "r1", "model": "m", "reply": "client", "store_result": True}
+    right = {**wrong, "prompt": "x"}
+    await service.jetstream().publish("jobs.m.free", json.dumps(wrong).encode(), headers=headers)
     await eventually(lambda: len(frames) == 1)
     assert isinstance(frames[0], Failed)
-    assert frames[0].code == "duplicate"
-    assert list(worker.running) == ["r1"]
+    assert "free" in frames[0].message
+    stored = await service.jetstream().publish(
+        "jobs.m.free", json.dumps(right).encode(), headers=headers
+    )
+    assert stored.duplicate
+    await eventually(lambda: "r1" in worker.running)
+    refused = await bus.results.fetch("local", "r1")
+    assert refused is not None
+    assert refused.is_of_no_job
+    done = msgspec.structs.replace(refused, status="done", error_code="", error_message="")
+    await bus.results.store(done)
+    assert await bus.results.fetch("local", "r1") == done
+    await bus.results.store(refused)
+    assert await bus.results.fetch("local", "r1") == done
     await service.close()
     await close(worker)
 

@@ -9,11 +9,15 @@ from decimal import Decimal
 
 import msgspec
 
+from millrace.bus import codec
 from millrace.bus.fleet.adapters import AdapterDirectory
 from millrace.bus.fleet.directories import Directories
+from millrace.bus.fleet.reply_owners import ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
-from millrace.bus.running_requests import RunningRequest
+from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.tokens import untoken
+from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router
 from millrace.runtime.redis.link import RedisUnreachableError
@@ -74,6 +78,7 @@ class FakeRunningRequests:
 
     def __init__(self) -> None:
         self.known: dict[str, RunningRequest] = {}
+        self.claims: dict[str, JobClaim] = {}
         self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
         self.adapters: dict[str, str] = {}
@@ -83,6 +88,17 @@ class FakeRunningRequests:
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
+
+    async def claim(
+        self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
+    ) -> JobClaim | None:
+        first = self.claims.get(request_id)
+        if first is None and is_new and request_id in self.known:
+            return JobClaim(sequence=0)
+        if first is not None and first.sequence not in (mine.sequence, void_sequence):
+            return first
+        self.claims[request_id] = mine
+        return None
 
     async def held_by(self, worker_id: str) -> dict[str, str]:
         return self.held.get(worker_id, {})
@@ -113,13 +129,28 @@ class KnownAdapters(AdapterDirectory):
         return self.offered.get((name, version))
 
 
+class KnownTenants(ReplyOwners):
+    """What Redis would know: ``tenants`` have a record."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.tenants: set[str] = set()
+
+    async def is_foreign(self, tenant: str, reply: str) -> bool:
+        return await super().is_foreign(tenant, reply) or (
+            tenant == "local" and reply in self.tenants
+        )
+
+
 def job(request_id: str, **changes: object) -> Job:
+    """A job whose frames a ``World`` keeps."""
+    tenant = changes.get("tenant", "local")
     fields: dict[str, object] = {
         "request_id": request_id,
         "model": "m",
         "prompt_token_ids": (1, 2, 3),
         "sampling": SamplingParams(max_tokens=16, seed=7),
-        "reply": "client",
+        "reply": "client" if tenant == "local" else f"{tenant}/client",
     } | changes
     return Job(**fields)  # type: ignore[arg-type]
 
@@ -137,6 +168,7 @@ class World:
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
         self.rollouts = MemoryRolloutStore()
+        self.reply_owners = KnownTenants()
         self.broker = MemoryBroker(self.clock, NatsConfig())
         self.client = MemoryBus(self.broker)
         self.running_requests = FakeRunningRequests()
@@ -151,9 +183,17 @@ class World:
         self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
     async def open(self) -> None:
-        await self.client.frames.subscribe("client", lambda *frame: self.frames.append(frame))
+        # At every listener that ``job`` names.
+        self.broker.subscribe("tok.>", self._on_message)
         await self.client.control.subscribe_queue_status(self.statuses.append)
         await self.add_scheduler()
+
+    def _on_message(self, message: Message) -> None:
+        _, reply, request_id = map(untoken, message.subject.split("."))
+        if reply.split("/")[-1] == "client":
+            self.frames.append(
+                (request_id, codec.FRAME.decode(message.payload, message.content_type))
+            )
 
     async def add_scheduler(self) -> Scheduler:
         scheduler = Scheduler(
@@ -162,7 +202,9 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
-            directories=Directories(self.adapters, MemoryRollouts(self.rollouts, self.clock)),
+            directories=Directories(
+                self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
+            ),
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, MAX_TIME_NS, Job
+from millrace.bus import codec
+from millrace.bus.jobs.decoding import read_job
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.jobs import (
+    MAX_LABEL_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    MAX_TIME_NS,
+    ChatMessage,
+    Job,
+)
 
 _NAMES = ("request_id", "reply", "tenant")
 _LABELS = ("model", "model_requested", "route_reason", "user", "session_id", "traceparent")
@@ -44,3 +53,15 @@ def test_a_job_has_one_prompt(fields: dict[str, Any]) -> None:
 def test_a_job_has_an_id() -> None:
     with pytest.raises(ValueError, match="request_id"):
         _job(request_id="")
+
+
+def test_turns_without_text() -> None:
+    def messages(role: str) -> tuple[ChatMessage, ...] | None:
+        turn = f'{{"role":"{role}","content":null,"tool_calls":[]}}'
+        payload = f'{{"request_id":"a","model":"demo","messages":[{turn}]}}'.encode()
+        return read_job("jobs.demo.free", payload, codec.JSON, 1).messages
+
+    assert messages("assistant") == (ChatMessage("assistant", ""),)
+    assert messages("tool") == (ChatMessage("tool", ""),)
+    with pytest.raises(MalformedMessageError, match=r"'user' must be text - at .*messages\[0\]"):
+        messages("user")

@@ -57,7 +57,9 @@ class EchoWorker:
     No token leaves while ``gate`` is closed. It falls silent before token ``stop_before``, or
     sends ``end_with`` there (at once, if there is no ``stop_before``). It says ``stop_reason`` of
     what it ended well, and tells ``num_labels`` of texts that are classified. Frames that ``lose``
-    picks are never sent; they are still there for a replay.
+    picks are never sent; they are still there for a replay. ``answer_ids`` are the tokens of its
+    answers, in place of their indices. The likeliest tokens are those from ``first_rank`` behind
+    the chosen one on.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class EchoWorker:
         self.end_with: Frame | None = None
         self.stop_reason: str | int | None = None
         self.num_labels = 1
+        self.answer_ids: Sequence[int] = ()
+        self.first_rank = 0
         self.lose: Callable[[Frame], bool] = lambda _frame: False
         self.epoch = 0
         self._sent: dict[str, list[Frame]] = {}
@@ -200,7 +204,11 @@ class EchoWorker:
                 await asyncio.Event().wait()
             await self.gate.wait()
             piece = texts[index : index + self.tokens_per_frame]
-            await self._send(job, _with_logprobs(job, delta_of(index, piece, epoch)))
+            delta = delta_of(index, piece, epoch)
+            if self.answer_ids:
+                ids = tuple(self.answer_ids[index : index + len(piece)])
+                delta = msgspec.structs.replace(delta, token_ids=ids)
+            await self._send(job, _with_logprobs(job, delta, self.first_rank))
             await asyncio.sleep(0)
         reasoning = job.sampling.reasoning
         usage = Usage(
@@ -341,18 +349,20 @@ def _results_of(frames: Sequence[Frame]) -> tuple[BeamResult, ...]:
     return tuple(results)
 
 
-def _with_logprobs(job: Job, delta: Delta) -> Delta:
+def _with_logprobs(job: Job, delta: Delta, first_rank: int) -> Delta:
     """Each token at -0.5, and as many alternatives as were asked for a little below."""
     num_top = job.sampling.logprobs
     if num_top is None:
         return delta
     return msgspec.structs.replace(
-        delta, logprobs=tuple(_logprob(token_id, num_top) for token_id in delta.token_ids)
+        delta,
+        logprobs=tuple(_logprob(token_id, num_top, first_rank) for token_id in delta.token_ids),
     )
 
 
-def _logprob(token_id: int, num_top: int) -> TokenLogprob:
-    top = tuple((token_id + rank, -0.5 - rank) for rank in range(num_top))
+def _logprob(token_id: int, num_top: int, first_rank: int = 0) -> TokenLogprob:
+    ranks = range(first_rank, first_rank + num_top)
+    top = tuple(((token_id + rank) % 256, -0.5 - rank) for rank in ranks)
     return TokenLogprob(token_id, -0.5, top)
 
 

@@ -23,6 +23,7 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.served import EmbeddingSettings
+from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.registry.truncation import num_kept_tokens
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
@@ -59,6 +60,8 @@ class ByteTokenizer:
 
     def __init__(self, template: str = "") -> None:
         self._template = template
+        self.table = TokenBytes(tuple(bytes([one]) for one in range(256)), "replace")
+        self.special_token_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -122,11 +125,11 @@ class ByteModel:
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)
         wanted = job.sampling.max_tokens
-        if left < (wanted or 1):
+        if left < (0 if job.pooling else wanted or 1):
             raise ContextLengthError(len(token_ids), wanted, CONTEXT_WINDOW_TOKENS)
         sampling = msgspec.structs.replace(
             job.sampling,
-            max_tokens=wanted or left,
+            max_tokens=wanted or max(left, 1),
             seed=seed_source.randrange(2**63) if job.sampling.seed is None else job.sampling.seed,
             reasoning=None if job.messages is None else self.reasoning_format,
         )

@@ -68,8 +68,8 @@ def served_model(path: Path) -> ServedModel:
 
 
 def line_of(job: Job) -> TenantQueue:
-    """Where the job waits."""
-    return TenantQueue(job.model, job.tier, job.tenant)
+    """Where the job waits, which a gateway has published."""
+    return TenantQueue.of(job, reserved=True)
 
 
 class ScriptedEngine(EngineLike):
@@ -219,7 +219,7 @@ class Bench:
         )
 
     async def lease(self, job: Job) -> str:
-        await self.peer.jobs.publish(job)
+        await self.peer.jobs.publish(job, reserved=True)
         while True:
             # Jobs whose lease has lapsed come first.
             (leased,) = await self.peer.jobs.pull(line_of(job), 1, 0.0)

@@ -215,7 +215,7 @@ class Requests:
         generation = self._find(replay.request_id)
         if generation is None:
             return rejected("unknown_request", "that request is not remembered here")
-        listener = generation.listener(replay.reply)
+        listener = generation.listener(replay.reply).as_asked(replay)
         generation.delivery.add(listener)
         frames: list[Frame] = []
         if generation.timing.started_ns:

@@ -108,7 +108,7 @@ class SocketRequest:
             case CallArguments():
                 return encode(ToolArguments(**self._names, **part._asdict()))
             case StepPart():
-                return encode(ToolStep(**self._names, **part._asdict()))
+                return encode(ToolStep(**self._names, **part.told()))
             case ChoiceEnd():
                 assert self.response is not None
                 if len(self.response.choices) > 1:

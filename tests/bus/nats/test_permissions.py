@@ -35,11 +35,11 @@ API = "$JS.API"
 
 # Subject; who may publish there; who may hear it.
 TABLE = (
-    (subjects.job(TENANT_QUEUE), "SOA", ""),
-    (subjects.job(TENANT_QUEUE._replace(tier=Tier.BATCH)), "SOA", ""),
-    (subjects.job(TENANT_QUEUE._replace(tier=Tier.PRO)), "SO", ""),
-    (subjects.job(TENANT_QUEUE._replace(tenant="shop")), "SO", ""),
-    (subjects.job(TENANT_QUEUE._replace(tenant=None)), "SO", ""),
+    (subjects.job(TENANT_QUEUE), "SOA", "S"),
+    (subjects.job(TENANT_QUEUE._replace(tier=Tier.BATCH)), "SOA", "S"),
+    (subjects.job(TENANT_QUEUE._replace(tier=Tier.PRO)), "SO", "S"),
+    (subjects.job(TENANT_QUEUE._replace(tenant="shop")), "SO", "S"),
+    (subjects.job(TENANT_QUEUE._replace(tenant=None)), "SO", "S"),
     (subjects.job(TENANT_QUEUE.twin), "GS", ""),
     (subjects.stored_job(subjects.job(TENANT_QUEUE)), "", "SO"),
     (subjects.dead_job("poison"), "S", ""),
@@ -108,8 +108,8 @@ TABLE = (
     (f"{API}.CONSUMER.CREATE.RESULTS.x", "O", ""),
     (f"{API}.CONSUMER.CREATE.KV_workers.x", "O", ""),
     (f"{API}.DIRECT.GET.RESULTS", "O", ""),
-    (f"{API}.DIRECT.GET.RESULTS.{subjects.result('acme', 'r')}", "GOA", ""),
-    (f"{API}.DIRECT.GET.RESULTS.{subjects.result('shop', 'r')}", "GO", ""),
+    (f"{API}.DIRECT.GET.RESULTS.{subjects.result('acme', 'r')}", "GSWOA", ""),
+    (f"{API}.DIRECT.GET.RESULTS.{subjects.result('shop', 'r')}", "GSWO", ""),
     (f"{API}.DIRECT.GET.FILES", "GO", ""),
     (f"{API}.DIRECT.GET.KV_workers", "GSWTO", ""),
     (f"{API}.DIRECT.GET.OUTBOX", "O", ""),

@@ -58,6 +58,7 @@ async def test_documents_are_ranked_as_transformers_would(
     answer = (await http.post("/v1/rerank", json=asked)).json()
     found = {one["index"]: one["relevance_score"] for one in answer["results"]}
     assert [found[i] for i in range(3)] == pytest.approx(expected, abs=1e-5)
+
     assert list(found) == sorted(range(3), key=lambda i: -expected[i])
     scored = (
         await http.post(
@@ -65,6 +66,29 @@ async def test_documents_are_ranked_as_transformers_would(
         )
     ).json()
     assert [one["score"] for one in scored["data"]] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_the_first_tokens_of_documents_are_read(
+    http: httpx.AsyncClient, small_models: dict[str, Path]
+) -> None:
+    file = str(small_models["ranker"] / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
+    ids = [tokenizer.encode(one, add_special_tokens=False)[:4] for one in _DOCUMENTS]
+    cut = [tokenizer.decode(one) for one in ids]
+    expected = [sigmoid(*logits(small_models["ranker"], _QUERY, one)) for one in cut]
+    asked = {"model": "ranker", "query": _QUERY, "documents": _DOCUMENTS, "max_tokens_per_doc": 4}
+    answer = (await http.post("/v1/rerank", json=asked)).json()
+    found = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    assert [found[i] for i in range(3)] == pytest.approx(expected, abs=1e-5)
+
+
+async def test_a_document_that_does_not_fit_is_cut_with_a_notice(http: httpx.AsyncClient) -> None:
+    asked = {"model": "ranker", "query": _QUERY, "documents": ["Bread", "mill " * 5_000]}
+    refused = await http.post("/v2/rerank", json=asked)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = await http.post("/v2/rerank", json=asked | {"max_tokens_per_doc": 4_096})
+    assert answer.status_code == 200
+    assert answer.headers["x-millrace-notice"] == 'text_cut;param="documents[1]"'
 
 
 async def test_texts_are_classified_as_transformers_would(

@@ -134,6 +134,31 @@ async def test_items_of_a_parsed_response_go_back(client: openai.AsyncOpenAI) ->
     assert last.output_text == "And now?"
 
 
+async def test_refusals_and_turns_without_text_go_back(client: openai.AsyncOpenAI) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    await goes_on(
+        client,
+        {"role": "assistant", "content": None, "refusal": "I can't."},
+        _AND_NOW,
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]},
+        _AND_NOW,
+        {"role": "assistant", "content": None, "tool_calls": []},
+        _AND_NOW,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    )
+    items: Any = [
+        *asks("hi"),
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]},
+        {"type": "message", "role": "assistant", "content": None},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": None},
+        _AND_NOW,
+    ]
+    last = await client.responses.create(model=MODEL, input=items, store=False)
+    assert last.output_text == "And now?"
+
+
 async def test_hints_are_taken(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         model=MODEL,

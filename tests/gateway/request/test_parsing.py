@@ -9,12 +9,14 @@ import pytest
 
 from millrace.gateway.errors import InvalidJsonError
 from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.parsing import parse_chat, parse_completion
+from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
 from millrace.gateway.transport.decoding import decode
+from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Tier
 from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
 from millrace.schemas.tools import ToolCall
+from millrace.schemas.websocket import Generate
 
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _TEXT = msgspec.json.Decoder(CompletionRequest)
@@ -211,6 +213,36 @@ def test_what_sdks_add_to_answers_that_are_sent_back_is_ignored() -> None:
     )
 
 
+REFUSAL = {"type": "refusal", "refusal": "I can't."}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant", "content": None, "refusal": "I can't."}, "I can't."),
+        ({"role": "assistant", "refusal": "I can't."}, "I can't."),
+        ({"role": "assistant", "content": "", "refusal": "I can't."}, "I can't."),
+        ({"role": "assistant", "content": "No.", "refusal": "I can't."}, "No."),
+        ({"role": "assistant", "content": [REFUSAL]}, "I can't."),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "Sorry. "}, REFUSAL]},
+            "Sorry. I can't.",
+        ),
+        ({"role": "assistant", "content": None, "tool_calls": []}, ""),
+        ({"role": "assistant", "content": None, "tool_calls": None, "function_call": None}, ""),
+        ({"role": "assistant", "content": []}, ""),
+        ({"role": "tool", "content": None, "tool_call_id": "c"}, ""),
+        ({"role": "tool", "tool_call_id": "c"}, ""),
+        ({"role": "tool", "content": [], "tool_call_id": "c"}, ""),
+    ],
+)
+def test_turns_without_text_go_back(message: dict[str, Any], text: str) -> None:
+    (turn,) = chat(messages=[message]).messages or ()
+    assert turn.content == text
+    said = Generate(id="g", model="m", messages=(msgspec.convert(message, Message),))
+    assert parse_generate(said).messages == (turn,)
+
+
 @pytest.mark.parametrize(
     ("fields", "thoughts"),
     [
@@ -266,6 +298,9 @@ def test_only_text_is_taken_and_roles_are_named() -> None:
         ({"role": "user", "content": "x", "tool_calls": CALLS}, "messages[0].tool_calls"),
         ({"role": "assistant", "content": "x", "tool_call_id": "c"}, "messages[0].tool_call_id"),
         ({"role": "assistant", "content": 3, "id": "m1"}, "messages[0].content"),
+        ({"role": "user", "content": [REFUSAL]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "messages[0].audio"),
     ],
 )
 def test_messages_are_checked(message: dict[str, Any], param: str) -> None:

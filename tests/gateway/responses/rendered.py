@@ -52,7 +52,7 @@ def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
 
 
 def renderer_of(
-    request: ResponsesRequest | None = None, had: Sequence[Part] = ()
+    request: ResponsesRequest | None = None,
 ) -> ResponseRenderer:
     request = request or request_of()
     items = items_of(request.input)
@@ -61,7 +61,7 @@ def renderer_of(
         created_s=1_700_000_000,
         caller=LOCAL,
         model=SimpleNamespace(sampling_defaults=SamplingDefaults()),
-        choices=[SimpleNamespace(had=had)],
+        choices=[SimpleNamespace(had=())],
         request=generation_request_of(request, items),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
     )
@@ -80,4 +80,9 @@ def events_of(stream: bytes) -> list[dict[str, Any]]:
 
 def stream_of(parts: Sequence[Part], renderer: ResponseRenderer | None = None) -> bytes:
     renderer = renderer or renderer_of()
-    return renderer.first() + b"".join(map(renderer.part, parts)) + renderer.last()
+    return renderer.first() + bytes_of(renderer, parts) + renderer.last()
+
+
+def bytes_of(renderer: ResponseRenderer, parts: Sequence[Part]) -> bytes:
+    """The events of parts."""
+    return b"".join([piece for part in parts for piece in renderer.part(part)])

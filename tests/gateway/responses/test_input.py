@@ -25,6 +25,7 @@ from tests.gateway.responses.rendered import (
     items_of,
     renderer_of,
     request_of,
+    stream_of,
 )
 
 
@@ -96,6 +97,25 @@ def test_items_are_turns_and_calls_belong_to_the_turn_before() -> None:
             ],
         },
         {"role": "tool", "content": "3", "tool_call_id": "c3"},
+    ]
+
+
+def test_refusals_and_turns_without_text() -> None:
+    refusal = {"type": "refusal", "refusal": "I can't."}
+    said = messages_from(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [refusal]},
+            {"role": "assistant", "content": None},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": None},
+        ]
+    )
+    assert [(one["role"], one["content"]) for one in said] == [
+        ("user", "hi"),
+        ("assistant", "I can't."),
+        ("assistant", ""),
+        ("tool", ""),
     ]
 
 
@@ -306,5 +326,5 @@ def test_any_value_of_a_field_is_taken_or_refused(name: str, value: object) -> N
         renderer = renderer_of(request)
     except (ParameterError, InvalidJsonError, GrammarError):
         return
-    stream = renderer.first() + renderer.part(ChoiceEnd(0, "stop")) + renderer.last()
+    stream = stream_of([ChoiceEnd(0, "stop")], renderer)
     assert events_of(stream)[-1]["type"] == "response.completed"

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.transport.event_ids import parse_event_id
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models
@@ -153,7 +154,7 @@ async def broken_off(
                 last_id = line.removeprefix("id: ")
             elif line.startswith("data: "):
                 events.append(json.loads(line.removeprefix("data: ")))
-                if last_id and int(last_id.partition("/")[2]) >= num_tokens:
+                if last_id and parse_event_id(last_id).indices[0] >= num_tokens:
                     break
     feeding.cancel()
     front.worker.gate.set()

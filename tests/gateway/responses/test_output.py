@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.gateway.api.told_events import ToldEvents
 from millrace.gateway.errors import Refusal
 from millrace.gateway.responses.items import _without_end
 from millrace.gateway.streams.parts import (
@@ -22,12 +25,14 @@ from millrace.gateway.streams.parts import (
     TextPart,
 )
 from millrace.gateway.transport.decoding import decode
+from millrace.gateway.transport.event_ids import parse_event_id
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.items import MessageItem
 from tests.gateway.responses.rendered import (
     DECODER,
+    bytes_of,
     events_of,
     renderer_of,
     request_of,
@@ -101,20 +106,41 @@ def test_numbers_do_not_depend_on_how_the_answer_is_cut(
         assert numbers == sorted(set(numbers))
 
 
-@pytest.mark.parametrize("num_had", range(1, len(_PARTS) + 1))
-def test_a_stream_goes_on_where_another_connection_stopped(num_had: int) -> None:
-    had, rest = _PARTS[:num_had], _PARTS[num_had:]
-    if not rest:
-        rest = [had.pop()]  # the end comes again
-    resumed = renderer_of(had=_cut(had, set()))
+def _told(parts: Sequence[Part], last_id: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """What a stream of parts tells a client that has what came up to an id: ids and events."""
     renderer = renderer_of()
-    renderer.first()
-    for part in had:
-        renderer.part(part)
-    for one in (resumed, renderer):
-        one.part(rest[0])
-    whole, tail = (b"".join(map(one.part, rest[1:])) + one.last() for one in (renderer, resumed))
-    assert events_of(tail) == events_of(whole)
+    response: Any = SimpleNamespace(choices=[SimpleNamespace(had=[])], request_id="r")
+    told = ToldEvents(response, renderer, parse_event_id(last_id) if last_id else None)
+    stream = told.first(renderer.first()) + told.parts(list(parts)) + told.last(renderer.last())
+    blocks = [block.split(b"\n") for block in stream.split(b"\n\n")[:-1]]
+    return [(block[0][4:].decode(), json.loads(block[2][6:])) for block in blocks]
+
+
+def _together(events: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The events, with deltas that follow one another put together."""
+    result: list[dict[str, Any]] = []
+    for _, event in events:
+        last = result[-1] if result else {"type": ""}
+        if event["type"].endswith(".delta") and last["type"] == event["type"]:
+            result[-1] = event | {"delta": last["delta"] + event["delta"]}
+        else:
+            result.append(event)
+    return result
+
+
+@given(cuts=st.sets(st.integers(0, 20)), other_cuts=st.sets(st.integers(0, 20)))
+def test_ids_do_not_depend_on_how_the_answer_is_cut(cuts: set[int], other_cuts: set[int]) -> None:
+    # No token of its own, so that the whole of it is read again.
+    bare = [
+        part._replace(num_tokens=0, first_index=0)
+        if isinstance(part, TextPart | ReasoningPart)
+        else part
+        for part in _PARTS
+    ]
+    whole = _told(_cut(bare, cuts))
+    for number, (last_id, _) in enumerate(whole):
+        rest = _told(_cut(bare, other_cuts), last_id)
+        assert _together([*whole[: number + 1], *rest]) == _together(whole)
 
 
 def test_an_answer_of_no_words_is_an_empty_message() -> None:
@@ -140,7 +166,7 @@ def test_a_failure_is_told_twice() -> None:
     renderer = renderer_of()
     events = events_of(
         renderer.first()
-        + renderer.part(TextPart(0, 0, 2, "ab"))
+        + bytes_of(renderer, [TextPart(0, 0, 2, "ab")])
         + renderer.failed(Refusal(status=503, code="worker_failed", message="it broke"))
     )
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]

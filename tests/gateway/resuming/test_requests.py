@@ -4,6 +4,7 @@ that fail on the way."""
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -103,6 +104,36 @@ async def test_an_echo_comes_once_and_offsets_go_on(
         assert "".join(text for text, _ in pieces) == text[num_had:]
         offsets = [offset for _, some in all_pieces for offset in some]
         assert [offset for _, some in pieces for offset in some] == offsets[num_had:]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_offsets_go_on_within_a_character(
+    fronts: tuple[RunningGateway, RunningGateway], cut: int, *, echo: bool
+) -> None:
+    first, second = fronts
+    text = "a\U0001f600b\u4f60"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    texts = [decoder.decode(bytes([one])) for one in text.encode()]
+    first.worker.answer_ids, first.worker.script = text.encode(), lambda _job: texts
+    body = {"model": MODEL, "prompt": "\u00e9", "echo": echo, "logprobs": 1, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=first.url, timeout=10) as one,
+        httpx.AsyncClient(base_url=second.url, timeout=10) as other,
+    ):
+        whole = events_of((await one.post("/v1/completions", json=body, headers=TAKES_EVENTS)).text)
+        request_id = whole[-1][0].partition("/")[0]
+        headers = {"Last-Event-ID": f"{request_id}/{cut}"}
+        rest = events_of((await other.post("/v1/completions", json=body, headers=headers)).text)
+    found = [
+        offset
+        for _, event in rest
+        for choice in event["choices"]
+        for offset in (choice["logprobs"] or {}).get("text_offset", ())
+    ]
+    start = 1 if echo else 0
+    expected = [start + at for at, character in enumerate(text) for _ in character.encode()]
+    assert found == expected[cut:]
 
 
 async def test_a_resumption_that_fails_leaves_an_answer_that_ends(

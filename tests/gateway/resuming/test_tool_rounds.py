@@ -26,6 +26,8 @@ from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Job
 from millrace.schemas.websocket import SUBPROTOCOL
+from tests.gateway.resuming.clients import Pair
+from tests.gateway.resuming.test_event_ids import whole_and_rests
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.tool_server import Seen, ToolServer, Write, reply, tool_server
@@ -142,6 +144,29 @@ async def until(socket: ClientConnection, kind: str) -> list[dict[str, Any]]:
 
 def text_of(messages: list[dict[str, Any]]) -> str:
     return "".join(message["text"] for message in messages if message["type"] == "delta")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (_PATH, _ASKED | {"n": 2, "stream_options": {"include_usage": True}}),
+        (
+            "/v1/responses",
+            {
+                "model": MODEL,
+                "input": "Rain?",
+                "store": False,
+                "tools": [{"type": "server", "name": "weather"}],
+            },
+        ),
+    ],
+)
+async def test_the_rest_comes_behind_each_event(
+    place: Place, path: str, body: dict[str, Any]
+) -> None:
+    first = await place.gateway()
+    second = await place.gateway("gw-2", first)
+    await whole_and_rests(Pair(first, second), path, body, 1)
 
 
 @pytest.mark.parametrize("streamed", [True, False])

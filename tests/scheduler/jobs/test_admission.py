@@ -224,24 +224,6 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     await away.close()
 
 
-@pytest.mark.parametrize("reply", ["gw-1234", "acme.eu", "acmeother", "other/acme"])
-async def test_frames_go_to_the_tenants_own_listeners(bench: LimitBench, reply: str) -> None:
-    admission = door_of(bench)
-    foreign = scheduled_job("acme")
-    foreign.job = replace(foreign.job, reply=reply)
-    terminal_status = await admission.admit(foreign)
-    assert terminal_status is not None
-    assert (terminal_status.status, terminal_status.code) == (Status.FAILED, "reply_forbidden")
-    assert foreign.job.reply == "", "its end would be told to somebody else"
-    for own in ("", "acme", "acme/mailer"):
-        job = scheduled_job("acme")
-        job.job = replace(job.job, reply=own)
-        assert await admission.admit(job) is None
-    job = scheduled_job("local")
-    job.job = replace(job.job, reply=reply)
-    assert await admission.admit(job) is None
-
-
 def delivered_again(known: ScheduledJob) -> ScheduledJob:
     """The same stored job, as the next delivery brings it to another scheduler."""
     made = scheduled_job(known.job.tenant)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
+from millrace.registry.tokenizers.silent_tokens import silent_tokens
 
 if TYPE_CHECKING:
     from millrace.registry.tokenizers.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class TextStream:
             tokenizer, prompt_token_ids, skip_special_tokens=skips
         )
         self._includes_stop = sampling.include_stop_str_in_output
-        self._silent = _silent_tokens(tokenizer, sampling)
+        self._silent = silent_tokens(tokenizer.eos_token_ids, sampling)
         self._stops = sampling.stop
         self._beginnings = frozenset(stop[0] for stop in sampling.stop)
         self._longest_stop = max(map(len, sampling.stop), default=0)
@@ -113,12 +114,3 @@ class TextStream:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
-
-
-def _silent_tokens(tokenizer: Tokenizer, sampling: SamplingOptions) -> frozenset[int]:
-    """Those that add no text, although they are perhaps no special tokens."""
-    if sampling.include_stop_str_in_output:
-        return frozenset()
-    if sampling.ignore_eos and not sampling.skip_special_tokens:
-        return frozenset(sampling.stop_token_ids)
-    return frozenset(tokenizer.eos_token_ids).union(sampling.stop_token_ids)

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import msgspec
 
-from millrace.schemas.control import AnswerTimes, Dispatch, Reservation
+from millrace.schemas.control import AnswerTimes, Dispatch, Replay, Reservation
 from millrace.schemas.records import Status
 from millrace.workers.host.generations.outcomes import GenerationOutcome
 
@@ -89,6 +89,15 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
     reply: str
     batch: bool
     as_json: bool
+
+    def as_asked(self, replay: Replay) -> Listener:
+        """The same reader, who may want them in another form than the job."""
+        batch, as_json = replay.batch_frames, replay.frames_as_json
+        return Listener(
+            self.reply,
+            self.batch if batch is None else batch,
+            self.as_json if as_json is None else as_json,
+        )
 
 
 @dataclass(slots=True)

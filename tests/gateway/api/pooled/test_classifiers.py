@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,13 @@ from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import Pooling
 from tests.gateway.test_openapi import validator
-from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
+from tests.support.running_gateway import (
+    CONTEXT_WINDOW_TOKENS,
+    MODEL,
+    ByteModel,
+    RunningGateway,
+    running_gateway,
+)
 
 CROSS_ENCODER = ClassifierHead(
     labels=("relevant",),
@@ -121,6 +128,22 @@ async def test_pairs_are_scored(
     assert [one["score"] for one in raw.json()["data"]] == [logits(pair)[0] for pair in pairs]
 
 
+@pytest.mark.parametrize("joins_pairs", [False, True])
+async def test_a_document_that_does_not_fit_beside_its_query(joins_pairs: bool) -> None:
+    head = msgspec.structs.replace(CROSS_ENCODER, joins_pairs=joins_pairs)
+    long = "y" + "z" * CONTEXT_WINDOW_TOKENS
+    asked: dict[str, Any] = {"model": MODEL, "query": "mill", "documents": [long, "a"]}
+    async with serving(head) as (front, http):
+        refused = await http.post("/v1/rerank", json=asked)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        answer = await http.post("/v2/rerank", json=asked | {"max_tokens_per_doc": 4_096})
+        assert answer.headers["x-millrace-notice"] == 'text_cut;param="documents[0]"'
+        prompts = {bytes(job.prompt_token_ids or ()).decode() for job in front.worker.jobs}
+    # The test's model keeps the end of a pair where a real one cuts its longer text.
+    fitting = f"mill{long}" if joins_pairs else long
+    assert prompts == {fitting[:CONTEXT_WINDOW_TOKENS], "milla"}
+
+
 async def test_a_head_may_have_no_activation() -> None:
     head = ClassifierHead(
         labels=("x",), class_activation=Activation.SIGMOID, score_activation=Activation.NONE
@@ -195,7 +218,7 @@ _RERANK = {"query": "a", "documents": ["b"]}
         ("/pooling", {"input": "a", "pooling": "last"}, "pooling"),
         ("/v1/rerank", _RERANK | {"pooling": "mean"}, "pooling"),
         ("/v1/rerank", _RERANK | {"pooling": "classify"}, "pooling"),
-        ("/v1/rerank", _RERANK | {"documents": ["b", ""]}, "documents"),
+        ("/v1/rerank", _RERANK | {"documents": ["b", ""]}, "documents[1]"),
         ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "use_activation": 1}, "use_activation"),
         ("/classify", {"input": ""}, "input"),

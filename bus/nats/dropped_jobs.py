@@ -1,0 +1,165 @@
+"""Jobs that the server drops because their ``Nats-Msg-Id`` was used: stored anew.
+
+The server acknowledges such a message to its publisher (``duplicate``) and tells no one else. Core
+subscribers of the subject hear it all the same. A scheduler stores it again under an id of its own,
+and answers it as it answers every message that repeats a request id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from millrace.bus import subjects
+from millrace.bus.codec import CONTENT_TYPE
+from millrace.bus.nats import jetstream
+from millrace.bus.nats.connection import MESSAGE_ID, Connection
+from millrace.bus.nats.topology import DUPLICATE_WINDOW_S
+from millrace.bus.transport import Message, Subscription
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
+from millrace.runtime.tracing import HEADER as TRACEPARENT
+from millrace.schemas.errors import MillraceError
+
+logger = logging.getLogger(__name__)
+
+# A stored message is announced within milliseconds. A message without an announcement after this
+# time was dropped, or refused.
+GRACE_S = 1.0
+_LOOK_S = 0.25
+_MAX_PENDING = 10_000
+_MAX_KNOWN = 65_536
+# The mark of a job that was stored anew.
+_REPEAT = "Millrace-Repeat"
+_SEQUENCE = "Nats-Sequence"
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A message that the server stored; ``is_heard``: its publication was heard, too. Either may
+    come first where they come by different servers."""
+
+    sequence: int
+    announced_s: float
+    is_heard: bool
+
+
+class DroppedJobs:
+    """Hears the jobs of services and the announcements of what the server stored. A job without
+    an announcement, or one of several that have the same id, is compared with the message that was
+    announced under its id: if that is another, the job was dropped.
+
+    Every scheduler does this. The id under which a job is stored anew is made of its id, its
+    publisher's inbox and its payload, so that the server keeps one of the copies. The server is
+    never asked for an id: nats-server 2.15 has no request for that, and a replicated stream stops
+    taking messages after one with a wrong ``Nats-Expected-Last-Msg-Id``.
+    """
+
+    def __init__(self, connection: Connection, clock: Clock) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._pending: dict[str, list[tuple[float, Message]]] = {}
+        self._num_pending = 0
+        # By id, the oldest first.
+        self._known: OrderedDict[str, _Announced] = OrderedDict()
+        self._subscriptions: list[Subscription] = []
+        self._tasks = Tasks()
+
+    async def open(self) -> None:
+        """Begin to listen."""
+        subscribe = self._connection.subscribe
+        self._subscriptions.append(await subscribe(subjects.ALL_STORED_JOBS, self._on_stored))
+        for subject in subjects.SERVICE_JOBS:
+            self._subscriptions.append(await subscribe(subject, self._on_published))
+        self._tasks.repeat(self._look, _LOOK_S, self._clock, "store dropped jobs anew")
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.close()
+        await self._tasks.close()
+
+    def _on_published(self, message: Message) -> None:
+        headers = message.headers or {}
+        message_id = headers.get(MESSAGE_ID)
+        if not message_id or _REPEAT in headers or any(map(_is_condition, headers)):
+            return
+        now_s = self._clock.monotonic()
+        known = self._known.get(message_id)
+        if known is not None and not known.is_heard and known.announced_s >= now_s - GRACE_S:
+            known.is_heard = True
+            return
+        if self._num_pending >= _MAX_PENDING:
+            logger.warning("a job is not checked for being dropped: too many wait for it")
+            return
+        self._num_pending += 1
+        self._pending.setdefault(message_id, []).append((now_s, message))
+
+    def _on_stored(self, message: Message) -> None:
+        headers = message.headers or {}
+        message_id, sequence = headers.get(MESSAGE_ID), headers.get(_SEQUENCE, "")
+        if (
+            not message_id
+            or not sequence.isdecimal()
+            or subjects.is_stored_reserved(message.subject)
+        ):
+            return
+        num_heard = len(self._pending.get(message_id, ()))
+        now_s = self._clock.monotonic()
+        self._known[message_id] = _Announced(int(sequence), now_s, is_heard=num_heard > 0)
+        self._known.move_to_end(message_id)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        if num_heard == 1:
+            self._take(message_id)
+
+    def _take(self, message_id: str) -> list[Message]:
+        taken = [message for _, message in self._pending.pop(message_id)]
+        self._num_pending -= len(taken)
+        return taken
+
+    async def _look(self) -> None:
+        due_s = self._clock.monotonic() - GRACE_S
+        forgotten_s = self._clock.monotonic() - DUPLICATE_WINDOW_S
+        while self._known and next(iter(self._known.values())).announced_s < forgotten_s:
+            self._known.popitem(last=False)
+        due = [one for one, heard in self._pending.items() if heard[0][0] <= due_s]
+        for message_id in due:
+            for message in self._take(message_id):
+                try:
+                    if await self._was_dropped(message_id, message):
+                        await self._store_anew(message_id, message)
+                except MillraceError as error:
+                    logger.warning(
+                        "a job that the server dropped as a duplicate is not answered",
+                        extra={"subject": message.subject, "reason": error.message},
+                    )
+
+    async def _was_dropped(self, message_id: str, message: Message) -> bool:
+        """Whether another message has the id, as far as this process has heard. False for a message
+        that the server refused, which its publisher was told, and for a copy of a job that waits or
+        runs."""
+        known = self._known.get(message_id)
+        if known is None:
+            return False
+        stored = await jetstream.get(self._connection, subjects.JOBS_STREAM, known.sequence)
+        return (
+            stored is None or stored.subject != message.subject or stored.payload != message.payload
+        )
+
+    async def _store_anew(self, message_id: str, message: Message) -> None:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (message_id.encode(), message.reply.encode(), message.payload):
+            digest.update(len(part).to_bytes(8))
+            digest.update(part)
+        known = message.headers or {}
+        headers = {name: known[name] for name in (CONTENT_TYPE, TRACEPARENT) if name in known}
+        headers |= {MESSAGE_ID: f"repeat:{digest.hexdigest()}", _REPEAT: "job"}
+        await jetstream.store(self._connection, message.subject, message.payload, headers)
+        logger.info("a job with a used id is stored anew", extra={"subject": message.subject})
+
+
+def _is_condition(header: str) -> bool:
+    """Whether the server stores a message under a condition, of whose failure it tells."""
+    return header.startswith("Nats-Expected-")

@@ -1,0 +1,140 @@
+"""Which events of a stream its client lacks, each with its id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
+from millrace.gateway.transport.event_ids import EventId, event_id
+
+_END = b"\n\n"
+_OF_TOKENS = (TextPart, ReasoningPart)
+_WITH_TEXT = (TextPart, ReasoningPart, CallArguments)
+
+
+class ToldEvents:
+    """Counts what a stream tells, also what another connection told of it. ``had`` says how much
+    of that the client has."""
+
+    def __init__(self, response: ResponseStream, renderer: Renderer, had: EventId | None) -> None:
+        num_choices = len(response.choices)
+        self.is_resumed = had is not None and had.has_begun
+        self._response = response
+        self._render = renderer.part
+        self._indices = [0] * num_choices if had is None else list(had.indices)
+        self._told = [0] * num_choices
+        self._num_caught_up = [0] * num_choices
+        # None: all that comes of the tokens before the index.
+        self._had: list[int | None] = [0] * num_choices
+        if had is not None and had.has_begun:
+            self._had = [None] * num_choices if had.told is None else [*had.told]
+        self._num_others = 0
+        self._num_others_had = 0 if had is None else had.num_others
+        self._has_all_first = self.is_resumed and self._num_others_had is None
+
+    def first(self, events: bytes) -> bytes:
+        """The events before any part."""
+        return b"".join(self._others(events, has_all=self._has_all_first))
+
+    def last(self, events: bytes) -> bytes:
+        """The events after the last part."""
+        return b"".join(self._others(events, has_all=False))
+
+    def parts(self, parts: list[Part]) -> bytes:
+        """The events of parts."""
+        events: list[bytes] = []
+        for part in parts:
+            if self.is_resumed:
+                self._catch_up(part.choice, events)
+                for piece in self._pieces(part):
+                    self._tell(piece, events, is_had=False)
+            else:
+                self._tell(part, events, is_had=False)
+        return b"".join(events)
+
+    def catch_up(self) -> bytes:
+        """The events of what another connection told that the client lacks."""
+        events: list[bytes] = []
+        for choice in range(len(self._told)):
+            self._catch_up(choice, events)
+        return b"".join(events)
+
+    def note_plain(self, num_characters: int, next_index: int) -> None:
+        """Text of the only choice was told in another way."""
+        self._told[0] += num_characters
+        self._indices[0] = next_index
+
+    def _catch_up(self, choice: int, events: list[bytes]) -> None:
+        had = self._response.choices[choice].had
+        while self._num_caught_up[choice] < len(had):
+            part = had[self._num_caught_up[choice]]
+            self._num_caught_up[choice] += 1
+            for piece in self._pieces(part):
+                self._tell(piece, events, is_had=True)
+
+    def _tell(self, part: Part, events: list[bytes], *, is_had: bool) -> None:
+        choice = part.choice
+        others, delta = self._render(part)
+        for event in _split(others) if others else ():
+            self._told[choice] += 1
+            if not self._has(choice, is_had=is_had):
+                events.append(self._with_id(event))
+        text = _text_of(part)
+        self._told[choice] += len(text)
+        if isinstance(part, _OF_TOKENS) and not is_had:
+            self._indices[choice] = part.first_index + part.num_tokens
+        if delta and not self._has(choice, is_had=is_had, is_empty=not text):
+            events.append(self._with_id(delta))
+
+    def _pieces(self, part: Part) -> Iterator[Part]:
+        """The part, cut where what the client has of its text ends. How many events come before the
+        text is known once its first character is told."""
+        text, choice = _text_of(part), part.choice
+        had = self._had[choice] or 0
+        if len(text) < 2 or had <= self._told[choice]:
+            yield part
+            return
+        yield _with_text(part, text[0])
+        rest, num_had = text[1:], had - self._told[choice]
+        if 0 < num_had < len(rest):
+            yield _with_text(part, rest[:num_had])
+            rest = rest[num_had:]
+        yield _with_text(part, rest, is_last=True)
+
+    def _has(self, choice: int, *, is_had: bool, is_empty: bool = False) -> bool:
+        """Whether the client has what was told last. A delta without text is told with its tokens,
+        which are not told again."""
+        had = self._had[choice]
+        if had is None or (is_empty and is_had):
+            return is_had
+        return self._told[choice] < had if is_empty else self._told[choice] <= had
+
+    def _others(self, events: bytes, *, has_all: bool) -> Iterator[bytes]:
+        for event in _split(events):
+            self._num_others += 1
+            if not has_all and self._num_others > (self._num_others_had or 0):
+                yield self._with_id(event, self._num_others)
+
+    def _with_id(self, event: bytes, num_others: int | None = None) -> bytes:
+        line = event_id(self._response.request_id, self._indices, self._told, num_others)
+        return b"id: %b\n%b" % (line.encode(), event)
+
+
+def _text_of(part: Part) -> str:
+    return part.text if isinstance(part, _WITH_TEXT) else ""
+
+
+def _with_text(part: Part, text: str, *, is_last: bool = False) -> Part:
+    """A piece of the part's text. The last piece tells of the part's tokens."""
+    if isinstance(part, CallArguments):
+        return part._replace(text=text)
+    assert isinstance(part, _OF_TOKENS)
+    if is_last:
+        return part._replace(text=text)
+    return part._replace(text=text, num_tokens=0, logprobs=())
+
+
+def _split(events: bytes) -> list[bytes]:
+    return [event + _END for event in events.split(_END)[:-1]]

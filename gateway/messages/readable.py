@@ -1,0 +1,94 @@
+"""The text of blocks that are more than text, as the model reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from millrace.schemas.anthropic.blocks import (
+    BrowserStateBlock,
+    DocumentBlock,
+    ReadableBlock,
+    SearchResultBlock,
+    TextBlock,
+    ToolReferenceBlock,
+)
+from millrace.schemas.errors import ParameterError
+
+_ENCRYPTED = "encrypted"
+_HINTS = ("cache_control", "citations")
+
+
+def text_of(blocks: Sequence[tuple[str, ReadableBlock]]) -> str:
+    """The text of blocks, each given with its path. Other blocks than text are on lines of their
+    own. Raises ParameterError for a document that is not text."""
+    texts = [_text_of(where, block) for where, block in blocks]
+    is_text = all(isinstance(block, TextBlock) for _, block in blocks)
+    return ("" if is_text else "\n").join(texts)
+
+
+def result_text(content: Any) -> tuple[str, tuple[str, ...]]:
+    """The text of what a provider's server tool gave, and the names of fields that are left out of
+    it, since only the provider can read them."""
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    if isinstance(content, list) and all(_is_text(block) for block in content):
+        return "".join([block["text"] for block in content]), ()
+    left_out: dict[str, None] = {}
+    readable = _without_unreadable(content, left_out)
+    return msgspec.json.encode(readable).decode(), tuple(left_out)
+
+
+def _text_of(where: str, block: ReadableBlock) -> str:
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join([block.title, block.source, *(part.text for part in block.content)])
+    if isinstance(block, DocumentBlock):
+        heads = [head for head in (block.title, block.context) if head]
+        return "\n".join([*heads, _document_text(where, block)])
+    if isinstance(block, ToolReferenceBlock):
+        return f"The tool {block.tool_name} was found."
+    assert isinstance(block, BrowserStateBlock)
+    return msgspec.json.encode(block).decode()
+
+
+def _document_text(where: str, block: DocumentBlock) -> str:
+    source = block.source
+    kind = source.get("type")
+    content = source.get("data") if kind == "text" else source.get("content")
+    if kind in ("text", "content"):
+        if isinstance(content, str):
+            return content
+        if isinstance(content, list) and all(_is_text(part) for part in content):
+            return "".join([part["text"] for part in content])
+    raise ParameterError(
+        f"{where}.source",
+        f"{where}.source: this model takes documents of text only, with the source type text or "
+        f"content, not {kind!r:.100}.",
+    )
+
+
+def _is_text(block: Any) -> bool:
+    return (
+        isinstance(block, dict)
+        and block.get("type") == "text"
+        and isinstance(block.get("text"), str)
+    )
+
+
+def _without_unreadable(value: Any, left_out: dict[str, None]) -> Any:
+    if isinstance(value, list):
+        return [_without_unreadable(one, left_out) for one in value]
+    if not isinstance(value, dict):
+        return value
+    readable = {}
+    is_base64 = value.get("type") == "base64"
+    for name, one in value.items():
+        if name.startswith(_ENCRYPTED) or (is_base64 and name == "data"):
+            left_out[name] = None
+        elif name not in _HINTS:
+            readable[name] = _without_unreadable(one, left_out)
+    return readable

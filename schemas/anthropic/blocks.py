@@ -1,0 +1,261 @@
+"""Blocks of content in the history of a Messages request.
+
+Blocks come back as an SDK keeps them, so what is not known in these is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from millrace.schemas.chat.messages import TextPart
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    type: ClassVar[str]
+
+
+# --- texts -----------------------------------------------------------------------------------
+
+
+class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
+    """A piece of what is said."""
+
+    type: ClassVar[str] = "text"
+
+    text: str
+
+
+class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
+    """What a search of the client's found. The model reads title, source and text."""
+
+    type: ClassVar[str] = "search_result"
+
+    source: str
+    title: str
+    content: tuple[TextPart, ...]
+
+
+class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
+    """A document. The model reads those whose ``source`` has the type ``text`` or ``content``."""
+
+    type: ClassVar[str] = "document"
+
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+
+
+class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
+    """A search for tools found the tool ``tool_name``, which the model is told of from then on."""
+
+    type: ClassVar[str] = "tool_reference"
+
+    tool_name: str
+
+
+class BrowserStateBlock(_Block, frozen=True, kw_only=True, tag="browser_state"):
+    """The tabs of the client's browser. The model reads them as JSON."""
+
+    type: ClassVar[str] = "browser_state"
+
+    tabs: tuple[dict[str, Any], ...]
+    state_changes: tuple[dict[str, Any], ...] | None = None
+
+
+ReadableBlock = (
+    TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock | BrowserStateBlock
+)
+
+
+# --- calls that the client runs ----------------------------------------------------------------
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
+    """A call that the model made. ``input`` is an object. Of a call that was cut it may be empty,
+    or the text that there was of its JSON."""
+
+    type: ClassVar[str] = "tool_use"
+
+    id: str
+    name: str
+    input: dict[str, Any] | str | None = None
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
+    """What the call ``tool_use_id`` gave, or with ``is_error`` why it gave nothing."""
+
+    type: ClassVar[str] = "tool_result"
+
+    tool_use_id: str
+    content: str | tuple[ReadableBlock, ...] | None = None
+    is_error: bool | None = None
+
+
+# --- calls that a provider's server ran ----------------------------------------------------------
+
+
+class ServerToolUseBlock(_Block, frozen=True, kw_only=True, tag="server_tool_use"):
+    """A call that the provider's server ran. Its result follows in the history."""
+
+    type: ClassVar[str] = "server_tool_use"
+
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+class McpToolUseBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_use"):
+    """A call that the provider's server sent to the MCP server ``server_name``."""
+
+    type: ClassVar[str] = "mcp_tool_use"
+
+    id: str
+    name: str
+    server_name: str = ""
+    input: dict[str, Any] = {}
+
+
+class _ServerResult(_Block, frozen=True, kw_only=True):
+    """What the call ``tool_use_id`` gave. The model reads it as text, or as JSON."""
+
+    tool_use_id: str
+    content: Any = None
+    is_error: bool | None = None
+
+
+class WebSearchResult(_ServerResult, frozen=True, kw_only=True, tag="web_search_tool_result"):
+    type: ClassVar[str] = "web_search_tool_result"
+
+
+class WebFetchResult(_ServerResult, frozen=True, kw_only=True, tag="web_fetch_tool_result"):
+    type: ClassVar[str] = "web_fetch_tool_result"
+
+
+class CodeResult(_ServerResult, frozen=True, kw_only=True, tag="code_execution_tool_result"):
+    type: ClassVar[str] = "code_execution_tool_result"
+
+
+class BashResult(_ServerResult, frozen=True, kw_only=True, tag="bash_code_execution_tool_result"):
+    type: ClassVar[str] = "bash_code_execution_tool_result"
+
+
+class EditorResult(
+    _ServerResult, frozen=True, kw_only=True, tag="text_editor_code_execution_tool_result"
+):
+    type: ClassVar[str] = "text_editor_code_execution_tool_result"
+
+
+class ToolSearchResult(_ServerResult, frozen=True, kw_only=True, tag="tool_search_tool_result"):
+    """The model is told of the tools that it refers to from then on."""
+
+    type: ClassVar[str] = "tool_search_tool_result"
+
+
+class AdvisorResult(_ServerResult, frozen=True, kw_only=True, tag="advisor_tool_result"):
+    type: ClassVar[str] = "advisor_tool_result"
+
+
+class McpResult(_ServerResult, frozen=True, kw_only=True, tag="mcp_tool_result"):
+    type: ClassVar[str] = "mcp_tool_result"
+
+
+ServerCall = ServerToolUseBlock | McpToolUseBlock
+ServerResult = (
+    WebSearchResult
+    | WebFetchResult
+    | CodeResult
+    | BashResult
+    | EditorResult
+    | ToolSearchResult
+    | AdvisorResult
+    | McpResult
+)
+
+
+# --- tools that come and go ----------------------------------------------------------------------
+
+
+class ToolAdditionBlock(_Block, frozen=True, kw_only=True, tag="tool_addition"):
+    """From here on the model is told of a tool: one of the request's ``tools`` by its name, or one
+    that ``tool.definition`` defines."""
+
+    type: ClassVar[str] = "tool_addition"
+
+    tool: dict[str, Any]
+
+
+class ToolRemovalBlock(_Block, frozen=True, kw_only=True, tag="tool_removal"):
+    """From here on the model is not told of a tool."""
+
+    type: ClassVar[str] = "tool_removal"
+
+    tool: dict[str, Any]
+
+
+ToolChange = ToolAdditionBlock | ToolRemovalBlock
+
+
+# --- thoughts, and what a provider notes ---------------------------------------------------------
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
+    """What the model thought. Nothing is made of ``signature``."""
+
+    type: ClassVar[str] = "thinking"
+
+    thinking: str
+    signature: str | None = None
+
+
+class CompactionBlock(_Block, frozen=True, kw_only=True, tag="compaction"):
+    """A summary that takes the place of all messages before it; null: there is none.
+    ``tool_changes`` are those of the messages that it stands for."""
+
+    type: ClassVar[str] = "compaction"
+
+    content: str | None = None
+    encrypted_content: str | None = None
+    tool_changes: tuple[ToolChange, ...] | None = None
+
+
+class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
+    """Encrypted thoughts."""
+
+    type: ClassVar[str] = "redacted_thinking"
+
+
+class FallbackBlock(_Block, frozen=True, kw_only=True, tag="fallback"):
+    """The provider changed the model here."""
+
+    type: ClassVar[str] = "fallback"
+
+
+class McpToolListingBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_listing"):
+    """The tools of an MCP server that the provider's server asked."""
+
+    type: ClassVar[str] = "mcp_tool_listing"
+
+
+class ContainerUploadBlock(_Block, frozen=True, kw_only=True, tag="container_upload"):
+    """A file in the provider's container."""
+
+    type: ClassVar[str] = "container_upload"
+
+
+UnreadableBlock = RedactedThinkingBlock | FallbackBlock | McpToolListingBlock | ContainerUploadBlock
+
+ContentBlock = (
+    TextBlock
+    | SearchResultBlock
+    | DocumentBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ServerCall
+    | ServerResult
+    | ToolChange
+    | ThinkingBlock
+    | CompactionBlock
+    | UnreadableBlock
+)
