@@ -31,6 +31,7 @@ from millrace.schemas.responses.events import (
 from millrace.schemas.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    IncompleteReason,
     Item,
     ItemStatus,
     MessageItem,
@@ -40,7 +41,7 @@ from millrace.schemas.responses.items import (
 )
 
 Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
-LENGTH = "length"
+_LENGTH = "length"
 
 
 class _Message:
@@ -97,12 +98,12 @@ class OutputItems:
     """The output of one answer as far as its parts were taken.
 
     Ids of items and sequence numbers are functions of ``stem`` and of what the parts say together,
-    however it is cut into parts: so a stream that is read again says the same. ``reason`` is why
-    the answer ended, once it did.
+    however it is cut into parts: so a stream that is read again says the same. ``incomplete`` is
+    why the answer ended before the model was done, if it did.
     """
 
     def __init__(self, stem: str, first_number: int, describe: Describe) -> None:
-        self.reason = ""
+        self.incomplete: IncompleteReason | None = None
         self._stem = stem
         self._next_number = first_number
         self._describe = describe
@@ -247,11 +248,17 @@ class OutputItems:
         self._finish(item, events)
 
     def _end(self, part: ChoiceEnd, events: list[ResponseEvent]) -> None:
-        self.reason = part.reason
+        if part.reason == _LENGTH:
+            self.incomplete = "max_output_tokens"
+        elif part.is_call_cut:
+            self.incomplete = "stop"
         if not self._done and self._open is None:
             # An answer of no words is a message too.
             self._message(events)
-        self._close("incomplete" if part.reason == LENGTH else "completed", events)
+        is_whole = self.incomplete is None or (
+            isinstance(self._open, _Call) and not part.is_call_cut
+        )
+        self._close("completed" if is_whole else "incomplete", events)
 
     def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
         if isinstance(self._open, _Message):
@@ -303,15 +310,16 @@ class OutputItems:
         self._finish(item, events)
 
     def _close_call(self, item: FunctionCallItem, events: list[ResponseEvent]) -> None:
-        events.append(
-            ArgumentsDone(
-                sequence_number=self.number(),
-                item_id=item.id,
-                output_index=len(self._done),
-                name=item.name,
-                arguments=item.arguments,
+        if item.status == "completed":
+            events.append(
+                ArgumentsDone(
+                    sequence_number=self.number(),
+                    item_id=item.id,
+                    output_index=len(self._done),
+                    name=item.name,
+                    arguments=item.arguments,
+                )
             )
-        )
         self._finish(item, events)
 
     def _finish(self, item: Item, events: list[ResponseEvent]) -> None:
