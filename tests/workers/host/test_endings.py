@@ -155,6 +155,35 @@ async def test_cancelled_before_it_started(demo: ServedModel) -> None:
         assert await b.ended() == Cancelled(epoch=1)
         (record,) = await b.records()
         assert (record.started_ns, record.ttft_ms, record.queue_ms) == (0, 0.0, 0.0)
+        assert (record.cost, record.price_version) == (Decimal(0), "")
+        assert b.kinds() == ["Cancelled"]
+
+
+async def test_a_request_that_the_engine_refuses_costs_nothing(demo: ServedModel) -> None:
+    """It counts as a request, of no tokens."""
+    async with bench(demo) as b:
+        await b.dispatch(b.job(store_result=True, tenant="t"))
+        b.engine.step(EngineOutput(request_id="r1:1", error=("grammar_invalid", "no")))
+        assert await b.ended() == Failed(epoch=1, code="grammar_invalid", message="no")
+        assert b.of()[:-1] == [Usage(epoch=1)]
+        (record,) = await b.records()
+        assert (record.cost, record.price_version, record.started_ns) == (Decimal(0), "", 0)
+        assert (record.status, record.prompt_tokens) == (Status.FAILED, 3)
+        result = await b.peer.results.fetch("t", "r1")
+        assert result is not None
+        assert result.usage == Usage()
+
+
+async def test_a_request_that_fails_after_its_prompt_was_computed_is_paid(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        error = ("grammar_invalid", "It cannot be followed any further.")
+        b.engine.step(EngineOutput(request_id="r1:1", error=error, started=True))
+        await b.ended()
+        (record,) = await b.records()
+        assert (record.cost, record.price_version) == (Decimal(3) / 1_000_000, "v1")
 
 
 async def test_the_deadline_passes(demo: ServedModel) -> None:
