@@ -32,7 +32,8 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
     async with bench(demo) as b:
         job = b.job(tenant="t", user="u", session_id="s", model_requested="auto")
         assert (await b.dispatch(job)).ok
-        assert b.engine.added["r1:1"].prompt_token_ids == (10, 11, 12)
+        added = b.engine.added["r1:1"]
+        assert (added.prompt_token_ids, added.tenant) == ((10, 11, 12), "t")
         await b.settle(1.0)
         b.engine.step(
             EngineOutput(
