@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -66,7 +67,7 @@ class _Compiling:
             assert self._settled.wait_for(lambda: one.ready, _TIMEOUT_S)
 
 
-def _no_library() -> None:
+def _no_library() -> NoReturn:
     raise AssertionError
 
 
