@@ -6,13 +6,21 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
 from millrace.registry.tool_formats.argument_rules import literal
+from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
 from millrace.registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
 from millrace.registry.tool_formats.scanners.mistral_calls import CALLS_TAG
 from millrace.registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.sampling import (
+    MAX_GRAMMAR_CHARACTERS,
+    SCHEMA_SETTINGS,
+    TOOL_MARK,
+    Grammar,
+    GrammarKind,
+)
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 MAX_PARALLEL_CALLS = 16
@@ -61,13 +69,15 @@ def call_grammar(
     choice: ToolChoice,
     parallel: bool,
     answer: Grammar | None = None,
+    dropped: Dropped | None = None,
 ) -> Grammar | None:
     """What the completion must match for ``choice``; None if it is free.
 
     REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO: calls, or a
     completion that matches ``answer``; without one it is free unless a tool is ``strict`` or calls
     are not ``parallel``: then it is content and calls that fit. NONE: ``answer``. Arguments have no
-    properties that their schema does not speak of.
+    properties that their schema does not speak of. ``dropped`` is told of keywords of tools that
+    are not strict which the grammar does not keep.
 
     Raises ParameterError for a choice of tools that there are not, parameters that are not those
     of an object, an answer of another form than JSON besides calls, and schemas that are too large
@@ -76,13 +86,14 @@ def call_grammar(
     if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
         return answer
     layout = _LAYOUTS[tool_format]
+    dropped = Dropped() if dropped is None else dropped
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
             frame = _calls_only(layout, parallel, " | answer")
-            return _grammar([frame, _answer(answer)], tool_format, tools)
+            return _grammar([frame, _answer(answer)], tool_format, tools, dropped)
         if parallel and not any(tool.strict for tool in tools):
             return None
-        return _grammar([_free(layout, parallel)], tool_format, tools)
+        return _grammar([_free(layout, parallel)], tool_format, tools, dropped)
     if choice.mode is ToolMode.NAMED:
         tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
@@ -92,7 +103,7 @@ def call_grammar(
             if choice.mode is ToolMode.NAMED
             else f"tool_choice {choice.mode} needs tools to choose from.",
         )
-    return _grammar([_calls_only(layout, parallel, "")], tool_format, tools)
+    return _grammar([_calls_only(layout, parallel, "")], tool_format, tools, dropped)
 
 
 def _calls_only(layout: _Layout, parallel: bool, or_answer: str) -> str:
@@ -144,20 +155,34 @@ def _answer(answer: Grammar) -> str:
             f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
         )
     if isinstance(schema, dict):
+        try:
+            schema = kept_schema(schema, refuse)
+        except UnkeptError as error:
+            raise ParameterError(
+                "response_format", f"The schema cannot be kept: {error}."
+            ) from error
         settings = schema.get(SCHEMA_SETTINGS, {})
         if not isinstance(settings, dict):
             raise ParameterError(
                 "response_format", f"{SCHEMA_SETTINGS} of the schema must be an object."
             )
-        style = {} if "whitespace_pattern" in settings else STYLE
+        style: dict[str, Any] = {"coerce_one_of": True}
+        if "whitespace_pattern" not in settings:
+            style |= STYLE
         schema = schema | {SCHEMA_SETTINGS: style | settings}
     return f"answer: %json {json.dumps(schema)}"
 
 
-def _grammar(rules: list[str], tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
+def _grammar(
+    rules: list[str],
+    tool_format: ToolFormat,
+    tools: Sequence[ToolDefinition],
+    dropped: Dropped,
+) -> Grammar:
     lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        lines += rules_of_call(tool_format, tool, i)
+        lines.append(TOOL_MARK + tool.name)
+        lines += rules_of_call(tool_format, tool, i, dropped)
     text = "\n".join(line.strip() for line in lines) + "\n"
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ParameterError(
