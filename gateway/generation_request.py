@@ -8,6 +8,7 @@ import msgspec
 
 from millrace.schemas.jobs import ChatMessage, Tier
 from millrace.schemas.models.adapters import Adapter
+from millrace.schemas.notices import Notices
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolChoice, ToolDefinition
 
@@ -30,7 +31,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     row in analytics. ``grammar_field`` is where the caller wrote the grammar of ``sampling``.
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
-    ``tells_completion`` all that is given out is the prompt.
+    ``tells_completion`` all that is given out is the prompt. ``notices`` are what its parser left
+    out.
     """
 
     model: str
@@ -65,6 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tells_prompt_logprobs: bool = False
     tells_token_ids: bool = False
     tells_completion: bool = True
+    notices: Notices = ()
 
     @property
     def form_field(self) -> str:

@@ -13,6 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
+from millrace.schemas.notices import NOTICE_NAME, Notices
+
 
 class FinishReason(StrEnum):
     """Why a generation ended well."""
@@ -122,7 +124,8 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
     the number of prompt log-probabilities and the size of the embedding. ``stop_reason`` is the
     stop string or the id of the stop token that ended it, if one did. ``beams`` are the answers of
-    a beam search, the best first, which is the one that the reasons are those of."""
+    a beam search, the best first, which is the one that the reasons are those of. ``notices`` say
+    what the answer leaves out."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
@@ -130,6 +133,7 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     num_prompt_logprobs: int = 0
     embedding_bytes: int = 0
     beams: tuple[BeamEnd, ...] = ()
+    notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):

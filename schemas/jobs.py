@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from millrace.schemas.frames import BeamEnd, FinishReason, TokenLogprob, Usage
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolCall, ToolDefinition
@@ -93,7 +94,7 @@ class Job(
     for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
     it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
-    end.
+    end. ``notices`` are what the part that made the job left out; its end repeats them.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -133,6 +134,7 @@ class Job(
     metadata: dict[str, str] = {}
     adapter: str = ""
     adapter_version: str = ""
+    notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
 
     def __post_init__(self) -> None:
         num_given = (
@@ -236,6 +238,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error_code: str = ""
     error_message: str = ""
     done_ns: int = 0
+    notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.schemas.chat.messages import Message, TextPart
+from millrace.schemas.notices import NOTICE_NAME, Notices
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,6 +340,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[CompletionChoice, ...]
     usage: UsageInfo
     object: Literal["text_completion"] = "text_completion"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):

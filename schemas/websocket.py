@@ -20,6 +20,7 @@ import msgspec
 
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.jobs import Tier
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.openai import ChatFields, LogprobInfo, UsageInfo
 from millrace.schemas.sessions import SessionInfo
 
@@ -194,13 +195,14 @@ class ChoiceDone(_ServerMessage, frozen=True, kw_only=True, tag="choice_done"):
 class Done(_ServerMessage, frozen=True, kw_only=True, tag="done"):
     """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled; ``stop_reason``
     is the stop string or the id of the stop token that ended it, if one did. ``usage`` is of
-    all choices; it is there unless it was cancelled."""
+    all choices; it is there unless it was cancelled. ``notices`` say what the answer leaves out."""
 
     id: str
     request_id: str
     finish_reason: str
     stop_reason: str | int | None = None
     usage: UsageInfo | None = None
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class Error(_ServerMessage, frozen=True, kw_only=True, tag="error"):

@@ -25,6 +25,7 @@ from millrace.schemas.anthropic.answers import (
     ThinkingTokensDetails,
 )
 from millrace.schemas.frames import FinishReason, Usage
+from millrace.schemas.notices import field_of
 
 _encode = msgspec.json.encode
 _HEADS = {
@@ -65,7 +66,9 @@ class MessageRenderer:
         message = self._ended()
         assert message.stop_reason is not None
         end = MessageEnd(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
-        return _bytes_of([MessageEnding(delta=end, usage=message.usage), MessageStop()])
+        return _bytes_of(
+            [MessageEnding(delta=end, usage=message.usage), MessageStop(notices=message.notices)]
+        )
 
     def failed(self, refusal: Refusal) -> bytes:
         return _bytes_of([error_of(refusal)])
@@ -97,6 +100,7 @@ class MessageRenderer:
             self._message(_usage(self._response.usage)),
             stop_reason=reason,
             stop_sequence=stop_sequence,
+            notices=field_of(self._response.request.notices),
         )
 
     def _message(self, usage: MessagesUsage) -> MessageAnswer:

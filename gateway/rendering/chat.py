@@ -27,6 +27,7 @@ from millrace.schemas.chat.completions import (
     ToolStepInfo,
 )
 from millrace.schemas.chat.messages import CalledFunction, MessageToolCall
+from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChoiceLogprobs,
@@ -99,7 +100,7 @@ class ChatRenderer:
             return self._head.without_choices("tool_step", ToolStepInfo(**part._asdict()))
         assert isinstance(part, ChoiceEnd)
         end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
-        return self._befores[part.choice] + end + self._head.after(part.choice)
+        return self._befores[part.choice] + end + self._head.end(part.choice)
 
     def last(self) -> bytes:
         return self._head.last()
@@ -130,6 +131,7 @@ class ChatRenderer:
                 tool_steps=tuple(self._steps) or msgspec.UNSET,
                 prompt_logprobs=prompt_tokens(response, 0),
                 prompt_token_ids=response.prompt_token_ids(0) if self._told else msgspec.UNSET,
+                notices=field_of(response.request.notices),
             )
         )
 

@@ -9,6 +9,7 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd
 from millrace.schemas.frames import Usage
+from millrace.schemas.notices import NOTICE_NAME
 from millrace.schemas.openai import (
     CompletionTokensDetails,
     PromptTokensDetails,
@@ -72,6 +73,8 @@ class SseHead:
             "model": response.request.model,
         }
         self._head = encode(head)[:-1]
+        notices = response.request.notices
+        self._notices = b"," + encode({NOTICE_NAME: notices})[1:-1] if notices else b""
         self._before = b"data: " + self._head + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
@@ -85,6 +88,11 @@ class SseHead:
             return self._after
         usage = self._response.choices[choice].usage_so_far
         return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
+
+    def end(self, choice: int) -> bytes:
+        """The end of the last chunk of that choice, with what the answer leaves out."""
+        after = self.after(choice)
+        return b"}]" + self._notices + after.removeprefix(b"}]") if self._notices else after
 
     def after_first(self, name: str, value: object) -> bytes:
         """The end of a chunk of the first choice that also has a field beside its choices."""
@@ -100,4 +108,6 @@ class SseHead:
         """The end of an answer that ended well, behind its usage if that was asked for."""
         if not self._with_usage:
             return SSE_DONE
-        return self.without_choices("usage", usage_info(self._response.usage)) + SSE_DONE
+        usage = encode(usage_info(self._response.usage))
+        fields = b',"choices":[],"usage":' + usage + self._notices
+        return sse_data(self._head + fields + b"}") + SSE_DONE

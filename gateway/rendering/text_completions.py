@@ -13,6 +13,7 @@ from millrace.gateway.request.parsing import parse_completion
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, TextPart
 from millrace.schemas.frames import TokenLogprob
+from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
     Completion,
     CompletionChoice,
@@ -74,7 +75,7 @@ class CompletionRenderer:
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
-            end = self._text_befores[part.choice] + end + self._head.after(part.choice)
+            end = self._text_befores[part.choice] + end + self._head.end(part.choice)
             return echoed + end
         return b""
 
@@ -99,6 +100,7 @@ class CompletionRenderer:
                 model=response.request.model,
                 choices=tuple(self._choice(i) for i in range(len(response.choices))),
                 usage=usage_info(response.usage),
+                notices=field_of(response.request.notices),
             )
         )
 

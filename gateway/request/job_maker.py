@@ -176,6 +176,7 @@ def with_prompt(job: Job, request: GenerationRequest) -> Job:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         prediction=request.prediction,
+        notices=request.notices,
     )
 
 

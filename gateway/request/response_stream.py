@@ -26,6 +26,7 @@ from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import CancelReason
 from millrace.schemas.frames import Cancelled, Failed, TerminalFrame, Usage
+from millrace.schemas.notices import NOTICE_HEADER, header_value
 from millrace.schemas.tools import ToolDefinition
 
 
@@ -100,6 +101,8 @@ class ResponseStream(ResponseReader):
         self.context = context
         self.idempotency_key = accepted.idempotency_key
         self.headers = [*headers, *route_headers(accepted.request)]
+        if accepted.request.notices:
+            self.headers.append((NOTICE_HEADER, header_value(accepted.request.notices)))
         self.owner = owner
         self.is_copy = is_copy
         # A cancel that the client asked for is no failure, whatever ``refusal`` says.

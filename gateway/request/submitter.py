@@ -89,6 +89,9 @@ class RequestSubmitter:
             keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
             base = job_of(state, request_id, keep_transcript=keep_transcript)
             jobs = await self._maker.jobs(base, request, model, caller)
+            if (notices := jobs[0].notices) != request.notices:
+                request = replace(request, notices=notices)
+                state = replace(state, request=replace(state.request, notices=notices))
             told_ids = prompt_token_ids(jobs, request)
             state = replace(state, reasoning=jobs[0].sampling.reasoning, prompt_token_ids=told_ids)
             if trace is not None:

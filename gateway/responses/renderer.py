@@ -18,6 +18,7 @@ from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.streams.parts import Part
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.frames import Cancelled, Usage
+from millrace.schemas.notices import field_of
 from millrace.schemas.openai import TextFormat
 from millrace.schemas.responses.events import (
     ResponseCompleted,
@@ -254,6 +255,7 @@ class ResponseRenderer:
             truncation=request.truncation or "disabled",
             user=request.user,
             background=bool(request.background),
+            notices=field_of(response.request.notices),
             conversation=ConversationReference(self._conversation_id)
             if self._conversation_id
             else None,

@@ -65,6 +65,7 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
                 stop_reason=result.stop_reason,
                 num_tokens=num_tokens,
                 beams=tuple(map(_end_of_beam, result.beams)),
+                notices=result.notices,
             )
         case Status.CANCELLED:
             return Cancelled(epoch=epoch, num_tokens=num_tokens)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from millrace.schemas.notices import NOTICE_NAME, Notices
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -67,6 +69,7 @@ class MessageAnswer(_Typed, frozen=True, kw_only=True, tag="message"):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class MessageStart(_Typed, frozen=True, kw_only=True, tag="message_start"):
@@ -138,6 +141,8 @@ class MessageEnding(_Typed, frozen=True, kw_only=True, tag="message_delta"):
 
 class MessageStop(_Typed, frozen=True, kw_only=True, tag="message_stop"):
     """The last event of an answer that ended well."""
+
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class MessagesErrorInfo(msgspec.Struct, frozen=True, kw_only=True):

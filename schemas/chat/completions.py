@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from millrace.schemas.chat.messages import MessageToolCall
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.openai import ChoiceLogprobs, PromptTokens, TokenIds, UsageInfo
 from millrace.schemas.sessions import SessionInfo
 
@@ -62,3 +63,4 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     tool_steps: tuple[ToolStepInfo, ...] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptTokens | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)

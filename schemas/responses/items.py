@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.openai import (
     GenerationFields,
     JsonObjectFormat,
@@ -370,6 +371,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     conversation: ConversationReference | None = None
     object: Literal["response"] = "response"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from millrace.gateway.streams.parts import (
     TextPart,
 )
 from millrace.gateway.streams.stream import OpenStream
+from millrace.schemas.notices import field_of
 from millrace.schemas.websocket import (
     Accepted,
     ChoiceDone,
@@ -132,6 +133,7 @@ class SocketRequest:
             finish_reason=first.reason if refusal is None else "cancelled",
             stop_reason=first.stop_reason if refusal is None else None,
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
+            notices=field_of(response.request.notices),
         )
 
     def refuse(self, refusal: Refusal) -> Error:

@@ -8,13 +8,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
 
 import httpx
 import psutil
 import pytest
 
 from tests.e2e.clients import Answer, ask_many
+from tests.support.processes import children_by_age
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -44,7 +44,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 def _ranks(system: System) -> list[psutil.Process]:
     """By their numbers, those of the first stage first."""
     [lead] = psutil.Process(system.pid("worker-1")).children()
-    return [lead, *sorted(lead.children(), key=attrgetter("pid"))]
+    return [lead, *children_by_age(lead.pid)]
 
 
 async def _ask_all(system: System, http: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:

@@ -14,6 +14,7 @@ import psutil
 
 from millrace.cli.main import main
 from tests.support.engine.warm_processes import WarmProcess, warm_server
+from tests.support.processes import children_by_age
 
 _ENDS_WITHIN_S = 15.0
 
@@ -35,7 +36,7 @@ class Stages:
     def ranks(self) -> list[psutil.Process]:
         """Those that it computes now, in the order in which they were started."""
         try:
-            return psutil.Process(self.pid).children()
+            return children_by_age(self.pid)
         except psutil.NoSuchProcess:
             return []
 

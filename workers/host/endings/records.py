@@ -114,6 +114,7 @@ def job_result(generation: Generation) -> JobResult:
         finish_reason=outcome.finish_reason,
         stop_reason=generation.stop_reason,
         usage=generation.usage(),
+        notices=job.notices,
     )
 
 

@@ -407,4 +407,5 @@ class Generation:
             num_prompt_logprobs=len(self.prompt_logprobs),
             embedding_bytes=len(self.embedding),
             beams=() if self.beams is None else self.beams.ends,
+            notices=self.job.notices,
         )

@@ -1,0 +1,76 @@
+"""What an answer says where it leaves something out that its request asked for.
+
+A notice travels as the header ``x-millrace-notice`` and as a field of that name: in whole answers,
+in the last server-sent event, in the WebSocket's ``done`` and in a job's ``Done`` and result.
+``docs/notices.md`` lists the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+NOTICE_NAME = "x-millrace-notice"
+NOTICE_HEADER = NOTICE_NAME.encode()
+MAX_NOTICES = 16
+MAX_NOTICE_CHARACTERS = 200
+
+
+class NoticeCode(StrEnum):
+    """What kind of thing an answer leaves out."""
+
+    TOOL_LEFT_OUT = "tool_left_out"
+    SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"
+    NOTICES_LEFT_OUT = "notices_left_out"
+
+
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that the answer leaves out. ``param`` is the field of the request that asked for
+    it, ``detail`` the name of what is left out, both cut to 200 characters by ``notice``."""
+
+    code: NoticeCode
+    param: str = ""
+    detail: str = ""
+
+
+Notices = tuple[Notice, ...]
+
+
+def notice(code: NoticeCode, param: str = "", detail: str = "") -> Notice:
+    """Make a notice whose texts are cut to the length that every carrier takes."""
+    return Notice(code, param[:MAX_NOTICE_CHARACTERS], detail[:MAX_NOTICE_CHARACTERS])
+
+
+def bounded(notices: Sequence[Notice]) -> Notices:
+    """Keep at most 16 notices; the last one then says how many are left out."""
+    if len(notices) <= MAX_NOTICES:
+        return tuple(notices)
+    kept = notices[: MAX_NOTICES - 1]
+    num_left_out = len(notices) - len(kept)
+    return (*kept, Notice(NoticeCode.NOTICES_LEFT_OUT, detail=str(num_left_out)))
+
+
+def field_of(notices: Notices) -> Notices | msgspec.UnsetType:
+    """The value of an answer's field ``x-millrace-notice``: none if there is no notice."""
+    return notices or msgspec.UNSET
+
+
+def header_value(notices: Notices) -> bytes:
+    """A list of tokens with parameters (RFC 8941): ``tool_left_out;param="tools[0]", …``. A
+    character that no header may carry becomes ``?``."""
+    return b", ".join(map(_item, notices))
+
+
+def _item(one: Notice) -> bytes:
+    item = one.code.value.encode()
+    for name, value in (("param", one.param), ("detail", one.detail)):
+        if value:
+            item += b";%b=%b" % (name.encode(), _quoted(value))
+    return item
+
+
+def _quoted(value: str) -> bytes:
+    plain = "".join(char if " " <= char <= "~" else "?" for char in value)
+    return b'"' + plain.replace("\\", "\\\\").replace('"', '\\"').encode() + b'"'
