@@ -14,9 +14,10 @@ from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
-from millrace.registry.tool_formats import call_grammar
+from millrace.registry.tool_formats import Dropped, call_grammar
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job, Source, Tier
+from millrace.schemas.notices import NoticeCode, Notices, bounded, notice
 from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolMode
 
@@ -116,7 +117,8 @@ class JobMaker:
     async def prepare(
         self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> Job:
-        """The job with token ids, within the windows of model and caller."""
+        """The job with token ids, within the windows of model and caller; its notices name what its
+        calls are not held to."""
         if request.truncate_prompt_tokens is not None:
             job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
         self.check_template(request.chat_template)
@@ -125,10 +127,13 @@ class JobMaker:
             raise ParameterError(
                 "tools", "tools need a model with a chat template, not only one of the request's."
             )
-        sampling = _sampling(request, model, tools)
+        dropped = Dropped()
+        sampling = _sampling(request, model, tools, dropped)
         with_tools = tools if job.messages is not None else ()
         if with_tools is not job.tools or sampling is not job.sampling:
             job = replace(job, sampling=sampling, tools=with_tools)
+        if dropped.keywords:
+            job = replace(job, notices=_with_dropped(job.notices, dropped))
         try:
             prepare = partial(_prepared, model, request.chat_template, job, self._seed_source)
             length = num_characters_with(request.chat_template, num_characters(job))
@@ -196,16 +201,34 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 
 
 def _sampling(
-    request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
+    request: GenerationRequest,
+    model: ServedModelLike,
+    tools: tuple[ToolDefinition, ...],
+    dropped: Dropped,
 ) -> SamplingOptions:
-    """What one job is drawn with; a call that is demanded is a grammar."""
+    """What one job is drawn with; a call that is demanded is a grammar, which tells ``dropped``
+    what it does not keep of the tools' schemas."""
     sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling
     grammar = call_grammar(
-        model.tool_format, tools, request.tool_choice, request.parallel_tool_calls, sampling.grammar
+        model.tool_format,
+        tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        sampling.grammar,
+        dropped,
     )
     return sampling if grammar is None else replace(sampling, grammar=grammar)
+
+
+def _with_dropped(notices: Notices, dropped: Dropped) -> Notices:
+    """The notices, and one for each keyword that they do not name yet."""
+    found = [
+        notice(NoticeCode.SCHEMA_KEYWORD_DROPPED, "tools", str(keyword))
+        for keyword in dropped.keywords
+    ]
+    return bounded([*notices, *(one for one in found if one not in notices)])
 
 
 def _prepared(

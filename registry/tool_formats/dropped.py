@@ -17,6 +17,9 @@ class DroppedKeyword(NamedTuple):
     path: str
     keyword: str
 
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.tool, self.path, self.keyword)))
+
 
 class Dropped:
     """Gathers what tools that are not strict do without. A strict tool is refused instead."""
