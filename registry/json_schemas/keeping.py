@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from millrace.registry.json_schemas.bounds import kept_bounds
 from millrace.registry.json_schemas.counts import MAX, MIN, OF_THE_WHOLE, counted_forms
 from millrace.registry.json_schemas.exclusion import Exclusion
 from millrace.registry.json_schemas.patterns import followed_pattern
-from millrace.registry.json_schemas.productive import Productive
+from millrace.registry.json_schemas.productive import Productive, references
 from millrace.registry.json_schemas.walk import TYPES, listed, referred, table, types_of
 
 FORMATS = frozenset(
@@ -46,6 +47,7 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
 }
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # of use to these references alone
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
@@ -84,9 +86,38 @@ def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
     productive = Productive(schema)
     if not productive.has_value(schema):
         raise UnkeptError(_blamed(schema, productive))
-    kept = _Keeper(schema, productive, note).kept(schema, "")
-    assert isinstance(kept, dict)
+    kept = _Keeper(_with_used(schema), productive, note).kept_root()
+    if not isinstance(kept, dict):
+        raise UnkeptError(Unkept("", MIN if MIN in schema else MAX, _WHY_NO_OBJECT))
     return kept
+
+
+def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without the definitions that nothing refers to: it does not matter what they say."""
+    definitions = {key: table(schema, key) for key in _DEFINITIONS if table(schema, key)}
+    if not definitions:
+        return schema
+    used: set[str] = set()
+    left = references({key: schema[key] for key in schema if key not in definitions})
+    while left:
+        used |= left
+        left = set().union(*(references(referred(one, schema)) for one in left)) - used
+    if any(not one.startswith("#/") for one in used):
+        return schema  # a name may be that of any definition
+    found = dict(schema)
+    for key, named in definitions.items():
+        found[key] = {
+            name: one for name, one in named.items() if _is_used(f"#/{key}/{_escaped(name)}", used)
+        }
+    return found
+
+
+def _is_used(pointer: str, used: set[str]) -> bool:
+    return any(one == pointer or one.startswith(f"{pointer}/") for one in used)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
@@ -112,6 +143,10 @@ class _Keeper:
         self._exclusion = Exclusion(root)
         self._note = note
 
+    def kept_root(self) -> Any:
+        """The schema of the whole."""
+        return self.kept(self._root, "")
+
     def kept(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, dict):
             return schema
@@ -121,6 +156,7 @@ class _Keeper:
         found = dict(schema)
         self._drop_unfollowed(found, path)
         self._keep_texts(found, path)
+        kept_bounds(found)
         for key in _NAMED:
             if isinstance(found.get(key), dict):
                 found[key] = self._named(key, found[key], _joined(path, key))
@@ -194,8 +230,8 @@ class _Keeper:
         if isinstance(choices, list) and not self._exclusion.holds(choices, types_of(schema)):
             self._note(Unkept(path, "oneOf", _WHY_NOT_ONE))
 
-    def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any]:
-        """Say in other words how many properties an object has."""
+    def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any] | bool:
+        """Say in other words how many properties an object has; False if none has so many."""
         if MIN not in found and MAX not in found:
             return found
         if "object" not in types_of(found):
@@ -210,8 +246,7 @@ class _Keeper:
         kinds = found.get("type", sorted(TYPES))
         others = [one for one in kinds if one != "object"] if isinstance(kinds, list) else []
         if not (forms or others):
-            why = "no object has so many of the listed properties"
-            raise UnkeptError(Unkept(path, MIN if MIN in found else MAX, why))
+            return False
         if forms == [as_object]:
             return found
         if len(forms) == 1 and not others:
@@ -224,6 +259,7 @@ class _Keeper:
         return named | ({} if others else {"type": "object"}) | {"anyOf": bare}
 
 
+_WHY_NO_OBJECT = "no object has so many of the listed properties"
 _WHY_NOT_ONE = (
     "a value could match two of its schemas; have them exclude each other, or write anyOf"
 )

@@ -21,9 +21,9 @@ class Productive:
         self._root = root
         # Of references: none is known to lead to a value until one is found.
         self._known: dict[str, bool] = {}
-        references = _references(root)
-        if len(references) <= _MAX_REFERENCES:
-            self._settle(references)
+        found = references(root)
+        if len(found) <= _MAX_REFERENCES:
+            self._settle(found)
 
     def has_value(self, schema: Any) -> bool:
         """Whether some finite value matches."""
@@ -64,15 +64,15 @@ class Productive:
         names = (name for name in listed(schema, "required") if isinstance(name, str))
         return all(self.has_value(properties.get(name, True)) for name in names)
 
-    def _settle(self, references: set[str]) -> None:
+    def _settle(self, found: set[str]) -> None:
         """Find the references with a value, those first that need no other; whatever needed one
         that was found is looked at again."""
-        targets = {one: referred(one, self._root) for one in references}
+        targets = {one: referred(one, self._root) for one in found}
         targets = {one: target for one, target in targets.items() if target is not None}
         self._known = dict.fromkeys(targets, False)
         users: dict[str, set[str]] = {one: set() for one in targets}
         for one, target in targets.items():
-            for needed in _references(target) & targets.keys():
+            for needed in references(target) & targets.keys():
                 users[needed].add(one)
         left = set(targets)
         while left:
@@ -82,7 +82,7 @@ class Productive:
                 left |= users[one]
 
 
-def _references(node: Any) -> set[str]:
+def references(node: Any) -> set[str]:
     """All that a schema refers to."""
     found: set[str] = set()
     nodes = [node]

@@ -100,6 +100,13 @@ KEPT: dict[str, dict[str, Any]] = {
     },
     "endless items": {"$defs": {"Loop": _LOOP}, "type": "array", "items": {"$ref": "#/$defs/Loop"}},
     "a bracket in a class": {"type": "string", "pattern": "^[a[][&&b]{1,2}$"},
+    "beyond a whole number": {"type": "number", "exclusiveMinimum": 2, "maximum": 2.5},
+    "up to a whole number": {"type": "number", "minimum": -2.5, "exclusiveMaximum": -2},
+    "a definition that is not used": {"$defs": {"No": {"not": {"type": "null"}}}, "type": "null"},
+    "an impossible property": {
+        "properties": {"a": {"type": "object", **_CLOSED, "minProperties": 4}, "b": _INTEGER},
+        "additionalProperties": False,
+    },
     "unique, or not": {"type": "array", "items": _INTEGER, "maxItems": 2, "uniqueItems": False},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -212,6 +219,65 @@ def test_what_is_kept_is_kept(library: GrammarLibrary, name: str) -> None:
         text = _drawn(library, value, seed)
         found = json.loads(text, object_pairs_hook=_without_repeats if counts else None)
         jsonschema.validate(found, value)
+
+
+_NAMES = "abcd"
+
+
+def _random_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of all kinds of keywords, many of which contradict each other."""
+    kinds = ["number", "text", "values"] + ["object", "list", "choice", "both", "reference"] * (
+        depth < 3
+    )
+    match source.choice(kinds):
+        case "number":
+            bounds = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+            kind = source.choice(["integer", "number"])
+            keys = [source.choice(pair) for pair in bounds if source.random() < 0.7]
+            return {"type": kind} | {key: source.choice([-2, 0, 0.5, 2, 2.5, 7]) for key in keys}
+        case "text":
+            lengths = {"minLength": source.randint(0, 2), "maxLength": source.randint(2, 5)}
+            pattern = source.choice(["^a+$", "^a?b", "^[a[]x*$", "^(a|bc)", "^[ac]c$"])
+            return {"type": "string"} | (lengths if source.random() < 0.5 else {"pattern": pattern})
+        case "values":
+            return {"enum": source.sample(["a", "b", 1, 2, None, True, [1], {"a": 1}], 3)}
+        case "object":
+            names = source.sample(_NAMES, source.randint(0, 4))
+            more = {"additionalProperties": False} if source.random() < 0.7 else {}
+            counts = {key: source.randint(0, 4) for key in ("minProperties", "maxProperties")}
+            counted = {key: counts[key] for key in counts if source.random() < 0.4}
+            required = source.sample(names, source.randint(0, len(names)))
+            properties = {name: _random_schema(source, depth + 1) for name in names}
+            return (
+                {"type": "object", "properties": properties, "required": required} | more | counted
+            )
+        case "list":
+            items = _random_schema(source, depth + 1)
+            return {"type": "array", "items": items, "maxItems": source.randint(0, 3)}
+        case "reference":
+            return {"$ref": source.choice(["#/$defs/A", "#/$defs/B"])}
+        case "both":
+            return {"allOf": [_random_schema(source, depth + 1) for _ in range(2)]}
+    keyword = source.choice(["oneOf", "anyOf"])
+    return {keyword: [_random_schema(source, depth + 1) for _ in range(source.randint(2, 3))]}
+
+
+def test_whatever_is_not_refused_is_kept(library: GrammarLibrary) -> None:
+    num_kept = 0
+    for number in range(150):
+        source = random.Random(number)
+        value = _random_schema(source)
+        value["$defs"] = {
+            name: _random_schema(source, depth) for depth, name in ((1, "A"), (2, "B"))
+        }
+        try:
+            library.compile(schema(value))
+        except GrammarError:
+            continue
+        num_kept += 1
+        for seed in range(3):
+            jsonschema.validate(json.loads(_drawn(library, value, seed)), value)
+    assert num_kept > 75
 
 
 @pytest.mark.parametrize("name", REFUSED)
