@@ -100,6 +100,8 @@ async def test_requests_that_the_engine_refuses_cost_nothing(
     (paid,) = [row for row in rows if row[0] == "done"]
     assert paid[3]
     invoice = ("usage", "--tenant", tenant, "--from", "2026-01-01", "--invoice")
+    minutes = f"SELECT requests FROM usage_by_minute FINAL WHERE tenant = '{tenant}' AND cost > 0"
+    await eventually(lambda: bool(system.sql(minutes)), 60.0, "the usage of that minute")
     (invoiced,) = json.loads(_cli(system, *invoice, "--format", "json"))["rows"]
     assert (invoiced["requests"], float(invoiced["difference"])) == (1, 0.0)
     limits = (await http.get("/v1/limits", headers=headers)).json()
