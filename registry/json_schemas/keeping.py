@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from millrace.registry.json_schemas.exclusion import Exclusion
 from millrace.registry.json_schemas.patterns import followed_pattern
 from millrace.registry.json_schemas.productive import Productive, references
 from millrace.registry.json_schemas.walk import TYPES, listed, referred, table, types_of
+from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
 
 FORMATS = frozenset(
     {
@@ -45,6 +47,7 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     "minContains": ("contains",),
     "maxContains": ("contains",),
 }
+_MAX_FORM_CHARACTERS = MAX_GRAMMAR_CHARACTERS // 2
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # of use to these references alone
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS = ("$defs", "definitions")
@@ -105,15 +108,12 @@ def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
     if any(not one.startswith("#/") for one in used):
         return schema  # a name may be that of any definition
     found = dict(schema)
+    heads = {"/".join(one.split("/", 3)[:3]) for one in used}
     for key, named in definitions.items():
         found[key] = {
-            name: one for name, one in named.items() if _is_used(f"#/{key}/{_escaped(name)}", used)
+            name: one for name, one in named.items() if f"#/{key}/{_escaped(name)}" in heads
         }
     return found
-
-
-def _is_used(pointer: str, used: set[str]) -> bool:
-    return any(one == pointer or one.startswith(f"{pointer}/") for one in used)
 
 
 def _escaped(name: str) -> str:
@@ -141,6 +141,7 @@ class _Keeper:
         self._root = root
         self._productive = productive
         self._exclusion = Exclusion(root)
+        self._num_characters_left = _MAX_FORM_CHARACTERS
         self._note = note
 
     def kept_root(self) -> Any:
@@ -230,6 +231,18 @@ class _Keeper:
         if isinstance(choices, list) and not self._exclusion.holds(choices, types_of(schema)):
             self._note(Unkept(path, "oneOf", _WHY_NOT_ONE))
 
+    def _within_bounds(
+        self, forms: list[dict[str, Any]] | None, found: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """The forms of an object, unless there are too many to write them all down."""
+        if forms is None or len(forms) <= 1:
+            return forms
+        num_characters = len(forms) * len(json.dumps(found))
+        if num_characters > self._num_characters_left:
+            return None
+        self._num_characters_left -= num_characters
+        return forms
+
     def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any] | bool:
         """Say in other words how many properties an object has; False if none has so many."""
         if MIN not in found and MAX not in found:
@@ -237,7 +250,7 @@ class _Keeper:
         if "object" not in types_of(found):
             return {key: value for key, value in found.items() if key not in (MIN, MAX)}
         as_object = found | {"type": "object"}
-        forms = counted_forms(as_object)
+        forms = self._within_bounds(counted_forms(as_object), found)
         if forms is None:
             for key in (MIN, MAX):
                 if found.pop(key, None) is not None:
@@ -264,8 +277,8 @@ _WHY_NOT_ONE = (
     "a value could match two of its schemas; have them exclude each other, or write anyOf"
 )
 _WHY_NO_COUNT = (
-    "it is kept where all properties are listed and additionalProperties is false; names of others "
-    "could come again"
+    "it is kept where all properties are listed, additionalProperties is false and the ways to "
+    "choose them are few; names of others could come again"
 )
 
 

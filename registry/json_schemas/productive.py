@@ -21,14 +21,26 @@ class Productive:
         self._root = root
         # Of references: none is known to lead to a value until one is found.
         self._known: dict[str, bool] = {}
+        # Of schemas by their ids, once all references are known.
+        self._found: dict[int, bool] = {}
+        self._is_settled = False
         found = references(root)
         if len(found) <= _MAX_REFERENCES:
             self._settle(found)
+        self._is_settled = True
 
     def has_value(self, schema: Any) -> bool:
-        """Whether some finite value matches."""
+        """Whether some finite value matches a schema within the root."""
         if not isinstance(schema, dict):
             return schema is not False
+        if not self._is_settled:
+            return self._look(schema)
+        found = self._found.get(id(schema))
+        if found is None:
+            found = self._found[id(schema)] = self._look(schema)
+        return found
+
+    def _look(self, schema: Mapping[str, Any]) -> bool:
         reference = schema.get("$ref")
         if isinstance(reference, str) and not self._known.get(reference, True):
             return False

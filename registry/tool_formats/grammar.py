@@ -179,15 +179,21 @@ def _grammar(
     tools: Sequence[ToolDefinition],
     dropped: Dropped,
 ) -> Grammar:
+    # Those that are too large in any case are not looked through.
+    _check_length(sum(len(json.dumps(tool.parameters or {})) for tool in tools))
     lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         lines.append(TOOL_MARK + tool.name)
         lines += rules_of_call(tool_format, tool, i, dropped)
     text = "\n".join(line.strip() for line in lines) + "\n"
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
+    _check_length(len(text))
+    return Grammar(kind=GrammarKind.EBNF, text=text)
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
         raise ParameterError(
             "tools",
-            f"The tools' schemas are too large to have calls follow them: {len(text)} characters "
-            f"of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
+            f"The tools' schemas are too large to have calls follow them: {num_characters} "
+            f"characters of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
         )
-    return Grammar(kind=GrammarKind.EBNF, text=text)

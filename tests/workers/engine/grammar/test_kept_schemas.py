@@ -127,6 +127,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _CLOSED | {"type": "object", "required": ["a", "b"], "maxProperties": 1},
         "maxProperties",
     ),
+    "more ways to choose than can be written down": (
+        {
+            "type": "object",
+            "properties": {f"p{i}": _INTEGER for i in range(40)},
+            "additionalProperties": False,
+            "minProperties": 20,
+        },
+        "minProperties",
+    ),
     "whole numbers and numbers": (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         "oneOf: a value could match two",
