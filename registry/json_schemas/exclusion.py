@@ -63,12 +63,37 @@ class Exclusion:
             return not any(_equal(a, b) for a in values for b in others)
         if values is not None or others is not None:
             fixed, free = (values, other) if values is not None else (others, one)
-            return all(_is_outside(value, free) for value in fixed or ())
+            return all(self._is_outside(value, free, depth) for value in fixed or ())
         if kind == "number":
             return _apart(_range(one), _range(other))
         if kind in _LENGTHS:
             return _apart(_lengths(one, kind), _lengths(other, kind))
         return kind == "object" and self._objects_exclude(one, other, depth)
+
+    def _is_outside(self, value: Any, schema: Mapping[str, Any], depth: int) -> bool:
+        """Whether it is sure that the value does not match, by its size or by a part of it."""
+        match value:
+            case bool() | None:
+                return False
+            case int() | float():
+                return _apart(_Range(value, value, False, False, False), _range(schema))
+            case str():
+                size = len(value)
+                return _apart(_Range(size, size, False, False, True), _lengths(schema, "string"))
+            case list():
+                size, items = len(value), schema.get("items", True)
+                within = isinstance(items, dict) and "prefixItems" not in schema
+                return _apart(
+                    _Range(size, size, False, False, True), _lengths(schema, "array")
+                ) or any(within and self._is_no(one, items, depth) for one in value)
+        properties = table(schema, "properties")
+        return any(name not in value for name in listed(schema, "required")) or any(
+            _has_no_place_for(name, schema) or self._is_no(one, properties.get(name, True), depth)
+            for name, one in value.items()
+        )
+
+    def _is_no(self, value: Any, schema: Any, depth: int) -> bool:
+        return self._excludes({"const": value}, schema, TYPES, depth + 1)
 
     def _objects_exclude(
         self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
@@ -139,16 +164,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-def _is_outside(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether it is sure that the value does not match, by its size."""
-    if _kind(value) == "number":
-        return _apart(_Range(value, value, False, False, False), _range(schema))
-    if isinstance(value, str | list):
-        size = len(value)
-        return _apart(_Range(size, size, False, False, True), _lengths(schema, _kind(value)))
-    return False
 
 
 class _Range:

@@ -161,6 +161,8 @@ def _answer(answer: Grammar) -> str:
             raise ParameterError(
                 "response_format", f"The schema cannot be kept: {error}."
             ) from error
+        except RecursionError as error:
+            raise ParameterError("response_format", "The schema is nested too deeply.") from error
         settings = schema.get(SCHEMA_SETTINGS, {})
         if not isinstance(settings, dict):
             raise ParameterError(

@@ -67,6 +67,9 @@ KEPT: dict[str, dict[str, Any]] = {
         ]
     },
     "a constant beyond a range": {"oneOf": [{"const": -1}, {"type": "integer", "minimum": 0}]},
+    "a constant that an object does not admit": {
+        "oneOf": [{"const": {"a": "x"}}, {"type": "object", **_CLOSED, "required": ["a"]}]
+    },
     "lengths": {
         "oneOf": [
             {"type": "string", "maxLength": 2},
