@@ -205,6 +205,8 @@ async def test_a_deadline_that_has_passed_never_reaches_the_engine(demo: ServedM
         await b.dispatch(b.job(deadline_ns=b.clock.now_ns()))
         assert await b.ended() == Expired(epoch=1)
         assert not b.engine.added
+        (record,) = await b.records()
+        assert (record.cost, record.price_version) == (Decimal(0), "")
 
 
 async def test_an_engine_error_fails_the_request_only(demo: ServedModel) -> None:
