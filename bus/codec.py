@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from millrace.runtime.json.faults import json_fault
 from millrace.schemas.control import (
     Cancel,
     Ended,
@@ -83,7 +84,8 @@ class Codec(Generic[T]):
             if content_type.partition(";")[0].strip().lower() == MSGPACK:
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedMessageError(str(error)) from error
+            why = json_fault(payload, error) if is_json(content_type) else str(error)
+            raise MalformedMessageError(why) from error
         except RecursionError as error:
             raise MalformedMessageError("it is nested too deeply") from error
         raise MalformedMessageError(

@@ -35,7 +35,7 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.settings import load_config
 from millrace.runtime.tasks import wait_unless_done
 from millrace.runtime.tracing_setup import open_tracing
-from millrace.schemas.config import Config, GatewayConfig, TierPolicies
+from millrace.schemas.config import Config, GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.models.cards import EngineCard, ModelCard
 
@@ -65,7 +65,7 @@ def _allow_many_sockets() -> None:
 
 async def _run(config: Config) -> None:
     catalogue = load_catalogue(config.catalogue)
-    models = models_of(catalogue, config.scheduler.tiers)
+    models = models_of(catalogue, config)
     tools = load_tools(config.gateway.tools, os.environ)
     if not config.gateway.gateway_id:
         named = replace(config.gateway, gateway_id=new_gateway_id())
@@ -83,7 +83,7 @@ async def _run(config: Config) -> None:
     backends = Backends(bus, redis, generations)
     gateway = Gateway(backends, config, models, SystemClock(), tools=tools, tracing=tracing)
     server = Server(gateway, listener)
-    follow = partial(_follow, models, config.scheduler.tiers)
+    follow = partial(_follow, models, config)
     watch = CatalogueWatch(config.catalogue, catalogue, SystemClock(), follow)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = stop_event()
@@ -130,10 +130,10 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
 
 
 async def _follow(
-    models: Models, policies: TierPolicies, catalogue: Catalogue, changed: frozenset[str]
+    models: Models, config: Config, catalogue: Catalogue, changed: frozenset[str]
 ) -> None:
     """Offer what the catalogue says now."""
-    models.change(*_offer(catalogue, policies), changed)
+    models.change(*_offer(catalogue, config), changed)
     await _warm_up(models, catalogue, changed.intersection(catalogue.names()))
 
 
@@ -148,16 +148,19 @@ async def _warm_up(models: Models, catalogue: Catalogue, names: Iterable[str]) -
             _log.error("a model cannot be served", extra={"model": name, "why": error.message})
 
 
-def models_of(catalogue: Catalogue, policies: TierPolicies | None = None) -> Models:
+def models_of(catalogue: Catalogue, config: Config) -> Models:
     """The catalogue's models and routes, as the gateway offers them."""
-    return Models(*_offer(catalogue, policies))
+    return Models(*_offer(catalogue, config))
 
 
 def _offer(
-    catalogue: Catalogue, policies: TierPolicies | None
+    catalogue: Catalogue, config: Config
 ) -> tuple[dict[str, ModelCard], Callable[[str], ServedModel], Router]:
     cards = {name: _card(catalogue.get(name)) for name in catalogue.names()}
-    return cards, partial(ServedModel.load, catalogue), catalogue.router(policies)
+    load = partial(
+        ServedModel.load, catalogue, control_tokens_in_content=config.control_tokens_in_content
+    )
+    return cards, load, catalogue.router(config.scheduler.tiers)
 
 
 def _card(entry: ModelEntry) -> ModelCard:

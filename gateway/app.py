@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from millrace.gateway.api import pages
 from millrace.gateway.api.adapters import AdaptersApi
@@ -31,7 +32,13 @@ from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import Api
 from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
-from millrace.gateway.errors import MethodNotAllowedError, NotFoundError, Refusal, refusal_of
+from millrace.gateway.errors import (
+    MethodNotAllowedError,
+    NotFoundError,
+    Refusal,
+    UpgradeRequiredError,
+    refusal_of,
+)
 from millrace.gateway.openapi import document as openapi
 from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
 from millrace.gateway.rendering.rendering import Endpoint
@@ -54,12 +61,14 @@ from millrace.gateway.transport.http import (
 from millrace.gateway.transport.origins import OriginGuard
 from millrace.gateway.transport.proxies import ProxyReader
 from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
-from millrace.schemas.errors import MillraceError
+from millrace.runtime.http.content_coding import with_decoded_body
+from millrace.schemas.errors import MillraceError, shown
 
 _log = logging.getLogger(__name__)
 
 _UNMATCHED = "unmatched"
 _ORIGIN = "origin"
+_METHODS_OF_FILES = {"GET", "HEAD"}
 _API = "/v1/"  # where a slash at the end changes nothing
 
 
@@ -83,6 +92,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         if path[-1:] == "/" and path.startswith(_API):
             path = scope["path"] = path.rstrip("/")
         if scope["type"] == "http":
+            receive = with_decoded_body(scope, receive)
             serve = token_path.get(path)
             if serve is None:
                 serve = next((below[stem] for stem in below if path.startswith(stem)), rest)
@@ -92,7 +102,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         else:
             await receive()
             gateway.metrics.count_request(_UNMATCHED, 404)
-            text = f"No WebSocket is served at {path:.200}; there is one at {WEBSOCKET_ROUTE}."
+            text = f"No WebSocket is served at {shown(path)}; there is one at {WEBSOCKET_ROUTE}."
             refusal = refusal_of(NotFoundError(text))
             gateway.refusals.note(_UNMATCHED, refusal, None)
             await refuse_handshake(scope, send, refusal)
@@ -145,6 +155,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),
+            Route(WEBSOCKET_ROUTE, _upgrade_required, methods=["GET"]),
         ],
         exception_handlers={
             MillraceError: _answer_error,
@@ -215,15 +226,27 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:
-        refusal = refusal_of(NotFoundError(f"Nothing is served at {path}."))
+        refusal = refusal_of(NotFoundError(f"Nothing is served at {shown(path)}."))
         return _response(_refused(request, refusal))
     if error.status_code == 405:
-        refusal = refusal_of(MethodNotAllowedError(f"{path} does not take {request.method}."))
-        response = _response(_refused(request, refusal))
-        response.headers.update(error.headers or {})
-        return response
+        allowed = _methods_of(request)
+        refusal = refusal_of(MethodNotAllowedError(shown(path), request.method, allowed))
+        return _response(_refused(request, refusal))
     refusal = Refusal(status=error.status_code, code="http_error", message=error.detail)
     return _response(_refused(request, refusal))
+
+
+def _methods_of(request: Request) -> set[str]:
+    """The methods of a path: of all routes to it, or of a file."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return methods or _METHODS_OF_FILES
+
+
+async def _upgrade_required(_request: Request) -> Response:
+    raise UpgradeRequiredError(WEBSOCKET_ROUTE)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -32,7 +33,22 @@ class NotFoundError(MillraceError, code="not_found", http_status=404):
 
 
 class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_status=405):
-    """The path is served, but not by that method."""
+    """The path is served, but not by that method; ``headers`` tell by which it is."""
+
+    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
+        methods = ", ".join(sorted(allowed))
+        super().__init__(f"{path} takes {methods}, not {method}.")
+        self.headers = [(b"allow", methods.encode())]
+
+
+class UpgradeRequiredError(MillraceError, code="upgrade_required", http_status=426):
+    """A WebSocket's path was asked for without its handshake."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} is a WebSocket: connect with its handshake, not with a plain GET."
+        )
+        self.headers = [(b"upgrade", b"websocket"), (b"connection", b"Upgrade")]
 
 
 class MediaTypeError(MillraceError, code="unsupported_media_type", http_status=415):

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import State
 
@@ -21,13 +20,15 @@ from millrace.gateway.api.client_connection import ABORT_EXTENSION
 from millrace.gateway.app import build_app, token_endpoints
 from millrace.gateway.batches.runner import BatchRunner
 from millrace.gateway.core import Gateway
-from millrace.gateway.errors import Refusal, SlowRequestError, refusal_of
+from millrace.gateway.errors import Refusal
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
-from millrace.gateway.transport.http import JSON, new_request_id, request_id_header
+from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.gateway.transport.http_writer import HttpWriter
-from millrace.runtime.http_server import ManagedServer
+from millrace.runtime.http.head import HttpFault
+from millrace.runtime.http.protocol import HttpProtocol
+from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ConfigError
 
@@ -36,8 +37,6 @@ _BACKLOG = 4_096
 _KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1.0
 _LEAVING_S = 0.005
-_MAX_HEAD_BYTES = 65_536
-_HEAD_TIMEOUT_S = 20.0
 _NOTSENT_LOWAT_BYTES = 16_384
 _GC_THRESHOLDS = (50_000, 50, 50)
 _CLOSED = (State.CLOSING, State.CLOSED)
@@ -179,59 +178,27 @@ class _GatewayServer(ManagedServer):
         self.up.set()
 
 
-class _HttpProtocol(HttpToolsProtocol):
-    """Bounds a request's head in size and time, which the server does not, and lends handlers the
-    transport. What is no HTTP is refused as everything else is."""
+class _HttpProtocol(HttpProtocol):
+    """Lends handlers the transport, and answers what is no HTTP as everything else is refused."""
 
     _note: Callable[[Refusal, Caller | None], None]
-    _head_bytes: int | None = None  # of the head that is being received; None: none is
-    _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._writers: deque[HttpWriter] = deque()  # of requests without their whole answer
-        self._await_head()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_awaiting_head()
-        self._unset_keepalive_if_required()
-        super().connection_lost(exc)
-
-    def handle_websocket_upgrade(self) -> None:
-        super().handle_websocket_upgrade()
-        # It holds methods of this protocol, which would wait for the garbage collector with it.
-        self.parser = cast("Any", None)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.transport.is_closing() or self.transport.get_protocol() is not self:
-            return
-        if self.cycle is None or self.cycle.response_complete:
-            self._await_head()
-        if self._head_bytes is None:
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            self.send_400_response(f"The head of a request is limited to {_MAX_HEAD_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_bytes = 0
-        writer = HttpWriter(self.transport, self.flow)
-        self._writers.append(writer)
+    def on_headers_complete(self) -> None:
+        writer = HttpWriter(self.transport, self.flow, self.parser.get_http_version())
         extensions: dict[str, Any] = {
             ABORT_EXTENSION: self.transport.abort,
             WRITER_EXTENSION: writer,
         }
         self.scope["extensions"] = extensions
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = None
-        self._stop_awaiting_head()
         former = self.cycle
         super().on_headers_complete()
         if self.cycle is not former:
-            self.cycle.transport = cast("asyncio.Transport", self._writers[-1].transport)
+            self._writers.append(writer)
+            self.cycle.transport = cast("asyncio.Transport", writer.transport)
 
     def on_response_complete(self) -> None:
         self._writers.popleft()
@@ -243,44 +210,10 @@ class _HttpProtocol(HttpToolsProtocol):
         if self._writers and self._writers[0].on_writable is not None:
             self._writers[0].on_writable()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(Refusal(status=400, code="invalid_http", message=msg))
-
-    def _await_head(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(_HEAD_TIMEOUT_S, self._head_is_late)
-
-    def _stop_awaiting_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        if self._head_bytes is None:
-            self.transport.close()
-        else:
-            self._refuse(
-                refusal_of(
-                    SlowRequestError(f"No whole head of a request came in {_HEAD_TIMEOUT_S:g} s.")
-                )
-            )
-
-    def _refuse(self, refusal: Refusal) -> None:
-        """Answer what cannot be read as a request, unless it came in the midst of an answer, and
-        close."""
+    def refusal_of(self, fault: HttpFault) -> tuple[Headers, bytes]:
+        refusal = Refusal(status=fault.status, code=fault.code, message=fault.message)
         self._note(refusal, None)
-        cycle = self.cycle
-        is_answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        if not (is_answering or self.pipeline):
-            headers = [
-                JSON,
-                request_id_header(new_request_id("req")),
-                (b"content-length", str(len(refusal.body)).encode()),
-                (b"connection", b"close"),
-            ]
-            head = STATUS_LINE[refusal.status] + b"".join(b"%b: %b\r\n" % one for one in headers)
-            self.transport.write(head + b"\r\n" + refusal.body)
-        self.transport.close()
+        return [JSON, request_id_header(new_request_id("req"))], refusal.body
 
 
 def _http_protocol(note: Callable[[Refusal, Caller | None], None]) -> type[_HttpProtocol]:

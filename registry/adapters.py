@@ -96,7 +96,7 @@ def adapter_folder(source: str, name: str, version: str = "") -> Path:
         folder = Path(source).expanduser()
         if not folder.is_absolute() or not folder.is_dir():
             raise AdapterError(
-                f"The adapter {name}: {source!r:.300} is no folder by its absolute path, there on "
+                f"The adapter {name}: {source!r:.200} is no folder by its absolute path, there on "
                 "this machine and on those of the workers, no address in an object store, and no "
                 "hub id."
             )

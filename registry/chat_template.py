@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
 from millrace.registry.reasoning import format_shown as reasoning_shown
+from millrace.registry.template_environment import TemplateEnvironment
+from millrace.registry.template_text import TemplateText, literal
 from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
 from millrace.registry.tool_formats.conversation import (
     in_plain_text,
@@ -42,7 +41,15 @@ _TOOL_TEMPLATE_FILE = f"additional_chat_templates/{_TOOL_TEMPLATE}.jinja"
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 # The field of requests whose values are variables of the template, and those that it may not set.
 ARGUMENTS_FIELD = "chat_template_kwargs"
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "loop", "self"})
+# Beside the functions that every template has.
+_SET_HERE = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt"),
+        *("loop", "self", "super", "caller", "varargs", "kwargs"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
+        "mask_token",
+    }
+)
 CONTINUE_FIELD = "continue_final_message"
 # The field that gives a template in place of the model's, and how long that may be.
 TEMPLATE_FIELD = "chat_template"
@@ -73,16 +80,6 @@ def _local_now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC).astimezone()
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it adds nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  declared so by the base class
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A compiled template. It runs in a sandbox: it sees the conversation, the special tokens'
     texts and the time, and cannot reach or change anything else.
@@ -106,12 +103,7 @@ class ChatTemplate:
         called: str = "the model's chat template",
     ) -> None:
         self._called = called
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment = TemplateEnvironment(now)
         self._template, names = _compiled(environment, source, origin)
         self._tool_template = self._template
         takes_tools = "tools" in names
@@ -128,7 +120,8 @@ class ChatTemplate:
         self.tool_format = tool_format or shown or ToolFormat.HERMES
         self.reasoning_format: ReasoningFormat | None = reasoning_shown(source)
         self._names = names
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = {name: literal(text) for name, text in special_tokens.items()}
+        self._set_here = frozenset(environment.globals).union(_SET_HERE, special_tokens)
 
     @classmethod
     def load(
@@ -162,10 +155,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
-    ) -> str:
-        """The prompt, up to where the assistant's answer begins; without what begins it unless
-        ``add_generation_prompt``. With ``continue_final_message`` it ends within the last message,
-        which is the assistant's: behind its text, or its thoughts if it has nothing else.
+    ) -> TemplateText:
+        """The prompt, which knows what of it the template wrote, up to where the assistant's answer
+        begins; without what begins it unless ``add_generation_prompt``. With
+        ``continue_final_message`` it ends within the last message, which is the assistant's: behind
+        its text, or its thoughts if it has nothing else.
         ``arguments`` are further variables of the template; whether a model is to think has several
         names, and the template gets it by the one that it knows.
 
@@ -191,7 +185,8 @@ class ChatTemplate:
             except _RENDER_ERRORS as error:
                 refusal = refusal or error
             else:
-                return _up_to_mark(text, self._called) if continue_final_message else text
+                text = _up_to_mark(text, self._called) if continue_final_message else text
+                return text if isinstance(text, TemplateText) else TemplateText(text)
         raise ParameterError(
             "messages", f"{self._called} refuses these messages: {_told(refusal)}"
         ) from refusal
@@ -245,11 +240,11 @@ class ChatTemplate:
         """What templates see beside the conversation."""
         variables: dict[str, Any] = {"documents": None, **self._special_tokens}
         for name in arguments:
-            if name in _RESERVED or name in self._special_tokens:
-                field = f"{ARGUMENTS_FIELD}.{name}"
-                raise ParameterError(field, f"{field:.100} is not for requests to say.")
-        variables |= arguments
+            if name in self._set_here:
+                field = f"{ARGUMENTS_FIELD}.{name:.80}"
+                raise ParameterError(field, f"{field} is set by the server. Leave it out.")
         thinks = _thinks(arguments)
+        variables |= arguments
         if thinks is not None:
             asked = [name for name in _THINKS if name in self._names and name not in arguments]
             variables |= dict.fromkeys(asked, thinks)
@@ -301,11 +296,17 @@ def _up_to_mark(text: str, called: str) -> str:
 
 
 def _thinks(arguments: Mapping[str, Any]) -> bool | None:
-    """Whether the model is to think before it answers, as far as that is asked."""
-    for name in _THINKS:
-        value = arguments.get(name)
-        if isinstance(value, bool):
-            return value
+    """Whether the model is to think before it answers, as far as that is asked. Raises
+    ParameterError for what is neither true nor false."""
+    asked = [name for name in _THINKS if name in arguments]
+    for name in asked:
+        if not isinstance(arguments[name], bool):
+            field = f"{ARGUMENTS_FIELD}.{name}"
+            told = msgspec.json.encode(arguments[name]).decode()
+            raise ParameterError(field, f"{field} must be true or false, got {told:.80}.")
+    if asked:
+        value: bool = arguments[asked[0]]
+        return value
     effort = arguments.get("reasoning_effort")
     return None if effort is None else effort not in _NO_EFFORT
 
@@ -315,7 +316,7 @@ def _is_of_tools(message: ChatMessage) -> bool:
 
 
 def _compiled(
-    environment: ImmutableSandboxedEnvironment, source: str, origin: str
+    environment: TemplateEnvironment, source: str, origin: str
 ) -> tuple[jinja2.Template, set[str]]:
     """The template, and the names of the variables that it reads."""
     try:
@@ -356,24 +357,3 @@ def _sources(setting: Any, origin: str) -> tuple[str | None, str | None]:
 def _told(error: Exception | None) -> str:
     """Its words; that memory ended comes without any."""
     return f"{error}" or type(error).__name__
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: jinja's own filter would escape it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -26,7 +26,9 @@ from millrace.registry.checkpoints.sentence_embedding import read_embedding_defa
 from millrace.registry.predictions import predicted_tokens
 from millrace.registry.reasoning import closing_of, format_after, format_within
 from millrace.registry.source import resolve
-from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.registry.tokenizers.long_texts import TextTooLongError
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.truncation import num_kept_tokens
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
@@ -72,12 +74,20 @@ class ServedModel:
         self.sampling_defaults = sampling_defaults_of(entry, path)
 
     @classmethod
-    def load(cls, catalogue: Catalogue, name: str) -> ServedModel:
+    def load(
+        cls, catalogue: Catalogue, name: str, *, control_tokens_in_content: bool = False
+    ) -> ServedModel:
         """Find the model's files, fetching them if they are on the hub, and read all but the
-        weights. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
+        weights. ``control_tokens_in_content`` is the setting of that name. Raises
+        ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
         entry = catalogue.get(name)
         path = resolve(entry)
-        tokenizer = Tokenizer.load(path, entry.tool_format, entry.reasoning_format)
+        tokenizer = Tokenizer.load(
+            path,
+            entry.tool_format,
+            entry.reasoning_format,
+            control_tokens_in_content=control_tokens_in_content,
+        )
         return cls(entry, path, outline_of(entry, path), tokenizer)
 
     def adapter_outline(self, folder: Path) -> AdapterOutline:
@@ -310,23 +320,6 @@ class ServedModel:
             return wanted
         usual = self.sampling_defaults.max_tokens
         return left if usual is None else min(left, max(usual, sampling.min_tokens))
-
-
-def num_kept_tokens(job: Job, window_tokens: int) -> int | None:
-    """How many tokens of the job's prompt stay at most, if a longer one is to be truncated. Raises
-    ParameterError."""
-    wanted = job.truncate_prompt_tokens
-    if wanted is None:
-        return None
-    if wanted == -1:
-        room = 0 if job.pooling is not None else (job.sampling.max_tokens or 1)
-        return max(window_tokens - room, 1)
-    if not 1 <= wanted <= window_tokens:
-        raise ParameterError(
-            "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be -1 or between 1 and {window_tokens}, got {wanted}",
-        )
-    return wanted
 
 
 def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import ConfigError
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
@@ -44,7 +45,7 @@ class JsonFormatter(logging.Formatter):
         line |= {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = stack_of(record.exc_info[1])
-        return self._encoder.encode(line).decode()
+        return on_one_line(self._encoder.encode(line)).decode()
 
 
 def stack_of(error: BaseException) -> str:

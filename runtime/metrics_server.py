@@ -12,6 +12,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -28,6 +29,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
+from millrace.runtime.http.head import (
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    Headers,
+    HttpFault,
+    head_fault,
+    invalid,
+    too_large,
+)
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import MetricsConfig
 from millrace.schemas.errors import ConfigError
@@ -36,18 +46,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
-_MAX_HEAD_BYTES = 16_384
 _MAX_CONNECTIONS = 64
 _EXCHANGE_S = 10.0
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
+_LINGER_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,16 @@ class Monitor:
 
     def answer(self, head: bytes) -> bytes:
         """The response to a request of which this is the head."""
-        words = head.split(b"\r\n", 1)[0].split(b" ")
-        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return _response(400, _TEXT, b"This is no HTTP request.\n")
+        first, *lines = head.split(b"\r\n")
+        words = first.split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/"):
+            return _refusal(invalid("This is no HTTP request."))
+        headers = _headers(lines)
+        fault = _size_fault(head, headers) or head_fault(
+            words[2][5:].decode("latin-1"), words[0].decode("latin-1"), headers
+        )
+        if fault is not None:
+            return _refusal(fault)
         method, path = words[0], words[1].partition(b"?")[0]
         if path not in (b"/metrics", b"/healthz"):
             return _response(404, _TEXT, b"There are /metrics and /healthz here.\n")
@@ -98,7 +106,7 @@ class Monitor:
             return _response(405, _TEXT, b"Use GET.\n", allow=True)
         if path == b"/healthz":
             response = self._health()
-        elif self._token and not bears_token(_authorization(head), self._token):
+        elif self._token and not bears_token(_authorization(headers), self._token):
             response = _response(401, _TEXT, b"Send metrics.token as Authorization: Bearer.\n")
         else:
             try:
@@ -127,9 +135,18 @@ class Monitor:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_EXCHANGE_S):
-                writer.write(self.answer(await reader.readuntil(b"\r\n\r\n")))
+                try:
+                    response = self.answer(await reader.readuntil(b"\r\n\r\n"))
+                except asyncio.LimitOverrunError:
+                    response = _refusal(too_large("Headers"))
+                writer.write(response)
+                writer.write_eof()
                 await writer.drain()
-        except (TimeoutError, EOFError, OSError, asyncio.LimitOverrunError) as error:
+                # Closing with unread data would reset the connection under the answer.
+                async with asyncio.timeout(_LINGER_S):
+                    while await reader.read(MAX_HEAD_BYTES):
+                        pass
+        except (TimeoutError, EOFError, OSError) as error:
             logger.debug("a scrape was broken off", extra={"why": type(error).__name__})
         finally:
             writer.close()
@@ -157,12 +174,20 @@ def check_exposure(config: MetricsConfig) -> None:
         )
 
 
-def _authorization(head: bytes) -> str:
-    for line in head.split(b"\r\n")[1:]:
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"authorization":
-            return value.strip().decode("latin-1")
-    return ""
+def _headers(lines: list[bytes]) -> list[tuple[bytes, bytes]]:
+    fields = (line.partition(b":") for line in lines if line)
+    return [(name.strip().lower(), value.strip()) for name, _, value in fields]
+
+
+def _authorization(headers: Headers) -> str:
+    given = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
+    return given[0] if given else ""
+
+
+def _size_fault(head: bytes, headers: Headers) -> HttpFault | None:
+    if len(head) > MAX_HEAD_BYTES or len(headers) > MAX_FIELDS:
+        return too_large("Headers")
+    return None
 
 
 @asynccontextmanager
@@ -177,7 +202,7 @@ async def monitored(
         return
     check_exposure(config)
     listener = _listen(config)
-    server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=_MAX_HEAD_BYTES)
+    server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=MAX_HEAD_BYTES)
     host = f"[{config.host}]" if ":" in config.host else config.host
     monitor.url = f"http://{host}:{config.port}/metrics"
     logger.info("metrics are shown", extra={"url": monitor.url})
@@ -209,7 +234,7 @@ def _listen(config: MetricsConfig) -> socket.socket:
 def _response(status: int, content_type: str, body: bytes, *, allow: bool = False) -> bytes:
     challenge = ['WWW-Authenticate: Bearer realm="millrace metrics"'] if status == 401 else []
     lines = [
-        f"HTTP/1.1 {status} {_REASONS[status]}",
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         *challenge,
         f"Content-Type: {content_type}",
         f"Content-Length: {len(body)}",
@@ -217,6 +242,10 @@ def _response(status: int, content_type: str, body: bytes, *, allow: bool = Fals
         *(["Allow: GET, HEAD"] if allow else []),
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii") + body
+
+
+def _refusal(fault: HttpFault) -> bytes:
+    return _response(fault.status, _TEXT, f"{fault.message}\n".encode())
 
 
 def build_version() -> str:

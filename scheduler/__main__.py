@@ -105,11 +105,10 @@ def _with_models(catalogue: Catalogue, config: Config) -> Catalogue:
 
 
 def _offer(catalogue: Catalogue, config: Config) -> ModelCatalogue:
-    return ModelCatalogue(
-        catalogue.names(),
-        partial(ServedModel.load, catalogue),
-        catalogue.router(config.scheduler.tiers),
+    load = partial(
+        ServedModel.load, catalogue, control_tokens_in_content=config.control_tokens_in_content
     )
+    return ModelCatalogue(catalogue.names(), load, catalogue.router(config.scheduler.tiers))
 
 
 async def _follow(

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+SHOWN_CHARACTERS = 200  # of a value that a client sent, in an error, a header or a log line
+_MESSAGE_CHARACTERS = 4_000
+_ENDING_CHARACTERS = 1_000
+# A value is in quotation marks, or without blanks.
+_LONG_VALUE = re.compile(
+    r"(?<!\w)(?:'[^']{201,}'|\"[^\"]{201,}\"|`[^`]{201,}`)(?!\w)|\S{201,}", re.DOTALL
+)
+
+
+def shown(value: str) -> str:
+    """A value as errors and logs show it: whole, or its beginning and ``…``."""
+    if len(value) <= SHOWN_CHARACTERS:
+        return value
+    return f"{value[: SHOWN_CHARACTERS - 1]}…"
+
+
+def _bounded(message: str) -> str:
+    """A message in which each value, and which itself, is of bounded length."""
+    if len(message) <= SHOWN_CHARACTERS:
+        return message
+    message = _LONG_VALUE.sub(_shortened, message)
+    if len(message) <= _MESSAGE_CHARACTERS:
+        return message
+    beginning = message[: _MESSAGE_CHARACTERS - _ENDING_CHARACTERS - 3]
+    return f"{beginning} … {message[-_ENDING_CHARACTERS:]}"
+
+
+def _shortened(value: re.Match[str]) -> str:
+    mark = value[0][-1] if value[0][0] in "'\"`" else ""
+    return shown(value[0].removesuffix(mark)) + mark
 
 
 class MillraceError(Exception):
@@ -10,6 +42,7 @@ class MillraceError(Exception):
 
     ``code`` is stable and machine readable; ``retryable`` says whether the same call may succeed
     later; ``http_status`` is what the gateway answers. What a class does not state is its base's.
+    A long value in the message is shortened: see ``shown``.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -25,16 +58,16 @@ class MillraceError(Exception):
         cls.http_status = http_status or cls.http_status
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _bounded(message)
+        super().__init__(self.message)
 
 
 class ParameterError(MillraceError, ValueError, code="invalid_parameter", http_status=400):
     """A request field has a bad value; ``param`` names the field."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
+        self.param = shown(param)
+        super().__init__(message.replace(param, self.param) if param != self.param else message)
 
 
 class GrammarError(MillraceError, code="grammar_invalid", http_status=400):

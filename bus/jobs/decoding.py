@@ -9,7 +9,7 @@ import msgspec
 
 from millrace.bus import codec, subjects
 from millrace.bus.tokens import untoken
-from millrace.runtime.json_outline import check_outline
+from millrace.runtime.json.outline import check_outline
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import ForeignTenantError, MalformedMessageError, ParameterError
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length

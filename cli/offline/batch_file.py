@@ -13,6 +13,7 @@ from millrace.cli.offline.chat_fields import ChatRow, read_chat, tool_calls
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
 from millrace.registry.served import ServedModel
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.jobs import Job
@@ -84,7 +85,7 @@ def answer_line(generated: Generated) -> str:
         ]
     if generated.num_cached_tokens:
         answer["cached_tokens"] = generated.num_cached_tokens
-    return msgspec.json.encode(answer).decode() + "\n"
+    return on_one_line(msgspec.json.encode(answer)).decode() + "\n"
 
 
 def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:

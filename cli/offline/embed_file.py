@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.registry.served import ServedModel
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 
 
@@ -81,4 +82,4 @@ def embedding_line(text: EmbedText, embedding: Sequence[float], *, normalize: bo
         length = math.sqrt(math.fsum(value * value for value in embedding)) or 1.0
         values = [value / length for value in embedding]
     answer = {"id": text.id, "embedding": values, "prompt_tokens": len(text.token_ids)}
-    return msgspec.json.encode(answer).decode() + "\n"
+    return on_one_line(msgspec.json.encode(answer)).decode() + "\n"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from millrace.cli.engine_arguments import add_ranks, told_ranks
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
 from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
@@ -99,7 +100,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def error_line(line_id: str | int, code: str, message: str) -> str:
     """What is answered to a line that could not be run."""
     answer = {"id": line_id, "error": {"code": code, "message": message}}
-    return msgspec.json.encode(answer).decode() + "\n"
+    return on_one_line(msgspec.json.encode(answer)).decode() + "\n"
 
 
 def open_output(path: Path) -> TextIO:

@@ -20,6 +20,7 @@ from millrace.gateway.transport.http import (
     send_refusal,
     send_response,
 )
+from millrace.runtime.json.lines import on_one_line
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -97,7 +98,7 @@ class Answers:
         pump = EventPump(self._gateway, response, client, writer, renderer)
         if not await pump.run(early):
             if client.going_away and not client.has_left():
-                tail = renderer.failed(GOING_AWAY_REFUSAL)
+                tail = on_one_line(renderer.failed(GOING_AWAY_REFUSAL))
                 await send({"type": "http.response.body", "body": tail})
             return 499
         return await self._last(response, client, writer, send, renderer)
@@ -134,7 +135,7 @@ class Answers:
         refusal = await self._concluded(response, renderer)
         tail = renderer.last() if refusal is None else renderer.failed(refusal)
         client.sending_since_s = self._gateway.clock.monotonic()
-        await send({"type": "http.response.body", "body": tail})
+        await send({"type": "http.response.body", "body": on_one_line(tail)})
         writer.release()
         if client.has_left():
             return 499
@@ -175,4 +176,4 @@ async def _start(writer: ResponseWriter, send: Send, headers: Headers, first: by
     start = {"status": 200, "headers": [*_SSE_HEADERS, *headers]}
     await send({"type": "http.response.start", **start})
     if first:
-        writer.write([first])
+        writer.write([on_one_line(first)])

@@ -10,6 +10,7 @@ from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.transport.connection_writer import ResponseWriter
 from millrace.gateway.transport.event_ids import event_id_line, with_event_id
+from millrace.runtime.json.lines import on_one_line
 
 _KEEP_ALIVE_S = 15.0
 
@@ -91,7 +92,7 @@ class EventPump:
             self._gateway.write_coalescer.schedule(self)
 
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
-        event = b"%b%b%b" % (before, encode(text), after)
+        event = b"%b%b%b" % (before, on_one_line(encode(text)), after)
         if self._with_ids:
             event = b"%b%d\n%b" % (self._id_prefix, self._response.choices[0].next_index, event)
         self._writer.write([event])
@@ -104,6 +105,7 @@ class EventPump:
         events = render(parts[0]) if len(parts) == 1 else b"".join(map(render, parts))
         if not events:
             return
+        events = on_one_line(events)
         if self._with_ids:
             line = event_id_line(self._id_prefix, self._response.next_indices)
             events = with_event_id(events, line)

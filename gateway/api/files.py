@@ -198,7 +198,7 @@ async def _let_finish(request: Request) -> None:
             while (event := await request.receive())["type"] != "http.disconnect":
                 if not event.get("more_body", False):
                     return
-    except TimeoutError:
+    except (TimeoutError, MillraceError):
         return
 
 

@@ -102,7 +102,7 @@ class GenerationHandler:
     ) -> int:
         gateway, endpoint = self._gateway, self._endpoint
         if scope["method"] != "POST":
-            raise MethodNotAllowedError(f"{endpoint.route} takes POST, not {scope['method']}.")
+            raise MethodNotAllowedError(endpoint.route, scope["method"], ["POST"])
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
         async with gateway.intake_limits.refusals_count(caller, request_id):

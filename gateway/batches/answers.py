@@ -6,6 +6,7 @@ import msgspec
 
 from millrace.gateway.batches.input import InputLine
 from millrace.gateway.errors import Refusal
+from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.batches import BatchAnswer, BatchLine, LineError, LineResponse
 
 _OK = 200
@@ -39,11 +40,13 @@ def _encode(
     response: LineResponse | None,
     error: LineError | None,
 ) -> bytes:
-    return _encoder.encode(
-        BatchAnswer(
-            id=f"batch_req_{batch_id.removeprefix('batch_')}_{line.number}",
-            custom_id=request.custom_id,
-            response=response,
-            error=error,
+    return on_one_line(
+        _encoder.encode(
+            BatchAnswer(
+                id=f"batch_req_{batch_id.removeprefix('batch_')}_{line.number}",
+                custom_id=request.custom_id,
+                response=response,
+                error=error,
+            )
         )
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.gateway.request.message_fields import refuse_unhonoured
 from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
+from millrace.runtime.json.faults import json_fault
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import (
     NOT_GIVEN,
@@ -182,7 +183,9 @@ def _schema_text(field: str, raw: msgspec.Raw) -> str:
         if isinstance(value, dict):
             return bytes(raw).decode()
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ParameterError(field, f"{field} is not valid JSON: {error}") from error
+        raise ParameterError(
+            field, f"{field} is not valid JSON: {json_fault(bytes(raw), error)}."
+        ) from error
     raise ParameterError(field, f"{field} must be a JSON Schema, which is an object.")
 
 

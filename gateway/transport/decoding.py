@@ -8,7 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from millrace.gateway.errors import InvalidJsonError
-from millrace.runtime.json_outline import check_outline
+from millrace.runtime.json.faults import json_fault
+from millrace.runtime.json.outline import check_outline
 from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
 from millrace.schemas.errors import ParameterError
 
@@ -32,7 +33,7 @@ def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
     except RecursionError as error:
         raise InvalidJsonError("The JSON is nested too deeply.") from error
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise InvalidJsonError(f"The body is not valid JSON: {error}") from error
+        raise InvalidJsonError(f"The body is not valid JSON: {json_fault(body, error)}.") from error
 
 
 def _parameter_error(text: str) -> ParameterError:

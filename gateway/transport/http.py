@@ -14,7 +14,7 @@ from starlette.responses import Response
 from millrace.gateway.errors import MediaTypeError, Refusal
 from millrace.gateway.transport.body_deadline import BodyDeadline
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.errors import ParameterError, PayloadTooLargeError
+from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -157,7 +157,8 @@ async def refuse_and_close(
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     num_bytes = 0
-    with contextlib.suppress(TimeoutError):
+    # What still comes may be no longer what its Content-Encoding says.
+    with contextlib.suppress(TimeoutError, MillraceError):
         async with asyncio.timeout(_LINGER_S):
             while num_bytes < _LINGER_BYTES:
                 event = await receive()

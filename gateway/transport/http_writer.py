@@ -51,7 +51,9 @@ class HttpWriter:
     connection that is gone waits for the garbage collector.
     """
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, version: str) -> None:
+        """``version`` of HTTP: a client of 1.0 knows no chunks."""
+        self._has_chunks = version != "1.0"
         self.transport = ResponseTransport(transport)
         self._connection = transport
         self._flow = flow
@@ -62,7 +64,7 @@ class HttpWriter:
         return not (self._flow.write_paused or self._connection.is_closing())
 
     def write(self, payloads: list[bytes]) -> None:
-        self.transport.write(chunk(payloads))
+        self.transport.write(chunk(payloads) if self._has_chunks else b"".join(payloads))
 
     def hold(self) -> None:
         """Have what is written, by ``send`` too, leave in one piece with ``release``."""

@@ -29,6 +29,8 @@ from millrace.schemas.errors import MillraceError
 
 _ANY = "*"
 _MAX_AGE_S = b"600"
+_MAX_ORIGIN_CHARACTERS = 300  # a scheme, a name of 253 characters and a port
+_MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are told back
 _MAX_HOSTS = 64  # that what was read of them is kept for
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
@@ -86,7 +88,7 @@ class OriginGuard:
             await self._refuse(HostError(host), scope, receive, send)
         elif origin is None or self._is_own(origin, scope):
             await self._app(scope, receive, send)
-        elif _ANY not in self._allowed and origin not in self._allowed:
+        elif not self._is_allowed(origin):
             await self._refuse(OriginError(origin), scope, receive, send)
         elif scope["type"] == "http":
             await self._serve_elsewhere(origin, scope, receive, send)
@@ -120,6 +122,11 @@ class OriginGuard:
             return False
         return self._demands_key_of(scope) or self._is_here(parts.hostname or "")
 
+    def _is_allowed(self, origin: str) -> bool:
+        if _ANY in self._allowed:
+            return len(origin) <= _MAX_ORIGIN_CHARACTERS
+        return origin in self._allowed
+
     def _is_for_us(self, host: str, scope: Scope) -> bool:
         """Whether a request without an origin may be for this host. Names without a dot are given
         on this machine or its network: nobody else can have them lead here."""
@@ -141,6 +148,8 @@ class OriginGuard:
         vary = (b"vary", b"origin")
         if scope["method"] == "OPTIONS" and header_of(scope, b"access-control-request-method"):
             asked = header_of(scope, b"access-control-request-headers") or ""
+            if len(asked) > _MAX_ASKED_CHARACTERS:
+                asked = ""
             headers = [
                 allow,
                 vary,

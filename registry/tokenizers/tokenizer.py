@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -15,6 +15,15 @@ import tokenizers
 
 from millrace.registry.chat_template import NO_ARGUMENTS, ChatTemplate, given_template
 from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
+from millrace.registry.template_text import TemplateText
+from millrace.registry.tokenizers.content import ContentTokenizer
+from millrace.registry.tokenizers.long_texts import (
+    PIECE_CHARACTERS,
+    TextTooLongError,
+    check_length,
+    ids_in_pieces,
+    ids_of,
+)
 from millrace.registry.tokenizers.pairs import AroundPair, around_pair, cut_pair
 from millrace.registry.tokenizers.text_rules import TextRules, text_rules
 from millrace.registry.tokenizers.token_bytes import (
@@ -29,20 +38,8 @@ from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 
-# So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
-_PIECE_CHARACTERS = 16_384
-
 # One text at a time gains nothing by the backend's own threads: it is to run in the caller's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-class TextTooLongError(Exception):
-    """A text has more tokens than it may: ``num_tokens``, or more if not ``is_exact``."""
-
-    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
-        super().__init__(f"{num_tokens} tokens")
-        self.num_tokens = num_tokens
-        self.is_exact = is_exact
 
 
 class Tokenizer:
@@ -63,6 +60,8 @@ class Tokenizer:
         rules: TextRules = TextRules(),  # noqa: B008  (immutable)
         reasoning_format: ReasoningFormat | None = None,
         special_texts: Mapping[str, str] = MappingProxyType({}),
+        *,
+        control_tokens_in_content: bool = False,
     ) -> None:
         self.rules = rules
         self.reasoning_format = reasoning_format
@@ -72,6 +71,9 @@ class Tokenizer:
         self.table = table
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(table.pieces)
+        self._content = (
+            None if control_tokens_in_content else ContentTokenizer(backend, self.vocab_size)
+        )
         added = backend.get_added_tokens_decoder()
         # Without what marks calls and thoughts in the text nobody could tell these from content.
         shown = set(TAGS)
@@ -87,10 +89,12 @@ class Tokenizer:
         path: Path,
         tool_format: ToolFormat | None = None,
         reasoning_format: ReasoningFormat | Literal["none"] | None = None,
+        *,
+        control_tokens_in_content: bool = False,
     ) -> Tokenizer:
         """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
         how the model writes tool calls, ``reasoning_format`` how it marks its thoughts; None: as
-        its chat template shows.
+        its chat template shows. ``control_tokens_in_content``: content may spell control tokens.
 
         Raises CheckpointError naming the file at fault.
         """
@@ -115,6 +119,7 @@ class Tokenizer:
             text_rules(spec, tokens, [table.bytes_of(i) for i in range(len(tokens))]),
             None if reasoning_format == "none" else reasoning_format,
             special_texts,
+            control_tokens_in_content=control_tokens_in_content,
         )
 
     def with_chat_template(self, source: str) -> Self:
@@ -141,39 +146,30 @@ class Tokenizer:
         Raises TextTooLongError for more than ``max_tokens``; as soon as that is certain, which
         mostly is before any of it is tokenised.
         """
-        if max_tokens is not None:
-            least_tokens = self.rules.least_tokens(text)
-            if least_tokens > max_tokens:
-                raise TextTooLongError(least_tokens, is_exact=False)
-        if len(text) <= _PIECE_CHARACTERS:
-            ids = self._encode(text, add_special_tokens)
-        else:
-            ids = self._encode_long(text, add_special_tokens, max_tokens)
+        check_length(text, self.rules, max_tokens)
+        around = self.special_around if add_special_tokens else ([], [])
+        if around is not None and len(text) > PIECE_CHARACTERS:
+            bare = partial(self._encode, add_special_tokens=False)
+            return ids_in_pieces(text, self.rules, bare, max_tokens, around)
+        ids = self._encode(text, add_special_tokens)
         if max_tokens is not None and len(ids) > max_tokens:
             raise TextTooLongError(len(ids), is_exact=True)
         return ids
 
-    def _encode_long(
-        self, text: str, add_special_tokens: bool, max_tokens: int | None
-    ) -> list[int]:
-        around = self.special_around if add_special_tokens else ([], [])
-        if around is None:
-            return self._encode(text, add_special_tokens)
-        before, after = around
-        ids = list(before)
-        num_characters = 0
-        for piece in self.rules.pieces(text, _PIECE_CHARACTERS):
-            ids += self._encode(piece, add_special_tokens=False)
-            num_characters += len(piece)
-            num_tokens = len(ids) + len(after)
-            if max_tokens is not None and num_tokens > max_tokens:
-                raise TextTooLongError(num_tokens, is_exact=num_characters == len(text))
-        return ids + after
+    def encode_content(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text, with nothing around it. Control tokens spelled out in it are
+        recognised where the server wrote them, as a ``TemplateText`` says; everywhere if the
+        tokenizer was loaded with ``control_tokens_in_content``. Raises what ``encode`` does."""
+        if self._content is None:
+            return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        check_length(text, self.rules, max_tokens)
+        spelled = self._content.spelled(text)
+        return ids_in_pieces(spelled, self.rules, self._content.encode, max_tokens)
 
     def encode_pair(
         self, first: str, second: str, *, max_tokens: int, num_kept: int | None = None
     ) -> list[int]:
-        """Token ids of two texts that are read together, with what the model expects around and
+        """Token ids of two contents that are read together, with what the model expects around and
         between them. Of more than ``num_kept`` tokens, if that is given, the longer text is cut at
         its end first.
 
@@ -183,7 +179,7 @@ class Tokenizer:
         around = self._around_pair
         room = max_tokens if num_kept is None else None
         first_ids, second_ids = (
-            self.encode(text, add_special_tokens=False, max_tokens=room) for text in (first, second)
+            self.encode_content(text, max_tokens=room) for text in (first, second)
         )
         if num_kept is not None:
             left = num_kept - around.num_tokens
@@ -208,15 +204,7 @@ class Tokenizer:
         )
 
     def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> list[int]:
-        try:
-            # Unlike ``encode`` it lets other threads run, and it does not work out offsets.
-            [encoding] = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-        except (TypeError, UnicodeEncodeError) as error:
-            raise ParameterError("prompt", "the prompt is not valid Unicode text") from error
-        ids: list[int] = encoding.ids
-        return ids
+        return ids_of(self._backend, text, add_special_tokens)
 
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]] | None:
@@ -252,7 +240,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             arguments=arguments,
         )
-        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode_content(text, max_tokens=max_tokens)
 
     def render_chat(
         self,
@@ -262,7 +250,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
-    ) -> str:
+    ) -> TemplateText:
         """The text that ``encode_chat`` encodes."""
         if self._chat_template is None:
             raise ParameterError(

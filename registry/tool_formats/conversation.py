@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from millrace.registry.template_text import filled, joined, literal
 from millrace.registry.tool_formats.call_ids import short_id
 from millrace.registry.tool_formats.manners import CallManners
 from millrace.registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
@@ -22,6 +23,7 @@ _INTRODUCTION = (
     "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
     "for, and the JSON Schema of its arguments.\n<tools>\n{tools}\n</tools>\n"
 )
+_IN_LINES, _IN_PARAGRAPHS = "{first}\n{second}", "{first}\n\n{second}"
 _OTHERWISE = "Answer without a call when no tool is needed."
 _CONCLUSION = f"The results come between <tool_response> and </tool_response>. {_OTHERWISE}"
 
@@ -42,14 +44,15 @@ def messages_as_dicts(
     names: dict[str, str] = {}
     turns = []
     for message in messages:
-        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        role = literal(message.role)
+        turn: dict[str, Any] = {"role": role, "content": message.content}
         name = message.name
         if message.reasoning:
             turn["reasoning_content"] = turn["reasoning"] = message.reasoning
         if message.tool_calls:
             if manners.apart and message.content:
                 turns.append(turn)
-                turn = {"role": message.role, "content": ""}
+                turn = {"role": role, "content": ""}
             if manners.without_content:
                 turn["content"] = turn["content"] or None
             turn["tool_calls"] = [_call_as_dict(call, manners) for call in message.tool_calls]
@@ -120,23 +123,24 @@ def _with_description(
     if not tools:
         yield turns
         return
-    told = _description(tools, tool_format) + conclusion
+    told = joined((_description(tools, tool_format), literal(conclusion)))
     if turns and turns[0].role in ("system", "developer"):
-        yield [_with_text(turns[0], f"{turns[0].content}\n\n{told}"), *turns[1:]]
-        told = f"{turns[0].content}\n\n{told}"
+        told = filled(_IN_PARAGRAPHS, first=turns[0].content, second=told)
+        yield [_with_text(turns[0], told), *turns[1:]]
         turns = turns[1:]
     else:
         yield [ChatMessage("system", told), *turns]
     for i, turn in enumerate(turns):
         if turn.role == "user":
-            yield [*turns[:i], _with_text(turn, f"{told}\n\n{turn.content}"), *turns[i + 1 :]]
+            text = filled(_IN_PARAGRAPHS, first=told, second=turn.content)
+            yield [*turns[:i], _with_text(turn, text), *turns[i + 1 :]]
             return
 
 
 def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> str:
     lines = (json.dumps(tool_as_dict(tool)["function"], ensure_ascii=False) for tool in tools)
-    described = _INTRODUCTION.replace("{tools}", "\n".join(lines))
-    return described + INSTRUCTIONS[tool_format]
+    described = filled(_INTRODUCTION, tools="\n".join(lines))
+    return described + literal(INSTRUCTIONS[tool_format])
 
 
 def _turns_in_plain_text(
@@ -149,12 +153,13 @@ def _turns_in_plain_text(
     for message in messages:
         text = message.content
         if message.role == "tool":
-            text = f"<tool_response>\n{text}\n</tool_response>"
+            text = filled("<tool_response>\n{text}\n</tool_response>", text=text)
         elif message.tool_calls:
             calls = calls_as_text(message.tool_calls, tool_format)
-            text = f"{text}\n{calls}" if text else calls
+            text = filled(_IN_LINES, first=text, second=calls) if text else calls
         if were_results and message.role in ("tool", "user"):
-            turns[-1] = _with_text(turns[-1], f"{turns[-1].content}\n{text}")
+            told = filled(_IN_LINES, first=turns[-1].content, second=text)
+            turns[-1] = _with_text(turns[-1], told)
         elif message.role == "tool":
             turns.append(ChatMessage("user", text))
         else:

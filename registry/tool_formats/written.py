@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from millrace.registry.template_text import TemplateText, filled, joined, literal
 from millrace.registry.tool_formats.python_literals import as_literal
 from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
@@ -77,39 +78,41 @@ INSTRUCTIONS = {
 }
 
 
-def calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> str:
-    """What a model of this format writes to make these calls."""
+def calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> TemplateText:
+    """What a model of this format writes to make these calls: names and arguments are content."""
     match tool_format:
         case ToolFormat.HERMES:
-            return "\n".join(
-                f"<tool_call>\n{_in_json(call, 'arguments')}\n</tool_call>" for call in calls
-            )
-        case ToolFormat.LLAMA3:
-            return "; ".join(_in_json(call, "parameters") for call in calls)
-        case ToolFormat.PYTHONIC:
-            return "[" + ", ".join(map(_in_python, calls)) + "]"
-        case ToolFormat.MISTRAL:
-            return f"{CALLS_TAG}[" + ", ".join(_in_json(call, "arguments") for call in calls) + "]"
-        case ToolFormat.MISTRAL_V11:
-            return "".join(
-                f"{CALLS_TAG}{call.name}{ARGUMENTS_TAG}{call.arguments}" for call in calls
-            )
-        case ToolFormat.QWEN3_CODER:
-            return "\n".join(map(_in_qwen_s_tags, calls))
-        case ToolFormat.DEEPSEEK_V3:
-            told = (
-                f"{CALL_BEGIN}function{SEPARATOR}{call.name}\n{JSON_FENCE}\n{call.arguments}\n"
-                f"{FENCE}{CALL_END}"
+            return literal("\n").join(
+                filled("<tool_call>\n{call}\n</tool_call>", call=_in_json(call, "arguments"))
                 for call in calls
             )
-            return CALLS_BEGIN + "\n".join(told) + CALLS_END
-        case ToolFormat.DEEPSEEK_V31:
-            told = (
-                f"{CALL_BEGIN}{call.name}{SEPARATOR}{call.arguments}{CALL_END}" for call in calls
+        case ToolFormat.LLAMA3:
+            return literal("; ").join(_in_json(call, "parameters") for call in calls)
+        case ToolFormat.PYTHONIC:
+            return filled("[{calls}]", calls=literal(", ").join(map(_in_python, calls)))
+        case ToolFormat.MISTRAL:
+            told = literal(", ").join(_in_json(call, "arguments") for call in calls)
+            return filled(f"{CALLS_TAG}[{{calls}}]", calls=told)
+        case ToolFormat.MISTRAL_V11:
+            form = f"{CALLS_TAG}{{name}}{ARGUMENTS_TAG}{{arguments}}"
+            return joined(filled(form, name=call.name, arguments=call.arguments) for call in calls)
+        case ToolFormat.QWEN3_CODER:
+            return literal("\n").join(map(_in_qwen_s_tags, calls))
+        case ToolFormat.DEEPSEEK_V3:
+            form = (
+                f"{CALL_BEGIN}function{SEPARATOR}{{name}}\n{JSON_FENCE}\n{{arguments}}\n"
+                f"{FENCE}{CALL_END}"
             )
-            return CALLS_BEGIN + "".join(told) + CALLS_END
+            told = literal("\n").join(
+                filled(form, name=call.name, arguments=call.arguments) for call in calls
+            )
+            return filled(f"{CALLS_BEGIN}{{calls}}{CALLS_END}", calls=told)
+        case ToolFormat.DEEPSEEK_V31:
+            form = f"{CALL_BEGIN}{{name}}{SEPARATOR}{{arguments}}{CALL_END}"
+            told = joined(filled(form, name=call.name, arguments=call.arguments) for call in calls)
+            return filled(f"{CALLS_BEGIN}{{calls}}{CALLS_END}", calls=told)
         case ToolFormat.GLM45:
-            return "\n".join(map(_in_glm_s_tags, calls))
+            return literal("\n").join(map(_in_glm_s_tags, calls))
 
 
 def arguments_of(call: ToolCall) -> Any:
@@ -121,31 +124,34 @@ def arguments_of(call: ToolCall) -> Any:
     return value if isinstance(value, dict) else call.arguments
 
 
-def _in_json(call: ToolCall, key: str) -> str:
-    return f'{{"name": "{call.name}", "{key}": {call.arguments}}}'
+def _in_json(call: ToolCall, key: str) -> TemplateText:
+    form = '"name": "{name}", "{key}": {arguments}'
+    told = filled(form, name=call.name, key=literal(key), arguments=call.arguments)
+    return joined((literal("{"), told, literal("}")))
 
 
-def _in_python(call: ToolCall) -> str:
+def _in_python(call: ToolCall) -> TemplateText:
     arguments = arguments_of(call)
-    if isinstance(arguments, str):
-        return f"{call.name}({arguments})"
-    return f"{call.name}({', '.join(f'{key}={as_literal(arguments[key])}' for key in arguments)})"
+    if not isinstance(arguments, str):
+        pairs = (f"{key}={as_literal(arguments[key])}" for key in arguments)
+        arguments = ", ".join(pairs)
+    return filled("{name}({arguments})", name=call.name, arguments=arguments)
 
 
-def _in_qwen_s_tags(call: ToolCall) -> str:
-    parameters = (
-        f"{PARAMETER_TAG}{name}>\n{value}\n{PARAMETER_END}\n" for name, value in _as_texts(call)
+def _in_qwen_s_tags(call: ToolCall) -> TemplateText:
+    form = f"{PARAMETER_TAG}{{name}}>\n{{value}}\n{PARAMETER_END}\n"
+    parameters = joined(filled(form, name=name, value=value) for name, value in _as_texts(call))
+    return filled(
+        f"{OPENING_TAG}\n{FUNCTION_TAG}{{name}}>\n{{parameters}}{FUNCTION_END}\n{CLOSING_TAG}",
+        name=call.name,
+        parameters=parameters,
     )
-    inner = f"{FUNCTION_TAG}{call.name}>\n{''.join(parameters)}{FUNCTION_END}"
-    return f"{OPENING_TAG}\n{inner}\n{CLOSING_TAG}"
 
 
-def _in_glm_s_tags(call: ToolCall) -> str:
-    pairs = (
-        f"{KEY_TAG}{name}{KEY_END}\n{VALUE_TAG}{value}{VALUE_END}\n"
-        for name, value in _as_texts(call)
-    )
-    return f"{OPENING_TAG}{call.name}\n{''.join(pairs)}{CLOSING_TAG}"
+def _in_glm_s_tags(call: ToolCall) -> TemplateText:
+    form = f"{KEY_TAG}{{name}}{KEY_END}\n{VALUE_TAG}{{value}}{VALUE_END}\n"
+    pairs = joined(filled(form, name=name, value=value) for name, value in _as_texts(call))
+    return filled(f"{OPENING_TAG}{{name}}\n{{pairs}}{CLOSING_TAG}", name=call.name, pairs=pairs)
 
 
 def _as_texts(call: ToolCall) -> Iterator[tuple[str, str]]:

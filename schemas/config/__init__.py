@@ -56,6 +56,12 @@ class Config(Section, frozen=True, kw_only=True):
     catalogue: str = ""
     """Path of a models.yaml; empty: the built-in catalogue with the demo model."""
 
+    control_tokens_in_content: bool = False
+    """Whether messages, results and descriptions of tools may spell control tokens of a model, such
+    as ``<|im_end|>``. Off: their text stays text, and only the model's chat template makes control
+    tokens. On: anyone who can write into a prompt can forge a turn of it. Gateways and schedulers
+    need the same value."""
+
     log_level: str = "info"
     """Least severe log line that is written: ``debug``, ``info``, ``warning`` or ``error``."""
 

@@ -17,9 +17,17 @@ from urllib.parse import parse_qsl
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from millrace.runtime.http_server import ManagedServer
+from millrace.runtime.http.content_coding import (
+    ACCEPTED,
+    BadCodingError,
+    ContentCodingError,
+    RatioError,
+    with_decoded_body,
+)
+from millrace.runtime.http.protocol import HttpProtocol
+from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
-from millrace.schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
@@ -89,8 +97,11 @@ class HttpInterface:
         refusal = self._access.refusal_of_origin(scope)
         if refusal is not None:
             await _refuse(send, refusal)
-        elif path == "/ping" and method in {"GET", "HEAD"}:
-            await _answer(send, 200, b"Ok.\n")
+        elif path == "/ping":
+            if method in {"GET", "HEAD"}:
+                await _answer(send, 200, b"Ok.\n")
+            else:
+                await _answer(send, 405, b"Use GET or HEAD.\n", {"Allow": "GET, HEAD"})
         elif path not in {"/", "/query"}:
             await _answer(send, 404, b"There is no handle for this path. Use /ping or /?query=\n")
         elif method not in {"GET", "POST"}:
@@ -104,7 +115,7 @@ class HttpInterface:
         if refusal is not None:
             await _refuse(send, refusal)
             return
-        query_id = arguments.get("query_id") or str(uuid.uuid4())
+        query_id = shown(arguments.get("query_id") or str(uuid.uuid4()))
         headers = {
             "X-ClickHouse-Query-Id": query_id,
             "X-ClickHouse-Server-Display-Name": "millrace",
@@ -117,12 +128,16 @@ class HttpInterface:
             or "TabSeparated"
         )
         try:
-            body = await _read_body(receive)
+            body = await _read_body(with_decoded_body(scope, receive))
             sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
             _require_known(arguments)
             result = await self._reader.read(
                 require_reading(sql), _parameters(arguments), output_format, database or None
             )
+        except (ContentCodingError, BadCodingError, RatioError) as error:
+            more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
+            await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
+            return
         except QueryError as error:
             headers["X-ClickHouse-Exception-Code"] = str(error.number)
             await _answer(send, _status(error.number), f"{error.message}\n".encode(), headers)
@@ -142,9 +157,12 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
+                http=HttpProtocol,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                proxy_headers=False,
                 timeout_graceful_shutdown=2,
             )
         )

@@ -325,6 +325,29 @@ class TestDeadLetters:
         assert (result.status, result.error_code) == ("failed", "malformed_message")
 
     @pytest.mark.parametrize(
+        "field",
+        [
+            {"x" * 100_000: 1},
+            {"priority": "x" * 100_000},
+            {"tier": "x" * 100_000},
+            {"sampling": {"grammar": {"kind": "x" * 100_000}}},
+        ],
+    )
+    async def test_its_publisher_is_told_the_beginning_of_a_value(
+        self, bus: Bus, broker: Broker, field: dict[str, object]
+    ) -> None:
+        frames: list[Frame] = []
+        await bus.frames.subscribe("svc", lambda _id, frame: frames.append(frame))
+        body = {"request_id": "r1", "model": "demo", "prompt": "x", "reply": "svc", **field}
+        await broker.store("jobs.demo.free", msgspec.json.encode(body), codec.JSON_HEADERS)
+        assert await bus.jobs.pull(BY_HAND, 1, 0.2) == []
+        await eventually(lambda: len(frames) == 1)
+        assert isinstance(frames[0], Failed)
+        assert "x" * 201 not in frames[0].message
+        (dead,) = await broker.dead_jobs()
+        assert dead.message == frames[0].message
+
+    @pytest.mark.parametrize(
         ("payload", "content_type", "told_as"),
         [
             (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),

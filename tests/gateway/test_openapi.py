@@ -30,7 +30,7 @@ from tests.support.running_gateway import MODEL, RunningGateway
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _GOLDEN = Path(__file__).parent / "golden"
-_PAGES = {"/", "/ops"}
+_PAGES = {"/", "/ops", "/v1/ws"}  # pages, and what docs/asyncapi.json describes
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 
 Json = dict[str, Any]

@@ -163,6 +163,7 @@ def test_markers_are_checked(marker: str) -> None:
         (OFFERED, {"reasoning_effort": "minimal"}, "</think>"),
         ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, "low"),
         ("{{ custom.deep[1] }}", {"custom": {"deep": [1, 2]}}, "2"),
+        ("{{ documents[0].text }}", {"documents": [{"text": "of a book"}]}, "of a book"),
     ],
 )
 def test_whether_to_think_has_the_name_that_the_template_knows(
@@ -171,7 +172,14 @@ def test_whether_to_think_has_the_name_that_the_template_knows(
     assert ChatTemplate(source, {}).render([ASKED], arguments=arguments).endswith(end)
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("messages", "tools", "add_generation_prompt", "bos_token", "pad_token"),
+        *("raise_exception", "strftime_now", "range", "namespace", "dict", "cycler", "joiner"),
+        *("lipsum", "loop", "self"),
+    ],
+)
 def test_what_a_request_may_not_say(name: str) -> None:
     template = ChatTemplate(SWITCHED, {"bos_token": "<s>"})
     with pytest.raises(ParameterError) as caught:

@@ -16,6 +16,7 @@ from millrace.gateway.request.parsing import parse_chat, parse_completion
 from millrace.gateway.transport.decoding import decode
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.served import ServedModel
+from millrace.schemas.config import Config
 from millrace.schemas.errors import CheckpointError, ConfigError
 from millrace.schemas.jobs import Job
 from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
@@ -162,7 +163,7 @@ def test_an_engine_is_not_asked_for_what_it_cannot_do(path: Path) -> None:
 
 
 def test_models_show_their_defaults(path: Path) -> None:
-    models = models_of(catalogue_of(path))
+    models = models_of(catalogue_of(path), Config())
     assert models.card("tiny").sampling_defaults == SamplingDefaults()
     asyncio.run(models.get("tiny"))
     shown = json.loads(msgspec.json.encode(models.card("tiny")))["sampling_defaults"]

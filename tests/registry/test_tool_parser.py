@@ -289,7 +289,7 @@ def test_calls_come_back_as_they_were_made(
         for name, value in made
     ]
     written = [(name, json.dumps(value, ensure_ascii=ascii_only)) for name, value in made]
-    text = calls_as_text(
+    text: str = calls_as_text(
         [ToolCall(id="", name=name, arguments=arguments) for name, arguments in written],
         tool_format,
     )

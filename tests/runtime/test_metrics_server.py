@@ -70,8 +70,28 @@ async def test_what_is_no_scrape_is_refused(config: MetricsConfig) -> None:
         head = await http.head("/metrics")
         assert (head.status_code, head.content) == (200, b"")
         assert (await _raw(config, b"nonsense\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
-        assert await _raw(config, b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 100_000) == b""
         assert (await http.get("/metrics")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "request_line", "rest"),
+    [
+        (431, b"GET /metrics HTTP/1.1", b"Host: a\r\nX: " + b"x" * 2_000_000),
+        (431, b"GET /metrics HTTP/1.1", b"Host: a\r\n" + b"X: y\r\n" * 128 + b"\r\n"),
+        (400, b"GET /metrics HTTP/1.1", b"\r\n"),
+        (400, b"GET /metrics HTTP/1.1", b"Host: a\r\nHost: a\r\n\r\n"),
+        (501, b"POST /metrics HTTP/1.1", b"Host: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"),
+        (505, b"PRI * HTTP/2.0", b"\r\nSM\r\n\r\n"),
+        (200, b"GET /metrics HTTP/1.0", b"\r\n"),
+        (405, b"BREW /metrics HTTP/1.1", b"Host: a\r\n\r\n" + b"x" * 2_000_000),
+    ],
+)
+async def test_a_head_has_the_bounds_of_every_port(
+    config: MetricsConfig, status: int, request_line: bytes, rest: bytes
+) -> None:
+    async with monitored("worker", config):
+        answer = await _raw(config, request_line + b"\r\n" + rest)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_a_collector_that_fails_ends_nothing(config: MetricsConfig) -> None:
@@ -146,7 +166,7 @@ async def test_the_port_is_free_again_at_the_end(config: MetricsConfig) -> None:
 async def test_without_a_port_nothing_listens() -> None:
     async with monitored("worker", MetricsConfig()) as monitor:
         assert monitor.url == ""
-        assert b"millrace_build_info" in monitor.answer(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert b"millrace_build_info" in monitor.answer(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
 
 
 def test_a_tally_is_a_histogram_of_prometheus() -> None:

@@ -23,7 +23,7 @@ from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source
 from millrace.schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
 
@@ -123,7 +123,7 @@ class SocketSession(Client):
         """Stop a request; its ``done`` follows."""
         request = self._requests.get(client_request_id)
         if request is None:
-            text = f"No generation with the id {client_request_id!r} runs on this socket."
+            text = f"No generation with the id {shown(client_request_id)!r} runs on this socket."
             self.refuse(
                 Error(code="unknown_id", message=text, param="id", id=client_request_id), 404
             )
@@ -133,7 +133,10 @@ class SocketSession(Client):
             request.response.cancel(CancelReason.CLIENT)
 
     def refuse(self, error: Error, status: int, limit: str = "") -> None:
-        """Say why a message is refused, which over HTTP would have had that status."""
+        """Say why a message is refused, which over HTTP would have had that status. An id that is
+        longer than ids are is left out."""
+        if error.id is not None and len(error.id) > _MAX_ID_CHARACTERS:
+            error = msgspec.structs.replace(error, id=None)
         self.note_refusal(Refusal(status=status, code=error.code, message="", limit=limit))
         self.say(error)
 

@@ -16,7 +16,7 @@ from millrace.bus import codec
 from millrace.gateway.__main__ import models_of
 from millrace.gateway.rendering.chat import ChatRenderer
 from millrace.registry.catalogue import load_catalogue
-from millrace.schemas.config import GatewayConfig
+from millrace.schemas.config import Config, GatewayConfig
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.records import DeliveryRecord
 from tests.support.engine.checkpoints_made import write_catalogue
@@ -126,7 +126,7 @@ async def test_a_head_without_end_is_refused(front: RunningGateway) -> None:
     await writer.drain()
     writer.write(b"a" * 20_000)
     answer = await asyncio.wait_for(reader.read(), 5.0)
-    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"65536 bytes" in answer
     writer.close()
 
@@ -215,7 +215,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 async def test_a_tier_that_may_not_use_the_model_is_refused(tmp_path: Path) -> None:
-    models = models_of(load_catalogue(str(write_catalogue(tmp_path, MODEL, "pro"))))
+    models = models_of(load_catalogue(str(write_catalogue(tmp_path, MODEL, "pro"))), Config())
     async with (
         running_gateway(models=models) as front,
         httpx.AsyncClient(base_url=front.url, timeout=20) as http,

@@ -19,7 +19,14 @@ from millrace.gateway.__main__ import models_of
 from millrace.gateway.batches.lines import GenerationBatchEndpoint
 from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
 from millrace.registry.catalogue import BUILT_IN, load_catalogue
-from millrace.schemas.config import GatewayConfig, RedisConfig, TierPolicies, TierPolicy
+from millrace.schemas.config import (
+    Config,
+    GatewayConfig,
+    RedisConfig,
+    SchedulerConfig,
+    TierPolicies,
+    TierPolicy,
+)
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job, Tier
@@ -67,7 +74,9 @@ def _catalogue(folder: Path) -> str:
 
 @asynccontextmanager
 async def two_models(folder: Path, redis: RedisConfig | None = None) -> AsyncIterator[Fronts]:
-    models = models_of(load_catalogue(_catalogue(folder)), POLICIES)
+    models = models_of(
+        load_catalogue(_catalogue(folder)), Config(scheduler=SchedulerConfig(tiers=POLICIES))
+    )
     for name in (SMALL, LARGE):
         await models.get(name)
     async with AsyncExitStack() as stack:

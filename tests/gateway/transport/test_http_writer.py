@@ -35,7 +35,7 @@ def transport() -> _Transport:
 @pytest.fixture
 def writer(transport: _Transport) -> HttpWriter:
     lent = cast("asyncio.Transport", transport)
-    return HttpWriter(lent, FlowControl(cast("Any", lent)))
+    return HttpWriter(lent, FlowControl(cast("Any", lent)), "1.1")
 
 
 def test_what_is_held_leaves_in_one_piece_by_whatever_way(

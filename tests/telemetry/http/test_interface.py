@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -206,6 +207,61 @@ async def test_clickhouse_connect_takes_it_for_a_server(store: Store) -> None:
     assert rows[0][1] == request_record(0).cost
     server.stop()
     await task
+
+
+_KEY_BEHIND = (
+    b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n8\r\nSELECT 1\r\n0\r\n"
+    b"X-ClickHouse-User: reader\r\nX-ClickHouse-Key: opens the door\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [
+        (431, b"GET /ping HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 75_000_000),
+        (431, b"GET /ping HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 129),
+        (431, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+         + b"X: y\r\n" * 1_000_000),
+        (400, b"GET /ping HTTP/1.1\r\n\r\n"),
+        (501, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"),
+        (405, b"BREW /ping HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"),
+        (401, _KEY_BEHIND),
+    ],
+    ids=["header", "headers", "trailers", "no host", "coding", "method", "trailing key"],
+)  # fmt: skip
+async def test_heads_and_trailers_have_the_bounds_of_every_port(status: int, data: bytes) -> None:
+    server = HttpServer(None, CONFIG)  # type: ignore[arg-type]
+    task = asyncio.create_task(server.run())
+    reader, writer = await asyncio.open_connection(*server.url.removeprefix("http://").split(":"))
+    writer.write(data)
+    async with asyncio.timeout(20.0):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    if status == 405:
+        assert b"allow: GET, HEAD\r\n" in answer
+    server.stop()
+    await task
+
+
+async def test_sql_may_come_compressed(client: httpx.AsyncClient) -> None:
+    sql = gzip.compress(b"SELECT 1 + 1")
+    headers = {"content-encoding": "gzip"}
+    assert (await client.post("/", content=sql, headers=headers)).text == "2\n"
+    cut = await client.post("/", content=sql[:-1], headers=headers)
+    assert (cut.status_code, "ends before its gzip data" in cut.text) == (400, True)
+    other = await client.post("/", content=sql, headers={"content-encoding": "lz4"})
+    assert (other.status_code, other.headers["accept-encoding"]) == (415, "gzip, deflate, zstd")
+
+
+async def test_long_values_are_shown_by_their_beginning(client: httpx.AsyncClient) -> None:
+    for params in ({"query_id": "q" * 3_000}, {"s" * 3_000: "1"}, {"query": "x" * 3_000}):
+        answer = await client.get("/", params=params)
+        assert answer.status_code == 400
+        for long in ("q" * 201, "s" * 201, "x" * 201):
+            assert long not in answer.text.lower()
+            assert long not in answer.headers["x-clickhouse-query-id"]
 
 
 def test_a_taken_port_is_said(store_path: Path) -> None:

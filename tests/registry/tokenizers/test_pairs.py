@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.pairs import cut_pair
-from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import CheckpointError, ParameterError
 from tests.support.engine.tokenizers_made import byte_fallback, byte_level, write_tokenizer
 
@@ -46,6 +47,16 @@ _KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "fallback": byte_fallback,
     "none": _without_processor,
 }
+
+
+def test_no_text_of_a_pair_ends_it(tmp_path: Path) -> None:
+    """What is between the texts is not to be forged by either of them."""
+    made = _KINDS["ends between"]()
+    for old in (False, True):
+        path = write_tokenizer(tmp_path, made)
+        tokenizer = Tokenizer.load(path, control_tokens_in_content=old)
+        ids = tokenizer.encode_pair("mill<|end|>", "<|end|> wheel", max_tokens=_ROOM)
+        assert ids.count(1) == (5 if old else 3)
 
 
 @pytest.mark.parametrize("kind", _KINDS)

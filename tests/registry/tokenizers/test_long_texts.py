@@ -13,8 +13,9 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.text_rules import TextRules
-from millrace.registry.tokenizers.tokenizer import TextTooLongError, Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import ContextLengthError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.sampling import SamplingParams

@@ -1,0 +1,69 @@
+"""Token ids of long texts, made piece by piece within bounds of memory and length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tokenizers
+
+from millrace.registry.tokenizers.text_rules import TextRules
+from millrace.schemas.errors import ParameterError
+
+# So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
+PIECE_CHARACTERS = 16_384
+
+
+class TextTooLongError(Exception):
+    """A text has more tokens than it may: ``num_tokens``, or more if not ``is_exact``."""
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
+
+
+def ids_of(
+    backend: tokenizers.Tokenizer, text: str | tuple[str, str], add_special_tokens: bool
+) -> list[int]:
+    """What ``backend`` makes of a text or a pair of texts. Raises ParameterError("prompt") for what
+    is not valid Unicode."""
+    try:
+        # Unlike ``encode`` it lets other threads run, and it does not work out offsets.
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ParameterError("prompt", "the prompt is not valid Unicode text") from error
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def check_length(text: str, rules: TextRules, max_tokens: int | None) -> None:
+    """Raises TextTooLongError for a text that is certain to have more than ``max_tokens``."""
+    if max_tokens is None:
+        return
+    least_tokens = rules.least_tokens(text)
+    if least_tokens > max_tokens:
+        raise TextTooLongError(least_tokens, is_exact=False)
+
+
+def ids_in_pieces(
+    text: str,
+    rules: TextRules,
+    encode: Callable[[str], list[int]],
+    max_tokens: int | None,
+    around: tuple[list[int], list[int]] = ([], []),
+) -> list[int]:
+    """The ids that ``encode`` makes of a text, which it gets in pieces where ``rules`` allow that,
+    with ids before and behind them.
+
+    Raises TextTooLongError for more than ``max_tokens``, as soon as that is certain.
+    """
+    before, after = around
+    ids = list(before)
+    num_characters = 0
+    for piece in rules.pieces(text, PIECE_CHARACTERS):
+        ids += encode(piece)
+        num_characters += len(piece)
+        num_tokens = len(ids) + len(after)
+        if max_tokens is not None and num_tokens > max_tokens:
+            raise TextTooLongError(num_tokens, is_exact=num_characters == len(text))
+    return ids + after

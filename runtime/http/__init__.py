@@ -1,0 +1,1 @@
+"""HTTP/1.1 as every port takes it: heads, connections, the server, compressed bodies."""

@@ -1,0 +1,254 @@
+"""Bodies that clients compress (RFC 9110, section 8.4), decoded as they come and within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, Protocol
+
+from millrace.runtime.http.head import Headers, tokens
+from millrace.schemas.errors import MillraceError, PayloadTooLargeError, shown
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+ACCEPTED = "gzip, deflate, zstd"
+MAX_RATIO = 200
+# A body of this size may have any ratio.
+_FREE_BYTES = 1024 * 1024
+_PIECE_BYTES = 64 * 1024
+_MAX_CODINGS = 3
+_MAX_MEMBERS = 1_024  # of a gzip file, or frames of zstd
+_GZIP_WINDOW_BITS, _ZLIB_WINDOW_BITS, _RAW_WINDOW_BITS = 31, 15, -15
+_ZSTD_WINDOW_LOG = 23  # 8 MiB, the most that RFC 9659 has senders use
+_ZLIB_METHOD = 8
+_ENCODING, _LENGTH = b"content-encoding", b"content-length"
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+
+
+class ContentCodingError(MillraceError, code="unsupported_content_encoding", http_status=415):
+    """A body has a coding that is not taken; ``headers`` tell those that are."""
+
+    param = "content-encoding"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why} Send {ACCEPTED}, or a body without Content-Encoding.")
+        self.headers = [(b"accept-encoding", ACCEPTED.encode())]
+
+
+class BadCodingError(MillraceError, code="invalid_content_encoding", http_status=400):
+    """A body is not what its Content-Encoding says."""
+
+    param = "content-encoding"
+
+
+class RatioError(PayloadTooLargeError, code="compression_ratio_exceeded"):
+    """A body becomes too many times its size."""
+
+    param = "content-encoding"
+
+    def __init__(self) -> None:
+        MillraceError.__init__(
+            self,
+            f"The compressed body becomes more than {MAX_RATIO} times its size and more than "
+            f"{_FREE_BYTES} bytes. Send it without Content-Encoding.",
+        )
+
+
+def with_decoded_body(scope: Scope, receive: Receive) -> Receive:
+    """A ``receive`` of the body as it was before its codings. ``scope`` loses the headers that are
+    no longer true.
+
+    It raises ContentCodingError, BadCodingError and RatioError; after that, what still comes is
+    passed on as it is.
+    """
+    headers: Headers = scope["headers"]
+    if not any(name == _ENCODING for name, _ in headers):
+        return receive
+    codings = [token for token in tokens(headers, _ENCODING) if token != b"identity"]
+    if not codings:
+        return receive
+    scope["headers"] = [one for one in headers if one[0] not in (_ENCODING, _LENGTH)]
+    return _DecodedBody(codings, receive)
+
+
+class _DecodedBody:
+    def __init__(self, codings: list[bytes], receive: Receive) -> None:
+        self._codings = codings
+        self._receive = receive
+        self._stages: list[_Stage] | None = None
+        self._received = _Received()
+        self._pieces: Iterator[bytes] = iter(())
+        self._is_over = False
+
+    async def __call__(self) -> Event:
+        if self._is_over:
+            return await self._receive()
+        try:
+            if self._stages is None:
+                self._stages = _stages(self._codings, self._received)
+            while True:
+                for piece in self._pieces:
+                    await asyncio.sleep(0)  # other requests go on meanwhile
+                    return {"type": "http.request", "body": piece, "more_body": True}
+                if self._received.is_whole:
+                    for stage in self._stages:
+                        stage.finish()
+                    self._is_over = True
+                    return {"type": "http.request", "body": b"", "more_body": False}
+                event = await self._receive()
+                if event["type"] != "http.request":
+                    return event
+                body = event.get("body", b"")
+                self._received.num_bytes += len(body)
+                self._received.is_whole = not event.get("more_body", False)
+                self._pieces = _decoded(self._stages, body)
+        except MillraceError:
+            self._is_over = True
+            raise
+
+
+class _Received:
+    """What came over the connection."""
+
+    num_bytes = 0
+    is_whole = False
+
+
+def _decoded(stages: list[_Stage], data: bytes) -> Iterator[bytes]:
+    if not stages:
+        yield data
+        return
+    for piece in stages[0].decode(data):
+        yield from _decoded(stages[1:], piece)
+
+
+def _stages(codings: list[bytes], received: _Received) -> list[_Stage]:
+    """One for each coding, the last that was applied first."""
+    if len(codings) > _MAX_CODINGS:
+        raise ContentCodingError(f"The body has {len(codings)} codings, one over the other.")
+    stages = []
+    for coding in reversed(codings):
+        make = _CODECS.get(coding)
+        if make is None:
+            name = shown(coding.decode("latin-1"))
+            raise ContentCodingError(f"Content-Encoding {name} is not taken.")
+        stages.append(_Stage(coding.decode(), make, received))
+    return stages
+
+
+class _Codec(Protocol):
+    """Decodes one member of a gzip file, one frame of zstd, one stream of deflate."""
+
+    is_at_end: bool
+
+    def decode(self, data: bytes) -> tuple[bytes, bytes, bool]:
+        """A piece of the output, the input that is left, and whether more output is there."""
+        ...
+
+
+class _Stage:
+    """One coding of a body."""
+
+    def __init__(
+        self, coding: str, make: Callable[[bytes], _Codec | None], received: _Received
+    ) -> None:
+        self._coding = coding
+        self._make = make
+        self._received = received
+        self._codec: _Codec | None = None
+        self._held = b""
+        self._num_bytes = 0
+        self._num_members = 0
+
+    def decode(self, data: bytes) -> Iterator[bytes]:
+        data, has_more = self._held + data, False
+        self._held = b""
+        while data or has_more:
+            if self._codec is None:
+                self._begin(data)
+            if self._codec is None:
+                self._held = data
+                return
+            try:
+                piece, data, has_more = self._codec.decode(data)
+            except (zlib.error, zstd.ZstdError) as error:
+                raise BadCodingError(f"The body is not valid {self._coding}: {error}.") from error
+            self._num_bytes += len(piece)
+            if self._num_bytes > max(_FREE_BYTES, MAX_RATIO * self._received.num_bytes):
+                raise RatioError
+            if piece:
+                yield piece
+            if self._codec.is_at_end:
+                self._codec, has_more = None, False
+
+    def _begin(self, data: bytes) -> None:
+        if self._num_members and self._coding == "deflate":
+            raise BadCodingError("The body goes on behind the end of its deflate data.")
+        if self._num_members == _MAX_MEMBERS:
+            raise BadCodingError(f"The body has more than {_MAX_MEMBERS} {self._coding} streams.")
+        self._codec = self._make(data)
+        self._num_members += self._codec is not None
+
+    def finish(self) -> None:
+        """Raises BadCodingError if the body ends too early."""
+        if self._codec is not None or self._held:
+            raise BadCodingError(f"The body ends before its {self._coding} data does.")
+
+
+class _Zlib:
+    def __init__(self, window_bits: int) -> None:
+        self._inflater = zlib.decompressobj(window_bits)
+        self.is_at_end = False
+
+    def decode(self, data: bytes) -> tuple[bytes, bytes, bool]:
+        piece = self._inflater.decompress(data, _PIECE_BYTES)
+        self.is_at_end = self._inflater.eof
+        if self.is_at_end:
+            return piece, self._inflater.unused_data, False
+        return piece, self._inflater.unconsumed_tail, len(piece) == _PIECE_BYTES
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        limit: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
+        self._decompressor = zstd.ZstdDecompressor(options=limit)
+        self.is_at_end = False
+
+    def decode(self, data: bytes) -> tuple[bytes, bytes, bool]:
+        piece = self._decompressor.decompress(data, _PIECE_BYTES)
+        self.is_at_end = self._decompressor.eof
+        rest = self._decompressor.unused_data if self.is_at_end else b""
+        return piece, rest, not self._decompressor.needs_input
+
+
+def _gzip(_data: bytes) -> _Codec | None:
+    return _Zlib(_GZIP_WINDOW_BITS)
+
+
+def _deflate(data: bytes) -> _Codec | None:
+    """Of a stream with zlib's header, as the RFC has it, or without one, as some clients send it;
+    none as long as that is open."""
+    if len(data) < 2:
+        return None
+    has_header = data[0] & 0x0F == _ZLIB_METHOD and (data[0] << 8 | data[1]) % 31 == 0
+    return _Zlib(_ZLIB_WINDOW_BITS if has_header else _RAW_WINDOW_BITS)
+
+
+def _zstd(_data: bytes) -> _Codec | None:
+    return _Zstd()
+
+
+_CODECS: dict[bytes, Callable[[bytes], _Codec | None]] = {
+    b"gzip": _gzip,
+    b"x-gzip": _gzip,
+    b"deflate": _deflate,
+    b"zstd": _zstd,
+}
