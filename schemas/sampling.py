@@ -12,6 +12,8 @@ from millrace.schemas.errors import ParameterError
 
 # The keyword of a JSON Schema under which the grammar library takes its own settings.
 SCHEMA_SETTINGS = "x-guidance"
+# Begins a comment in a grammar of calls: the rules that follow are those of the tool named there.
+TOOL_MARK = "// tool "
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1

@@ -124,6 +124,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
             keep_transcript=await self._gateway.identity.keeps_transcripts(caller.tenant),
         )
         jobs = await self._gateway.maker.jobs(base, request, model, caller)
+        prepared = replace(prepared, request=replace(request, notices=jobs[0].notices))
         return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
 
 

@@ -37,7 +37,8 @@ _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 class ContentBlocks:
     """Blocks follow one another: one is open at most. Thoughts get ``signature`` and are left out
-    unless ``tells_thoughts``."""
+    unless ``tells_thoughts``. A call that was cut is told of in events, since they came before its
+    end, and is none of ``blocks``: clients run what has an ``input``."""
 
     def __init__(self, signature: str, *, tells_thoughts: bool) -> None:
         self.end: ChoiceEnd | None = None
@@ -66,6 +67,8 @@ class ContentBlocks:
         elif isinstance(part, ChoiceEnd):
             yield from self._stop()
             self.end = part
+            if part.is_call_cut:
+                self._done.pop()
 
     def open_text(self) -> Iterator[BlockEvent]:
         """Begin a block of text, unless one is open."""

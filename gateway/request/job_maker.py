@@ -14,10 +14,10 @@ from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
-from millrace.registry.tool_formats import call_grammar
+from millrace.registry.tool_formats import Dropped, call_grammar
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job, Source, Tier
-from millrace.schemas.notices import NoticeCode, Notices, bounded, notice
+from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
 from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolMode
 
@@ -117,7 +117,8 @@ class JobMaker:
     async def prepare(
         self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> Job:
-        """The job with token ids, within the windows of model and caller."""
+        """The job with token ids, within the windows of model and caller; its notices name what its
+        calls are not held to."""
         if request.truncate_prompt_tokens is not None:
             job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
         self.check_template(request.chat_template)
@@ -127,6 +128,7 @@ class JobMaker:
                 "tools", "tools need a model with a chat template, not only one of the request's."
             )
         sampling, notices = _sampling(request, model, tools)
+        notices = tuple(one for one in notices if one not in job.notices)
         if notices:
             job = replace(job, notices=bounded((*job.notices, *notices)))
         with_tools = tools if job.messages is not None else ()
@@ -201,24 +203,31 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 def _sampling(
     request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
 ) -> tuple[SamplingOptions, Notices]:
-    """What one job is drawn with. A call that is demanded is a grammar, and so is the format of a
-    custom tool, which is not kept if no grammar can be made of the tools together."""
+    """What one job is drawn with, and what that does not keep. A call that is demanded is a
+    grammar, and so is the format of a custom tool, which is not kept if no grammar can be made of
+    the tools together."""
     sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling, ()
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     patterns, answer = request.freeform_tools, sampling.grammar
     make = partial(call_grammar, model.tool_format, tools, choice, parallel, answer)
-    notices: Notices = ()
+    notices: list[Notice] = []
+    dropped = Dropped()
     try:
-        grammar = make(patterns)
+        grammar = make(patterns, dropped)
     except ParameterError as error:
         without = dict.fromkeys(patterns, "")
         if choice.mode is not ToolMode.AUTO or patterns == without:
             raise
-        grammar = make(without)
-        notices = (notice(NoticeCode.GRAMMAR_NOT_KEPT, error.param, error.message),)
-    return sampling if grammar is None else replace(sampling, grammar=grammar), notices
+        dropped = Dropped()
+        grammar = make(without, dropped)
+        notices.append(notice(NoticeCode.GRAMMAR_NOT_KEPT, error.param, error.message))
+    notices += (
+        notice(NoticeCode.SCHEMA_KEYWORD_DROPPED, "tools", str(keyword))
+        for keyword in dropped.keywords
+    )
+    return sampling if grammar is None else replace(sampling, grammar=grammar), tuple(notices)
 
 
 def _prepared(

@@ -44,6 +44,7 @@ from millrace.schemas.responses.events import (
 from millrace.schemas.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
+    IncompleteReason,
     Item,
     MessageItem,
     OutputText,
@@ -67,10 +68,10 @@ class OutputItems:
     """The output of one answer as far as its parts were taken.
 
     Ids of items and sequence numbers are functions of ``stem`` and of what the parts say together,
-    however it is cut into parts: so a stream that is read again says the same. ``reason`` is why
-    the answer ended, once it did. ``kinds`` says what calls are, by the names that the model knows
-    tools by; of another tool they are a function's. Thoughts are told a second time, for clients
-    that keep nothing else, if it ``seals`` them.
+    however it is cut into parts: so a stream that is read again says the same. ``incomplete`` is
+    why the answer ended before the model was done, if it did. ``kinds`` says what calls are, by the
+    names that the model knows tools by; of another tool they are a function's. Thoughts are told a
+    second time, for clients that keep nothing else, if it ``seals`` them.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class OutputItems:
         *,
         seals: bool = False,
     ) -> None:
-        self.reason = ""
+        self.incomplete: IncompleteReason | None = None
         self._stem = stem
         self._next_number = first_number
         self._describe = describe
@@ -238,11 +239,17 @@ class OutputItems:
         self._finish(item, events)
 
     def _end(self, part: ChoiceEnd, events: list[ResponseEvent]) -> None:
-        self.reason = part.reason
+        if part.reason == LENGTH:
+            self.incomplete = "max_output_tokens"
+        elif part.is_call_cut:
+            self.incomplete = "stop"
         if not self._done and self._open is None:
             # An answer of no words is a message too.
             self._message(events)
-        self._close("incomplete" if part.reason == LENGTH else "completed", events)
+        is_whole = self.incomplete is None or (
+            isinstance(self._open, GrowingCall) and not part.is_call_cut
+        )
+        self._close("completed" if is_whole else "incomplete", events)
 
     def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
         if isinstance(self._open, GrowingMessage):
@@ -299,7 +306,8 @@ class OutputItems:
         events: list[ResponseEvent],
     ) -> None:
         index = len(self._done)
-        if isinstance(item, FunctionCallItem):
+        is_whole = item.status == "completed"
+        if is_whole and isinstance(item, FunctionCallItem):
             events.append(
                 ArgumentsDone(
                     sequence_number=self.number(),
@@ -309,7 +317,7 @@ class OutputItems:
                     arguments=item.arguments,
                 )
             )
-        elif isinstance(item, CustomToolCallItem):
+        elif is_whole and isinstance(item, CustomToolCallItem):
             events.append(
                 InputDone(
                     sequence_number=self.number(),

@@ -13,7 +13,7 @@ from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
 from millrace.gateway.responses.input import THOUGHTS, named
-from millrace.gateway.responses.items import LENGTH, Describe, OutputItems
+from millrace.gateway.responses.items import Describe, OutputItems
 from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import (
@@ -109,7 +109,7 @@ class ResponseRenderer:
         return PartEvents(self._bytes_of(events))
 
     def last(self) -> bytes:
-        kind = ResponseIncomplete if self._items.reason == LENGTH else ResponseCompleted
+        kind = ResponseCompleted if self._items.incomplete is None else ResponseIncomplete
         event = kind(sequence_number=self._items.number(), response=self._final())
         return self._bytes_of([event])
 
@@ -227,11 +227,11 @@ class ResponseRenderer:
         return bytes_of(events)
 
     def _final(self) -> Response:
-        status: ResponseStatus = "incomplete" if self._items.reason == LENGTH else "completed"
+        reason = self._items.incomplete
         return msgspec.structs.replace(
-            self._response(status),
+            self._response("completed" if reason is None else "incomplete"),
             usage=_usage(self._response_stream.usage),
-            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            incomplete_details=None if reason is None else IncompleteDetails(reason=reason),
         )
 
     def _response(self, status: ResponseStatus) -> Response:

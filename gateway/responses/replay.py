@@ -74,15 +74,21 @@ def _events(response: Response) -> Iterator[ResponseEvent]:
     for part in _parts(response.output):
         yield from items.add(part)
     if response.status in ("completed", "incomplete"):
-        is_cut = response.status == "incomplete"
-        yield from items.add(ChoiceEnd(0, LENGTH if is_cut else "stop"))
-        kind = ResponseIncomplete if is_cut else ResponseCompleted
+        yield from items.add(_end_of(response))
+        kind = ResponseIncomplete if response.status == "incomplete" else ResponseCompleted
         yield kind(sequence_number=items.number(), response=response)
         return
     if response.error is not None:
         code, message = response.error.code, response.error.message
         yield StreamError(sequence_number=items.number(), code=code, message=message)
     yield ResponseFailed(sequence_number=items.number(), response=response)
+
+
+def _end_of(response: Response) -> ChoiceEnd:
+    why, last = response.incomplete_details, response.output[-1]
+    reason = LENGTH if why is not None and why.reason == "max_output_tokens" else "stop"
+    is_call = isinstance(last, FunctionCallItem | CustomToolCallItem | BuiltInCallItem)
+    return ChoiceEnd(0, reason, is_call_cut=is_call and last.status == "incomplete")
 
 
 def _described(logprobs: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:

@@ -77,6 +77,7 @@ class Choice:
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
     of the answer's content. ``must_call``: the first round is held to calls of tools.
+    ``is_call_cut``: the arguments of the last of ``client_calls`` are not whole.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Choice:
         self.pending: list[Part] = []
         self.had: list[Part] = []
         self.client_calls: list[ToolCall] = []
+        self.is_call_cut = False
         self.round_end: RoundEnd | None = None
         self.runs_tools = False
         self.turns: list[ChatMessage] = []
@@ -133,9 +135,11 @@ class Choice:
 
     @property
     def conversation(self) -> list[ChatMessage]:
-        """What was said so far, without thoughts: rounds of tools, then the last text and calls."""
+        """What was said so far, without thoughts: rounds of tools, then the last text and calls. A
+        call that was cut is left out: it has no result."""
         earlier = sum(len(turn.content) for turn in self.turns if turn.role == "assistant")
-        text, calls = self.text[earlier:], tuple(self.client_calls)
+        num_calls = len(self.client_calls) - self.is_call_cut
+        text, calls = self.text[earlier:], tuple(self.client_calls[:num_calls])
         turns = [msgspec.structs.replace(turn, reasoning="") for turn in self.turns]
         if not (text or calls):
             return turns
@@ -359,17 +363,25 @@ class Choice:
             self._think(thoughts, self.next_index, 0, (), parts)
             if text:
                 self._take(text, self.next_index, 0, (), parts)
-        if self._parser is not None:
-            is_cut_off = isinstance(terminal, Done) and terminal.finish_reason is _LENGTH
-            pieces = self._parser.finish(is_cut_off=is_cut_off)
+        is_cut = False
+        parser = self._parser
+        if parser is not None:
+            is_cut_off = isinstance(terminal, Done) and (
+                terminal.finish_reason is _LENGTH or isinstance(terminal.stop_reason, str)
+            )
+            pieces = parser.finish(is_cut_off=is_cut_off)
             self._parse(pieces, self.next_index, 0, (), parts)
+            is_cut = parser.is_last_call_cut or (is_cut_off and parser.is_cut_in_call)
+            self.is_call_cut = (
+                parser.is_last_call_cut and self._calls[-1].name not in self._own_tools
+            )
         if not isinstance(terminal, Done):
             self.end = terminal
             return
         calls = tuple(call.whole() for call in self._calls)
         self.client_calls += [call for call in calls if call.name not in self._own_tools]
-        has_stopped = terminal.finish_reason is FinishReason.STOP
-        if has_stopped and any(call.name in self._own_tools for call in calls):
+        has_called = terminal.finish_reason is FinishReason.STOP and bool(calls) and not is_cut
+        if has_called and any(call.name in self._own_tools for call in calls):
             self.round_end = RoundEnd(
                 reasoning="".join(self._round_thoughts),
                 text="".join(self._round_texts),
@@ -377,6 +389,6 @@ class Choice:
             )
             return
         self.end = terminal
-        self.reason = TOOL_CALLS if calls and has_stopped else terminal.finish_reason.value
+        self.reason = TOOL_CALLS if has_called else terminal.finish_reason.value
         self.stop_reason = terminal.stop_reason
-        parts.append(ChoiceEnd(self.index, self.reason, self.stop_reason))
+        parts.append(ChoiceEnd(self.index, self.reason, self.stop_reason, self.is_call_cut))

@@ -72,11 +72,13 @@ class StepPart(NamedTuple):
 
 class ChoiceEnd(NamedTuple):
     """A choice ended well: ``stop``, ``length`` or ``tool_calls``. ``stop_reason`` is the stop
-    string or the id of the stop token that ended it, if one did."""
+    string or the id of the stop token that ended it, if one did. ``is_call_cut``: the arguments of
+    the last call that the client was told of are not whole."""
 
     choice: int
     reason: str
     stop_reason: str | int | None = None
+    is_call_cut: bool = False
 
 
 Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd

@@ -1,6 +1,7 @@
 """Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
 
 from millrace.registry.tool_formats.call_ids import new_call_id
+from millrace.registry.tool_formats.dropped import Dropped, DroppedKeyword
 from millrace.registry.tool_formats.grammar import call_grammar
 from millrace.registry.tool_formats.parser import ToolCallParser
 from millrace.registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
@@ -9,6 +10,8 @@ __all__ = [
     "ArgumentsPiece",
     "CallPiece",
     "ContentPiece",
+    "Dropped",
+    "DroppedKeyword",
     "Piece",
     "ToolCallParser",
     "call_grammar",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from millrace.registry.json_schemas.keeping import Unkept
 from millrace.registry.tool_formats.argument_types import TEXT, kinds_of
+from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.flat_schema import FlatSchema, flat_schemas, listed, resolved
 from millrace.registry.tool_formats.scanners.xml_calls import (
     FUNCTION_END,
@@ -71,6 +74,7 @@ def rules_in_tags(
     number: int,
     schema: Mapping[str, Any],
     settings: Mapping[str, Any],
+    dropped: Dropped,
 ) -> Iterator[str]:
     """The rule ``one_<number>`` of a call with arguments between tags, in the order of the schema.
     Raises ParameterError for a parameter whose name or texts tags cannot hold."""
@@ -84,7 +88,9 @@ def rules_in_tags(
             arguments.append(f"value_{mark}" + ("" if name in form.required else "?"))
             opening = _joined(tags.opening, name, tags.gap)
             yield f"value_{mark}: {opening} ended_{mark} {tags.gap}"
-            yield from _value_in_tags(tags, tool, mark, one, schema, settings)
+            path = f"properties.{name}"
+            note = partial(_note_text, tool, path, dropped)
+            yield from _value_in_tags(tags, mark, one, schema, settings, note)
         after = literal(tags.after) if tags.after else ""
         before = _joined(tags.before, tool.name, tags.gap)
         calls.append(f"{before} {' '.join(arguments)} {after}")
@@ -98,11 +104,11 @@ def _joined(patterns: tuple[str, ...], name: str, gap: str) -> str:
 
 def _value_in_tags(
     tags: Tags,
-    tool: ToolDefinition,
     mark: str,
     one: Mapping[str, Any],
     root: Mapping[str, Any],
     settings: Mapping[str, Any],
+    note: Callable[[str, str], None],
 ) -> Iterator[str]:
     """The rule of a value and the tag that ends it."""
     kinds = kinds_of(one, root)
@@ -112,13 +118,17 @@ def _value_in_tags(
         yield f"ended_{mark}: json_{mark} {ending}"
         yield f"json_{mark}: %json {json.dumps({**one, **settings})}"
         return
-    pattern = text_pattern(one, root, tags.closing, strict=tool.strict)
+    pattern = text_pattern(one, root, tags.closing, note)
     if kinds == TEXT:
         yield f"ended_{mark}[lazy]: TEXT_{mark} {ending}"
     else:
         yield f"ended_{mark}: text_{mark} | {literal('null' + tags.ending)}"
         yield f"text_{mark}[lazy]: TEXT_{mark} {ending}"
     yield f"TEXT_{mark}: {pattern}"
+
+
+def _note_text(tool: ToolDefinition, path: str, dropped: Dropped, keyword: str, why: str) -> None:
+    dropped.add(tool, Unkept(path, keyword, why))
 
 
 def rules_in_python(

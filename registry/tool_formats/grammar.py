@@ -6,15 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
 from millrace.registry.tool_formats.annotations import without_annotations
 from millrace.registry.tool_formats.argument_rules import literal
+from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.freeform import held_to_patterns
 from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
 from millrace.registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
 from millrace.registry.tool_formats.scanners.mistral_calls import CALLS_TAG
 from millrace.registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.sampling import (
+    MAX_GRAMMAR_CHARACTERS,
+    SCHEMA_SETTINGS,
+    TOOL_MARK,
+    Grammar,
+    GrammarKind,
+)
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 MAX_PARALLEL_CALLS = 16
@@ -64,6 +72,7 @@ def call_grammar(
     parallel: bool,
     answer: Grammar | None = None,
     patterns: Mapping[str, str] = {},
+    dropped: Dropped | None = None,
 ) -> Grammar | None:
     """What the completion must match for ``choice``; None if it is free.
 
@@ -72,6 +81,7 @@ def call_grammar(
     are not ``parallel``: then it is content and calls that fit. NONE: ``answer``. Arguments have no
     properties that their schema does not speak of. The input of a tool whose name is in
     ``patterns`` is text that matches a regular expression there, any text if that is empty.
+    ``dropped`` is told of keywords of tools that are not strict which the grammar does not keep.
 
     Raises ParameterError for a choice of tools that there are not, parameters that are not those
     of an object, an answer of another form than JSON besides calls, and schemas that are too large
@@ -83,13 +93,14 @@ def call_grammar(
     alone = choice.mode is ToolMode.AUTO and parallel and answer is None
     tools = held_to_patterns(tools, patterns, tool_format, alone=alone)
     tools = tuple(map(without_annotations, tools))
+    dropped = Dropped() if dropped is None else dropped
     if choice.mode is ToolMode.AUTO:
         if answer is not None:
             frame = _calls_only(layout, parallel, " | answer")
-            return _grammar([frame, _answer(answer)], tool_format, tools)
+            return _grammar([frame, _answer(answer)], tool_format, tools, dropped)
         if parallel and not any(tool.strict for tool in tools):
             return None
-        return _grammar([_free(layout, parallel)], tool_format, tools)
+        return _grammar([_free(layout, parallel)], tool_format, tools, dropped)
     if choice.mode is ToolMode.NAMED:
         tools = [tool for tool in tools if tool.name == choice.name]
     if not tools:
@@ -99,7 +110,7 @@ def call_grammar(
             if choice.mode is ToolMode.NAMED
             else f"tool_choice {choice.mode} needs tools to choose from.",
         )
-    return _grammar([_calls_only(layout, parallel, "")], tool_format, tools)
+    return _grammar([_calls_only(layout, parallel, "")], tool_format, tools, dropped)
 
 
 def _calls_only(layout: _Layout, parallel: bool, or_answer: str) -> str:
@@ -151,25 +162,47 @@ def _answer(answer: Grammar) -> str:
             f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
         )
     if isinstance(schema, dict):
+        try:
+            schema = kept_schema(schema, refuse)
+        except UnkeptError as error:
+            raise ParameterError(
+                "response_format", f"The schema cannot be kept: {error}."
+            ) from error
+        except RecursionError as error:
+            raise ParameterError("response_format", "The schema is nested too deeply.") from error
         settings = schema.get(SCHEMA_SETTINGS, {})
         if not isinstance(settings, dict):
             raise ParameterError(
                 "response_format", f"{SCHEMA_SETTINGS} of the schema must be an object."
             )
-        style = {} if "whitespace_pattern" in settings else STYLE
+        style: dict[str, Any] = {"coerce_one_of": True}
+        if "whitespace_pattern" not in settings:
+            style |= STYLE
         schema = schema | {SCHEMA_SETTINGS: style | settings}
     return f"answer: %json {json.dumps(schema)}"
 
 
-def _grammar(rules: list[str], tool_format: ToolFormat, tools: Sequence[ToolDefinition]) -> Grammar:
+def _grammar(
+    rules: list[str],
+    tool_format: ToolFormat,
+    tools: Sequence[ToolDefinition],
+    dropped: Dropped,
+) -> Grammar:
+    # Those that are too large in any case are not looked through.
+    _check_length(sum(len(json.dumps(tool.parameters or {})) for tool in tools))
     lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        lines += rules_of_call(tool_format, tool, i)
+        lines.append(TOOL_MARK + tool.name)
+        lines += rules_of_call(tool_format, tool, i, dropped)
     text = "\n".join(line.strip() for line in lines) + "\n"
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
+    _check_length(len(text))
+    return Grammar(kind=GrammarKind.EBNF, text=text)
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_GRAMMAR_CHARACTERS:
         raise ParameterError(
             "tools",
-            f"The tools' schemas are too large to have calls follow them: {len(text)} characters "
-            f"of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
+            f"The tools' schemas are too large to have calls follow them: {num_characters} "
+            f"characters of at most {MAX_GRAMMAR_CHARACTERS}. Give fewer or smaller tools.",
         )
-    return Grammar(kind=GrammarKind.EBNF, text=text)

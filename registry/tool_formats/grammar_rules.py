@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema
 from millrace.registry.tool_formats.argument_rules import (
     GLM_TAGS,
     QWEN_TAGS,
@@ -14,6 +16,7 @@ from millrace.registry.tool_formats.argument_rules import (
     rules_in_tags,
 )
 from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
+from millrace.registry.tool_formats.dropped import Dropped, refusal
 from millrace.registry.tool_formats.scanners.deepseek_calls import (
     CALL_BEGIN,
     CALL_END,
@@ -31,10 +34,13 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 _ID = "/[a-zA-Z0-9]{9}/"
 
 
-def rules_of_call(tool_format: ToolFormat, tool: ToolDefinition, number: int) -> Iterator[str]:
-    """The rule ``one_<number>`` and those that it needs. Raises ParameterError for parameters that
-    are not those of an object, or that the format cannot write."""
-    schema = _schema(tool)
+def rules_of_call(
+    tool_format: ToolFormat, tool: ToolDefinition, number: int, dropped: Dropped
+) -> Iterator[str]:
+    """The rule ``one_<number>`` and those that it needs. ``dropped`` is told of keywords that the
+    rules do not keep. Raises ParameterError for parameters that are not those of an object, or that
+    the format cannot write."""
+    schema = _schema(tool, dropped)
     arguments = f"arguments_{number}"
     match tool_format:
         case ToolFormat.HERMES:
@@ -60,10 +66,10 @@ def rules_of_call(tool_format: ToolFormat, tool: ToolDefinition, number: int) ->
             yield from rules_in_python(tool, number, schema, _settings(tool))
             return
         case ToolFormat.QWEN3_CODER:
-            yield from rules_in_tags(QWEN_TAGS, tool, number, schema, _settings(tool))
+            yield from rules_in_tags(QWEN_TAGS, tool, number, schema, _settings(tool), dropped)
             return
         case ToolFormat.GLM45:
-            yield from rules_in_tags(GLM_TAGS, tool, number, schema, _settings(tool))
+            yield from rules_in_tags(GLM_TAGS, tool, number, schema, _settings(tool), dropped)
             return
     yield f"{arguments}: %json {json.dumps(schema | _settings(tool))}"
 
@@ -81,8 +87,8 @@ def _opening_in_json(tool: ToolDefinition, key: str) -> str:
     return " ".join(map(literal, pieces))
 
 
-def _schema(tool: ToolDefinition) -> dict[str, Any]:
-    """The schema of a tool's arguments."""
+def _schema(tool: ToolDefinition, dropped: Dropped) -> dict[str, Any]:
+    """The schema of a tool's arguments, as far as it can be kept."""
     schema = dict(tool.parameters or {})
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -92,7 +98,15 @@ def _schema(tool: ToolDefinition) -> dict[str, Any]:
     schema["type"] = "object"
     if may_be_closed(schema):
         schema["additionalProperties"] = False
-    return schema if tool.strict else with_closed_parts(schema)
+    try:
+        closed = schema if tool.strict else with_closed_parts(schema)
+        return kept_schema(closed, partial(dropped.add, tool))
+    except UnkeptError as error:
+        raise refusal(tool, error.unkept) from error
+    except RecursionError as error:
+        raise ParameterError(
+            "tools", f"The parameters of the tool {tool.name} are nested too deeply."
+        ) from error
 
 
 def _settings(tool: ToolDefinition) -> dict[str, Any]:

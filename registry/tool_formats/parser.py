@@ -22,6 +22,9 @@ class ToolCallParser:
 
     What has come out after a text depends on that text alone, not on how it was cut. A text that
     ``must_call`` holds calls and nothing else: what it breaks off in is no content.
+
+    After ``finish``, ``is_last_call_cut`` says that the arguments of the last call are not whole,
+    and ``is_cut_in_call`` that the text ended within a call, which may have no name yet.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ToolCallParser:
         self._after_call = False
         self._plain = bool(self._opening)
         self.num_calls = 0
+        self.is_last_call_cut = False
+        self.is_cut_in_call = False
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now that ``text`` has come."""
@@ -63,10 +68,17 @@ class ToolCallParser:
 
     def finish(self, *, is_cut_off: bool = False) -> list[Piece]:
         """What is left once the whole text has come; nothing may be pushed after it.
-        ``is_cut_off``: the model had more to say, so what a tag of calls begins is no content."""
+        ``is_cut_off``: the model had more to say, so what a tag of calls begins is no content.
+        Arguments that stopped being JSON are cut only then: otherwise they are all that the model
+        wrote."""
         pieces: list[Piece] = []
-        if self._step == self._in_call and self._scanner.certain:
-            self._scanner.finish()
+        scanner = self._scanner
+        self.is_cut_in_call = self._step == self._in_call and not scanner.is_whole
+        if self._step == self._in_call and scanner.certain:
+            if scanner.is_malformed and not is_cut_off:
+                self.is_cut_in_call = False
+            self.is_last_call_cut = self.is_cut_in_call
+            scanner.finish()
             self._take_arguments(pieces)
         elif not self._must_call:
             left = self._held

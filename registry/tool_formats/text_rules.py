@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from millrace.registry.tool_formats.argument_types import TEXT, kinds_on
 from millrace.registry.tool_formats.flat_schema import Walk, listed, resolved
-from millrace.schemas.errors import ParameterError
+
+# Told of a keyword, and why it is not followed.
+Note = Callable[[str, str], None]
 
 _ANY = r"(.|\n)"
 _YEAR, _MONTH, _DAY = "[0-9]{4}", "(0[1-9]|1[0-2])", "(0[1-9]|[12][0-9]|3[01])"
@@ -28,14 +30,6 @@ _FORMATS = {
     "hostname": _HOST,
     "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_HOST}",
 }
-# What says nothing of which texts fit, and what does and is followed.
-_KNOWN = frozenset(
-    {
-        *("title", "description", "default", "examples", "deprecated", "$comment", "$defs"),
-        *("definitions", "type", "enum", "const", "minLength", "maxLength", "pattern", "format"),
-        *("anyOf", "oneOf", "allOf", "$ref"),
-    }
-)
 _PARTS = ("allOf", "anyOf", "oneOf")
 _ABOUT_EACH_CHARACTER = frozenset({"enum", "const", "minLength", "pattern", "format"})
 # Anchors and looks that a pattern has within it; those at its ends are understood.
@@ -43,15 +37,18 @@ _LOOKS = re.compile(r"\\[bBAZ]|\(\?[=!<]|(?<!\\)(?<!\[)[\^$]")
 
 
 def text_pattern(
-    schema: Mapping[str, Any], root: Mapping[str, Any], closing_tag: str, *, strict: bool
+    schema: Mapping[str, Any],
+    root: Mapping[str, Any],
+    closing_tag: str,
+    note: Note,
 ) -> str:
     """The texts that fit a schema, as a pattern that ends before ``closing_tag``. What a schema
     admits besides texts is left out.
 
-    Keywords that cannot be followed are passed over, unless the tool is ``strict``: then they raise
-    ParameterError.
+    Keywords that cannot be followed are passed over, unless ``note`` raises: it is told of each,
+    and why.
     """
-    patterns = [*_patterns(schema, Walk(root), strict, 0), _without(closing_tag)]
+    patterns = [*_patterns(schema, Walk(root), note, 0), _without(closing_tag)]
     return " & ".join(patterns)
 
 
@@ -70,28 +67,26 @@ def fits_without_quotes(schema: Mapping[str, Any], root: Mapping[str, Any]) -> b
     return fits(schema, 0)
 
 
-def _patterns(schema: Any, walk: Walk, strict: bool, depth: int) -> Iterator[str]:
+def _patterns(schema: Any, walk: Walk, note: Note, depth: int) -> Iterator[str]:
     """All of which a text must match."""
     schema = resolved(schema, walk.root)
     if not walk.enters(schema, depth):
         yield f"/{_ANY}*/"
         return
-    if strict and (unknown := sorted(schema.keys() - _KNOWN)):
-        raise ParameterError("tools", f"{unknown[0]!r:.80} of a text cannot be followed strictly.")
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts = [value for value in values if isinstance(value, str)]
         yield "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
     yield _of_length(schema)
-    if isinstance(schema.get("format"), str) and (form := _format(schema["format"], strict)):
+    if isinstance(schema.get("format"), str) and (form := _format(schema["format"], note)):
         yield f"/{form}/"
-    if isinstance(schema.get("pattern"), str) and (found := _searched(schema["pattern"], strict)):
+    if isinstance(schema.get("pattern"), str) and (found := _searched(schema["pattern"], note)):
         yield f"/{found}/"
     for part in listed(schema, "allOf"):
-        yield from _patterns(part, walk, strict, depth + 1)
+        yield from _patterns(part, walk, note, depth + 1)
     for key in ("anyOf", "oneOf"):
         if branches := _texts_of(listed(schema, key), walk, depth):
-            told = (" & ".join(_patterns(one, walk, strict, depth + 1)) for one in branches)
+            told = (" & ".join(_patterns(one, walk, note, depth + 1)) for one in branches)
             yield "(" + " | ".join(f"({one})" for one in told) + ")"
 
 
@@ -113,24 +108,20 @@ def _number(schema: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _format(name: str, strict: bool) -> str:
-    if strict and name not in _FORMATS:
-        known = ", ".join(_FORMATS)
-        raise ParameterError(
-            "tools", f"The format {name!r:.80} cannot be followed strictly; {known} can."
-        )
+def _format(name: str, note: Note) -> str:
+    if name not in _FORMATS and name != "unknown":
+        note("format", f"{name!r:.80} is not known between tags; {', '.join(_FORMATS)} are")
     return _FORMATS.get(name, "")
 
 
-def _searched(pattern: str, strict: bool) -> str:
+def _searched(pattern: str, note: Note) -> str:
     """The pattern of the texts in which a schema's pattern is found."""
     inner = pattern.removeprefix("^")
     begins = inner != pattern
     ends = inner.endswith("$") and not inner.endswith("\\$")
     inner = inner[:-1] if ends else inner
     if _LOOKS.search(inner) or ((begins or ends) and _has_open_choice(inner)):
-        if strict:
-            raise ParameterError("tools", f"The pattern {pattern!r:.80} cannot be followed.")
+        note("pattern", f"{pattern!r:.80} has a boundary within it")
         return ""
     inner = re.sub(r"(?<!\\)/", r"\\/", inner).replace("\n", r"\n")
     return f"{'' if begins else _ANY + '*'}({inner}){'' if ends else _ANY + '*'}"

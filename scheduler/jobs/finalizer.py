@@ -134,7 +134,8 @@ class Finalizer:
         self, scheduled: ScheduledJob, terminal_status: TerminalStatus, now_ns: int
     ) -> RequestRecord:
         """Nobody knows for sure how many tokens its lost runs made, so its tenant is charged for
-        none; what is known of the time that they took was ours to pay."""
+        none, and the row has no prompt tokens; what is known of the time that they took was ours to
+        pay."""
         job = scheduled.job
         record = record_of(
             job, terminal_status.status, terminal_status.code, scheduled.next_epoch, now_ns
@@ -149,6 +150,7 @@ class Finalizer:
         pulled_tokens, kv_source = sum_pulled(lives)
         return replace(
             record,
+            prompt_tokens=0,
             lives=lives,
             device_us=device_us,
             device_cost=device_cost(prices, device_us),

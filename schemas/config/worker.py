@@ -240,6 +240,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     ageing_s: float = 10.0
     """Wait for which a request gains a level of priority; 0: never."""
 
+    grammar_helpers: int = 2
+    """Grammars that are compiled at a time, each with a thread and a process of its own. Tenants
+    share the time; one tenant has one helper less than there are, so that another's next grammar
+    does not wait. At least 1."""
+
     itl_bound_ms: float = 0.0
     """Time between tokens to keep: while others decode, chunks of prompts are cut so that a step is
     predicted to take no longer; 0: no bound."""

@@ -345,8 +345,14 @@ class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+IncompleteReason = Literal["max_output_tokens", "stop"]
+
+
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
+    """Why an answer ended before the model was done. ``stop``: within a call, by a string of
+    ``stop`` or because the model ended there."""
+
+    reason: IncompleteReason
 
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

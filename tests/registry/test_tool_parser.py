@@ -318,6 +318,37 @@ def test_calls_that_are_cut_off_leak_nothing(tool_format: ToolFormat, data: st.D
     assert {name for name, _ in told.calls} <= {"f-1"}
 
 
+@given(formats, st.data())
+def test_a_cut_call_is_told_from_a_whole_one(tool_format: ToolFormat, data: st.DataObject) -> None:
+    arguments = json.dumps({"a": data.draw(json_values), "b": "<x>[y](z)"})
+    calls = [ToolCall(id="", name="f-1", arguments=arguments)] * 2
+    text = calls_as_text(calls, tool_format)
+    end = data.draw(st.integers(0, len(text)))
+    reader = parser(tool_format, must_call=True)
+    told = Read([*reader.push(text[:end]), *reader.finish(is_cut_off=True)])
+    *earlier, last = [arguments for _, arguments in told.calls] or ["{}"]
+    assert all(isinstance(json.loads(one), dict) for one in earlier)
+    assert reader.is_last_call_cut is (not _is_object(last))
+    assert reader.is_cut_in_call >= reader.is_last_call_cut
+    assert last.startswith("{")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def test_malformed_arguments_are_cut_only_where_the_text_is() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1]'
+    for is_cut_off in (False, True):
+        reader = parser(HERMES)
+        reader.push(text)
+        reader.finish(is_cut_off=is_cut_off)
+        assert reader.is_last_call_cut is is_cut_off
+
+
 @pytest.mark.parametrize(
     ("tool_format", "text", "content"),
     [

@@ -142,7 +142,11 @@ class Engine:
         self._live = LiveRequests(self._planner, self._sampler)
         self._outputs: list[EngineOutput] = []
         self._grammars = Grammars(
-            runner.config.vocab_size, tokenizer, self._bell.ring, num_stages=runner.num_stages
+            runner.config.vocab_size,
+            tokenizer,
+            self._bell.ring,
+            num_stages=runner.num_stages,
+            num_helpers=config.grammar_helpers,
         )
         output_processor = OutputProcessor(
             cache=runner.cache,

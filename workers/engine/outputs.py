@@ -9,7 +9,7 @@ import msgspec
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.workers.engine.beams.group import BeamGroup
-from millrace.workers.engine.sequence import Sequence
+from millrace.workers.engine.sequence import Sequence, SequenceState
 from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest
 
 _US_PER_S = 1e6
@@ -75,12 +75,12 @@ def started_output(sequence: Sequence) -> EngineOutput:
 
 
 def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
-    """The sequence ends with ``error``."""
+    """The sequence ends with ``error``. One that never was in the batch has not started."""
     return _last_output(sequence, error=(error.code, error.message))
 
 
 def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
-    first = not sequence.started
+    first = not sequence.started and sequence.state is SequenceState.RUNNING
     return EngineOutput(
         request_id=sequence.request_id,
         choice=sequence.choice,
@@ -118,7 +118,8 @@ def beam_failure(group: BeamGroup, error: MillraceError) -> list[EngineOutput]:
         )
         for choice in range(group.search.width)
     ]
-    return _with_beginning(group, outputs)
+    ran = group.first.started or group.first.state is SequenceState.RUNNING
+    return _with_beginning(group, outputs) if ran else outputs
 
 
 def _with_beginning(group: BeamGroup, outputs: list[EngineOutput]) -> list[EngineOutput]:

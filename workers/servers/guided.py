@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -15,7 +16,7 @@ from millrace.schemas.errors import GrammarError, MillraceError
 from millrace.schemas.sampling import Grammar
 from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
 from millrace.workers.engine.grammar.probe import GrammarProbe
-from millrace.workers.engine.threads.tasks import TaskThreads
+from millrace.workers.engine.threads.fair_tasks import FairTasks
 from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.dialect import ServerStreamError
 
@@ -94,12 +95,14 @@ class Guide:
 
 
 class Guides:
-    """Makes guides for one model, on a thread of its own. Owns its probe until ``close``."""
+    """Makes guides for one model, on ``num_helpers`` threads whose time tenants share. Owns its
+    probe until ``close``."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, num_helpers: int = 1) -> None:
         self._model = model
-        self._probe = GrammarProbe()
-        self._threads = TaskThreads("grammar-compile", 1, COMPILE_STACK_BYTES)
+        self._probe = GrammarProbe(num_helpers=num_helpers)
+        self._threads = FairTasks("grammar-compile", num_helpers, COMPILE_STACK_BYTES)
+        self._lock = threading.Lock()
         self._library: GrammarLibrary | None = None
         self._good: dict[Grammar, None] = {}
 
@@ -113,20 +116,21 @@ class Guides:
         loop = asyncio.get_running_loop()
         compiled: asyncio.Future[Matcher] = loop.create_future()
         work = partial(self._compile, tuple(dict.fromkeys((read, grammar))), tuple(token_ids))
-        self._threads.submit(partial(_run, work, loop, compiled))
+        self._threads.submit(request.tenant, partial(_run, work, loop, compiled))
         matcher = await compiled
         assert self._library is not None
         ends = frozenset(request.eos_token_ids) if request.sampling.ignore_eos else frozenset()
         return Guide(matcher, self._library.num_words, ends)
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise GrammarError for one that cannot be compiled, or whose compiling would take the
-        server down."""
+    async def check(self, grammar: Grammar, tenant: str) -> None:
+        """Raise GrammarError for a tenant's grammar that cannot be compiled, or whose compiling
+        would take the server down."""
         if grammar in self._good:
             return
         loop = asyncio.get_running_loop()
         checked: asyncio.Future[None] = loop.create_future()
-        self._threads.submit(partial(_run, partial(self._probe.check, grammar), loop, checked))
+        work = partial(self._probe.check, grammar)
+        self._threads.submit(tenant, partial(_run, work, loop, checked))
         await checked
         self._good[grammar] = None
         if len(self._good) > _MAX_KNOWN:
@@ -137,8 +141,9 @@ class Guides:
         self._probe.close()
 
     def _compile(self, grammars: Sequence[Grammar], token_ids: tuple[int, ...]) -> Matcher:
-        if self._library is None:
-            self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
+        with self._lock:
+            if self._library is None:
+                self._library = GrammarLibrary(self._model.tokenizer, self._model.vocab_size)
         for grammar in grammars:
             self._probe.check(grammar)
             matcher = self._library.compile(grammar)

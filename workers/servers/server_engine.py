@@ -109,7 +109,7 @@ class ServerEngine(EngineLike):
         self._has_work = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
-        self._guides = Guides(model)
+        self._guides = Guides(model, config.grammar_helpers)
         self._tasks = Tasks()
         self._tasks.spawn(self._watch_load(), "watch the server")
         if process is not None:
@@ -201,7 +201,7 @@ class ServerEngine(EngineLike):
             return
         read = self._dialect.as_read(grammar)
         if not live.token_ids and grammar.kind in self._dialect.native_grammars:
-            await self._guides.check(read)
+            await self._guides.check(read, live.request.tenant)
             return
         live.guide = await self._guides.start(live.request, read, live.token_ids)
         if live.guide.complete:

@@ -53,6 +53,16 @@ class Scanner(ABC):
             at = self._step(text, at)
         return at
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the arguments have come."""
+        return self.status is not Status.OPEN
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether the arguments have stopped being JSON."""
+        return False
+
     def take_arguments(self) -> str:
         """The arguments that have come since the last time; nothing before it is ``certain``."""
         if not self.certain:

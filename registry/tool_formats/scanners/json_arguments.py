@@ -23,6 +23,14 @@ class JsonScanner(Scanner):
         self._behind_tag = behind_tag
         self._tail = ""
 
+    @property
+    def is_whole(self) -> bool:
+        return super().is_whole or (self.certain and not self._closers)
+
+    @property
+    def is_malformed(self) -> bool:
+        return self._step == self._in_malformed
+
     def finish(self) -> None:
         """What was kept back as a part of the tag belongs to the arguments."""
         self._arguments.append(self._tail)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from millrace.registry.tool_formats.argument_types import ArgumentTypes
 from millrace.registry.tool_formats.scanners.base import (
-    NO_ARGUMENTS,
     Scanner,
     Status,
     Step,
@@ -71,7 +70,7 @@ class XmlScanner(Scanner):
 
     def _begin_value(self) -> None:
         quoted = json.dumps(self._key, ensure_ascii=False)
-        self._arguments.append(f"{', ' if self._num_keys else '{'}{quoted}: ")
+        self._arguments.append(f"{', ' if self._num_keys else ''}{quoted}: ")
         self._num_keys += 1
         self._is_text = self._types.is_text(self.name, self._key)
         if self._is_text:
@@ -114,13 +113,19 @@ class XmlScanner(Scanner):
             self._arguments.append(self._types.as_json(self.name, self._key, value))
         self._step = self._before_key
 
+    def _begin_arguments(self) -> None:
+        """The call is certain: its object of arguments begins, unless it has begun."""
+        if not self.certain:
+            self.certain = True
+            self._arguments.append("{")
+
     @abstractmethod
     def _before_key(self, text: str, at: int) -> int:
         """The step before each argument, and behind the last one."""
 
     def _close(self, status: Status) -> None:
-        self.certain = True
-        self._arguments.append("}" if self._num_keys else NO_ARGUMENTS)
+        self._begin_arguments()
+        self._arguments.append("}")
         self.status = status
 
     def _end(self, at: int) -> int:
@@ -154,7 +159,7 @@ class QwenScanner(XmlScanner):
         if text[at] != ">":
             return self._fail(at)
         self.name, self._word = self._word, ""
-        self.certain = True
+        self._begin_arguments()
         self._step = self._before_key
         return at + 1
 
@@ -222,7 +227,7 @@ class GlmScanner(XmlScanner):
     def _in_tag(self, text: str, at: int) -> int:
         at = self._read_one_of(text, at, {KEY_TAG: self._in_key, CLOSING_TAG: self._closed})
         if self._step == self._in_key:
-            self.certain = True
+            self._begin_arguments()
         elif self._step == self._closed:
             self._closed(text, at)
         return at

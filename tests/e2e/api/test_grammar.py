@@ -100,9 +100,33 @@ async def test_a_stop_string_ends_it_within(http: httpx.AsyncClient) -> None:
     assert answer.finish_reason == "stop"
 
 
+LOOP = {
+    "$defs": {"Loop": {"type": "object", "properties": {}, "required": ["a"]}},
+    "$ref": "#/$defs/Loop",
+}
+LOOP["$defs"]["Loop"]["properties"]["a"] = {"$ref": "#/$defs/Loop"}  # type: ignore[index]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {"a": schema}}}}
+    for name, schema in (("good", {"type": "string"}), ("bad", {"pattern": "(", "type": "string"}))
+]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"guided_json": LOOP}, "nothing finite matches"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": LOOP},
+                }
+            },
+            "nothing finite matches",
+        ),
+        ({"guided_json": {"type": "object", "minProperties": 2}}, "minProperties"),
+        ({"guided_grammar": 'x: "a"\nstart: x b'}, "line 2, column 8: unknown name"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "the parameters of the tool bad: regex"),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_grammar": 'start: "a" b'}, "unknown name"),
         ({"guided_json": {"type": "objct"}}, "objct"),

@@ -142,6 +142,17 @@ async def test_a_call_that_is_demanded_is_made(client: openai.AsyncOpenAI) -> No
     assert answered.choices[0].message.content
 
 
+async def test_a_stop_string_within_a_demanded_call(client: openai.AsyncOpenAI) -> None:
+    options: dict[str, Any] = GREEDY | {"tools": [WEATHER], "tool_choice": "required"}
+    answer = await client.chat.completions.create(**options, stop=["}"])
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.to_dict()["stop_reason"]) == ("stop", "}")
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+
+
 async def test_the_gateway_runs_its_own_tool(client: openai.AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(
         **GREEDY, tool_choice="required", extra_body={"server_tools": ["weather"]}, max_tokens=64

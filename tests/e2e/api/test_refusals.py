@@ -1,4 +1,5 @@
-"""A request that is refused is a row in the store, on the page and in what a tenant used."""
+"""A request that is refused is a row in the store, on the page and in what a tenant used; one that
+the engine refused costs nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ import subprocess
 import sys
 import time
 import uuid
+from typing import Any
 
 import httpx
 import pytest
 from playwright.async_api import expect
 from websockets.asyncio.client import connect
 
+from millrace.bus.api import Bus
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 from tests.support.chromium import chromium
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -42,6 +47,67 @@ async def _refused_by_websocket(system: System, token: str) -> None:
         await socket.send(json.dumps({"type": "generate", "id": "a", **CHAT, "model": "absent"}))
         async with asyncio.timeout(30.0):
             assert json.loads(await socket.recv())["code"] == "model_not_found"
+
+
+# Each compiles as JSON, and is no grammar.
+BAD_PATTERN = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "("}},
+    "required": ["a"],
+}
+BAD_TOOL = {"name": "f", "parameters": BAD_PATTERN, "strict": True}
+
+
+async def test_requests_that_the_engine_refuses_cost_nothing(
+    system: System, http: httpx.AsyncClient, bus: Bus
+) -> None:
+    tenant = f"tenant-{uuid.uuid4().hex[:8]}"
+    made = json.loads(_cli(system, "keys", "create", "--tenant", tenant, "--json"))
+    headers = {"authorization": f"Bearer {made['key']}"}
+    tools = [{"type": "function", "function": BAD_TOOL}]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", CHAT | {"guided_regex": "(a", "n": 2}),
+        ("chat/completions", CHAT | {"guided_grammar": "start: b", "stream": True}),
+        ("chat/completions", CHAT | {"tools": tools, "tool_choice": "required"}),
+        ("completions", {"model": "demo", "prompt": "words", "guided_json": {"$ref": "#/a"}}),
+        ("responses", {"model": "demo", "input": "words", "guided_regex": "(?=a)b"}),
+    ]
+    for path, body in bodies:
+        answer = await http.post(f"/v1/{path}", json=body, headers=headers)
+        assert "grammar_invalid" in answer.text, answer.text
+    grammar = Grammar(kind=GrammarKind.REGEX, text="[")
+    await bus.jobs.publish(
+        Job(
+            request_id=f"job-{uuid.uuid4().hex}",
+            model="demo",
+            tenant=tenant,
+            messages=(ChatMessage(role="user", content="words"),),
+            sampling=SamplingParams(max_tokens=4, grammar=grammar),
+        )
+    )
+    good = await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}, headers=headers)
+    assert good.status_code == 200
+    columns = "status, error_code, price_version, toFloat64(cost) > 0 AS is_paid"
+    query = f"SELECT {columns} FROM requests_once WHERE tenant = '{tenant}'"
+
+    def are_stored() -> bool:
+        return len(system.sql(query)) == len(bodies) + 3
+
+    await eventually(are_stored, 60.0, "a row for each job")
+    rows = [tuple(row.values()) for row in system.sql(query)]
+    refused = [row for row in rows if row[0] == "failed"]
+    assert set(refused) == {("failed", "grammar_invalid", "", False)}
+    (paid,) = [row for row in rows if row[0] == "done"]
+    assert paid[3]
+    invoice = ("usage", "--tenant", tenant, "--from", "2026-01-01", "--invoice")
+    minutes = f"SELECT requests FROM usage_by_minute FINAL WHERE tenant = '{tenant}' AND cost > 0"
+    await eventually(lambda: bool(system.sql(minutes)), 60.0, "the usage of that minute")
+    (invoiced,) = json.loads(_cli(system, *invoice, "--format", "json"))["rows"]
+    assert (invoiced["requests"], float(invoiced["difference"])) == (1, 0.0)
+    limits = (await http.get("/v1/limits", headers=headers)).json()
+    spent = {float(account["spent"]) for account in limits["accounts"]}
+    # To the billionth, rounded up.
+    assert all(0 <= one - float(invoiced["amount"]) < 2e-9 for one in spent)
 
 
 @pytest.mark.browser

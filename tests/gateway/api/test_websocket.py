@@ -86,6 +86,18 @@ async def test_a_generation_from_its_start_to_its_end(socket: Socket) -> None:
     assert {m["request_id"] for m in messages} == {messages[0]["request_id"]}
 
 
+async def test_a_stop_string_within_a_call(front: RunningGateway, socket: Socket) -> None:
+    front.worker.script = lambda _job: '<tool_call>{"name": "f", "arguments": {"a": 1'
+    front.worker.stop_reason = "}"
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = {"messages": [{"role": "user", "content": "Call."}], "tools": [tool], "stop": ["}"]}
+    await socket.send("generate", id="a", model=MODEL, **asked)
+    messages = await socket.until("done", "a")
+    assert (messages[-1]["finish_reason"], messages[-1]["stop_reason"]) == ("stop", "}")
+    arguments = "".join(m["text"] for m in messages if m["type"] == "tool_arguments")
+    assert arguments == '{"a": 1'
+
+
 async def test_two_generations_share_a_socket(front: RunningGateway, socket: Socket) -> None:
     front.worker.gate.clear()
     await socket.send("generate", id="a", model=MODEL, prompt="first " * 20)

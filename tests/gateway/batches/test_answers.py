@@ -149,6 +149,15 @@ async def test_tool_calls_are_read(front: BatchGateway, worker: BatchWorker) -> 
     assert json.loads(function["arguments"]) == {"zone": "UTC"}
 
 
+async def test_what_calls_are_not_held_to_is_said(front: BatchGateway, worker: BatchWorker) -> None:
+    parameters = {"properties": {"zone": {"type": "string", "pattern": "^(?!x)"}}}
+    tool = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+    line = chat_line("t", "hello", tools=[tool], tool_choice="required")
+    (answer,) = await front.lines((await front.end(await front.begin([line]))).output_file_id)
+    (notice,) = answer["response"]["body"]["x-millrace-notice"]
+    assert notice["detail"] == "clock.properties.zone.pattern"
+
+
 async def test_what_cannot_be_honoured_is_in_the_error_file(
     front: BatchGateway, worker: BatchWorker
 ) -> None:

@@ -160,10 +160,58 @@ async def test_several_calls_are_blocks_of_their_own(sdk: anthropic.AsyncAnthrop
 async def test_a_call_that_was_cut_off(sdk: anthropic.AsyncAnthropic) -> None:
     asked = said(f"{CALL}", tools=[TOOL]) | {"max_tokens": 50}
     answer = await sdk.messages.create(**asked, tool_choice={"type": "any"})
-    assert answer.stop_reason == "max_tokens"
+    assert (answer.stop_reason, answer.content) == ("max_tokens", [])
+    async with sdk.messages.stream(**asked, tool_choice={"type": "any"}) as stream:
+        pieces = [event.partial_json async for event in stream if event.type == "input_json"]
+        streamed = await stream.get_final_message()
+    assert streamed.stop_reason == "max_tokens"
+    assert "".join(pieces) == '{"at": "'
+
+
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}])
+@pytest.mark.parametrize("text", ["", f"I look.\n{CALL}\n"])
+async def test_a_stop_sequence_within_a_call(
+    sdk: anthropic.AsyncAnthropic, front: RunningGateway, choice: Any, text: str
+) -> None:
+    """What came before the cut call stays, and nothing of that call looks whole."""
+    front.worker.script = lambda _job: text + CALL.partition("}")[0]
+    front.worker.stop_reason = "}"
+    asked = HELLO | {"tools": [TOOL], "tool_choice": choice, "stop_sequences": ["}"]}
+    whole = await sdk.messages.create(**asked)
+    assert (whole.stop_reason, whole.stop_sequence) == ("stop_sequence", "}")
+    told = [block.type for block in whole.content]
+    assert told == (["text", "tool_use"] if text else [])
+    async with sdk.messages.stream(**asked) as stream:
+        partial, types = "", list[str]()
+        async for event in stream:
+            types.append(event.type)
+            if event.type == "content_block_start":
+                partial = ""
+            elif event.type == "input_json":
+                partial += event.partial_json
+        streamed = await stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", "}")
+    assert partial == '{"at": "sky"'
+    assert types.count("content_block_stop") == len(told) + 1
+
+
+async def test_a_stop_sequence_behind_a_whole_call(
+    sdk: anthropic.AsyncAnthropic, front: RunningGateway
+) -> None:
+    front.worker.script = lambda _job: CALL.partition("</tool_call>")[0]
+    front.worker.stop_reason = "</tool_call>"
+    answer = await sdk.messages.create(**HELLO, tools=[TOOL], stop_sequences=["</tool_call>"])
     (call,) = answer.content
     assert isinstance(call, anthropic.types.ToolUseBlock)
-    assert list(call.input) == ["INVALID_JSON"]
+    assert (call.input, answer.stop_reason) == ({"at": "sky"}, "tool_use")
+
+
+async def test_a_call_that_is_no_json(sdk: anthropic.AsyncAnthropic) -> None:
+    """The model wrote all that it wanted to: the client answers it as it does any other."""
+    answer = await sdk.messages.create(**said(CALL.replace('"sky"', "]"), tools=[TOOL]))
+    (call,) = answer.content
+    assert isinstance(call, anthropic.types.ToolUseBlock)
+    assert (list(call.input), answer.stop_reason) == (["INVALID_JSON"], "tool_use")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -80,6 +80,91 @@ async def test_a_forced_call_that_was_cut_off_is_no_content(
     stream = await client.chat.completions.create(**options, tool_choice=choice, stream=True)
     deltas = [chunk.choices[0].delta async for chunk in stream]
     assert not any(delta.content or delta.tool_calls for delta in deltas)
+
+
+class Cut(NamedTuple):
+    """What a model wrote before a stop string, and the arguments of its calls by then."""
+
+    text: str
+    arguments: list[str]
+    content: str = ""
+
+
+CUTS = [
+    Cut(says("f", '{"a": "x"}').partition("}")[0], ['{"a": "x"']),
+    Cut(says("f", "{}").partition("}")[0], ["{"]),
+    Cut(
+        "Hm. " + says("f", "{}") + says("f", '{"a": 1}').partition("}")[0],
+        ["{}", '{"a": 1'],
+        "Hm.",
+    ),
+    Cut(f'{says("f", "{}")}\n<tool_call>{{"name": "f", "ar', ["{}"]),
+    Cut('Hm. <tool_call>{"name": "f"', [], "Hm."),
+]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("cut", CUTS)
+async def test_a_stop_string_within_a_call(
+    client: openai.AsyncOpenAI, front: RunningGateway, cut: Cut, choice: Any
+) -> None:
+    front.worker.script = lambda _job: cut.text
+    front.worker.stop_reason = "}"
+    options: dict[str, Any] = {
+        "model": "echo",
+        "messages": asks("Call."),
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "stop": ["}"],
+    }
+    answer = await client.chat.completions.create(**options)
+    (whole,) = answer.choices
+    assert whole.finish_reason == "stop"
+    assert whole.to_dict()["stop_reason"] == "}"
+    assert (whole.message.content or "") == cut.content
+    calls: Sequence[Any] = whole.message.tool_calls or ()
+    assert [call.function.arguments for call in calls] == cut.arguments
+    arguments, ends = list[str](), list[Any]()
+    async for chunk in await client.chat.completions.create(**options, stream=True):
+        (streamed,) = chunk.choices
+        for delta in streamed.delta.tool_calls or ():
+            assert delta.function is not None
+            arguments += [""] if delta.id is not None else []
+            arguments[delta.index] += delta.function.arguments or ""
+        if streamed.finish_reason is not None:
+            ends.append((streamed.finish_reason, streamed.to_dict()["stop_reason"]))
+    assert (arguments, ends) == (cut.arguments, [("stop", "}")])
+
+
+async def test_a_stop_string_behind_a_whole_call(
+    client: openai.AsyncOpenAI, front: RunningGateway
+) -> None:
+    front.worker.script = lambda _job: says("f", "{}").partition("</tool_call>")[0]
+    front.worker.stop_reason = "</tool_call>"
+    answer = await client.chat.completions.create(
+        model="echo", messages=asks("Call."), tools=[TOOL], stop="</tool_call>"
+    )
+    (choice,) = answer.choices
+    calls: Sequence[Any] = choice.message.tool_calls or ()
+    assert (choice.finish_reason, calls[0].function.arguments) == ("tool_calls", "{}")
+
+
+async def test_the_gateway_runs_no_tool_of_a_cut_call(
+    client: openai.AsyncOpenAI, front: RunningGateway, server: ToolServer
+) -> None:
+    calls = says("clock", "{}") + says("clock", '{"a": 1}')
+    for text in (calls.rpartition("}}")[0], says("clock", "{}").partition("}")[0]):
+        front.worker.script = lambda _job, text=text: text  # type: ignore[misc]
+        front.worker.stop_reason = "}"
+        answer = await client.chat.completions.create(
+            model="echo",
+            messages=asks("Call."),
+            stop="}",
+            extra_body={"server_tools": ["clock"]},
+        )
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert not server.seen
 
 
 async def test_streamed_calls(client: openai.AsyncOpenAI) -> None:

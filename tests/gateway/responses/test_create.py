@@ -112,6 +112,37 @@ async def test_tools_are_called_and_their_results_continue(
     assert prompt == "user:Well?|assistant:Let me look.weather|tool:wet"
 
 
+async def test_a_stop_string_within_a_call_leaves_the_answer_incomplete(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    cut = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bath"'
+    says(front, cut, cut, "Rain.")
+    front.worker.stop_reason = "}"
+    asked: dict[str, Any] = {"model": MODEL, "input": "Well?", "tools": [_WEATHER]}
+    stop = {"stop": ["}"]}
+    whole = await client.responses.create(**asked, extra_body=stop)
+    stream = await client.responses.create(**asked, extra_body=stop, stream=True)
+    events = [event async for event in stream]
+    assert events[-1].type == "response.incomplete"
+    streamed = events[-1].response
+    assert "response.function_call_arguments.done" not in [event.type for event in events]
+    for response in (whole, streamed):
+        details = response.incomplete_details
+        assert details is not None
+        assert (response.status, str(details.reason)) == ("incomplete", "stop")
+        (call,) = response.output
+        assert call.type == "function_call"
+        assert (call.status, call.arguments) == ("incomplete", '{"city": "Bath"')
+
+    front.worker.stop_reason = None
+    after = await client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=streamed.id, tools=[_WEATHER]
+    )
+    assert after.output_text == "Rain."
+    prompt = bytes(front.worker.jobs[-1].prompt_token_ids or ()).decode()
+    assert prompt == "user:Well?|user:And now?"
+
+
 async def test_tools_of_the_gateway_are_steps_of_the_answer(
     redis: RedisConfig, tmp_path: Path
 ) -> None:

@@ -162,6 +162,16 @@ def test_an_answer_that_was_too_long_is_incomplete() -> None:
     assert response["usage"]["total_tokens"] == 14
 
 
+def test_a_whole_call_in_an_answer_that_was_too_long_is_completed() -> None:
+    parts: list[Part] = [
+        CallStart(0, 0, "c", "f"),
+        CallArguments(0, 0, "{}"),
+        ChoiceEnd(0, "length"),
+    ]
+    response = events_of(stream_of(parts))[-1]["response"]
+    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "completed")
+
+
 def test_a_failure_is_told_twice() -> None:
     renderer = renderer_of()
     events = events_of(

@@ -57,6 +57,21 @@ async def request(http: httpx.AsyncClient, text: str, **fields: Any) -> httpx.Re
     return await http.post("/v1/chat/completions", json=body)
 
 
+async def test_a_cut_call_is_not_kept(
+    front: RunningGateway, http: httpx.AsyncClient, redis: Redis
+) -> None:
+    front.worker.script = lambda _job: 'Hm.<tool_call>{"name": "f", "arguments": {"a": 1'
+    front.worker.stop_reason = "}"
+    tool = {"type": "function", "function": {"name": "f"}}
+    answer = (await request(http, "q1", tools=[tool], stop="}")).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    kept = (await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]
+    assert [(one["role"], one["content"], one.get("tool_calls")) for one in kept] == [
+        ("user", "q1", None),
+        ("assistant", "Hm.", None),
+    ]
+
+
 async def test_a_conversation_over_http(
     front: RunningGateway, http: httpx.AsyncClient, model: ServedModel
 ) -> None:

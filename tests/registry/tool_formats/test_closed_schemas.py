@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.registry.tool_formats.closed_schema import with_closed_parts
+from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.grammar_rules import rules_of_call
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 
@@ -109,5 +110,5 @@ def test_a_tool_closes_what_is_within_unless_it_is_strict() -> None:
     parameters = {"type": "object", "properties": {"x": _OPEN}}
     for strict, count in ((False, 2), (True, 1)):
         tool = ToolDefinition(name="f", parameters=parameters, strict=strict)
-        rules = "\n".join(rules_of_call(ToolFormat.HERMES, tool, 0))
+        rules = "\n".join(rules_of_call(ToolFormat.HERMES, tool, 0, Dropped()))
         assert rules.count('"additionalProperties": false') == count

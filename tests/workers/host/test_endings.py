@@ -32,7 +32,8 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
     async with bench(demo) as b:
         job = b.job(tenant="t", user="u", session_id="s", model_requested="auto")
         assert (await b.dispatch(job)).ok
-        assert b.engine.added["r1:1"].prompt_token_ids == (10, 11, 12)
+        added = b.engine.added["r1:1"]
+        assert (added.prompt_token_ids, added.tenant) == ((10, 11, 12), "t")
         await b.settle(1.0)
         b.engine.step(
             EngineOutput(
@@ -155,6 +156,35 @@ async def test_cancelled_before_it_started(demo: ServedModel) -> None:
         assert await b.ended() == Cancelled(epoch=1)
         (record,) = await b.records()
         assert (record.started_ns, record.ttft_ms, record.queue_ms) == (0, 0.0, 0.0)
+        assert (record.cost, record.price_version) == (Decimal(0), "")
+        assert b.kinds() == ["Cancelled"]
+
+
+async def test_a_request_that_the_engine_refuses_costs_nothing(demo: ServedModel) -> None:
+    """It counts as a request, of no tokens."""
+    async with bench(demo) as b:
+        await b.dispatch(b.job(store_result=True, tenant="t"))
+        b.engine.step(EngineOutput(request_id="r1:1", error=("grammar_invalid", "no")))
+        assert await b.ended() == Failed(epoch=1, code="grammar_invalid", message="no")
+        assert b.of()[:-1] == [Usage(epoch=1)]
+        (record,) = await b.records()
+        assert (record.cost, record.price_version, record.started_ns) == (Decimal(0), "", 0)
+        assert (record.status, record.prompt_tokens) == (Status.FAILED, 3)
+        result = await b.peer.results.fetch("t", "r1")
+        assert result is not None
+        assert result.usage == Usage()
+
+
+async def test_a_request_that_fails_after_its_prompt_was_computed_is_paid(
+    demo: ServedModel,
+) -> None:
+    async with bench(demo) as b:
+        await b.dispatch()
+        error = ("grammar_invalid", "It cannot be followed any further.")
+        b.engine.step(EngineOutput(request_id="r1:1", error=error, started=True))
+        await b.ended()
+        (record,) = await b.records()
+        assert (record.cost, record.price_version) == (Decimal(3) / 1_000_000, "v1")
 
 
 async def test_the_deadline_passes(demo: ServedModel) -> None:
@@ -175,6 +205,8 @@ async def test_a_deadline_that_has_passed_never_reaches_the_engine(demo: ServedM
         await b.dispatch(b.job(deadline_ns=b.clock.now_ns()))
         assert await b.ended() == Expired(epoch=1)
         assert not b.engine.added
+        (record,) = await b.records()
+        assert (record.cost, record.price_version) == (Decimal(0), "")
 
 
 async def test_an_engine_error_fails_the_request_only(demo: ServedModel) -> None:

@@ -16,9 +16,10 @@ from millrace.schemas.sampling import Grammar, SamplingParams
 from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
 from millrace.workers.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
 from millrace.workers.engine.sequence import Sequence, SequenceState
+from millrace.workers.engine.threads.fair_tasks import FairTasks
 from millrace.workers.engine.threads.tasks import TaskThreads
+from millrace.workers.engine.types import EngineRequest
 
-NUM_COMPILE_THREADS = 2
 MAX_CACHED_GRAMMARS = 128
 
 _log = logging.getLogger(__name__)
@@ -38,13 +39,21 @@ class Settled(NamedTuple):
     error: GrammarError | None
 
 
+class _Kept(NamedTuple):
+    """A grammar's matcher at its start, or why there is none; ``tenant`` was the first to ask."""
+
+    tenant: str
+    start: Future[Matcher]
+
+
 class GrammarCompiler:
     """Gives each sequence a matcher of its own, and then calls it ready.
 
-    ``compile_grammar`` is called once for each grammar that is not among the last
-    ``MAX_CACHED_GRAMMARS``; its refusals are kept as well, so that nobody gets the threads busy
-    with a bad grammar twice. ``on_settled`` is called on a compiling thread when sequences are
-    ready or over.
+    ``compile_grammar`` is called once for each grammar that is not among the
+    ``MAX_CACHED_GRAMMARS`` that are kept, refusals too. It runs on ``num_helpers`` threads, whose
+    time tenants share; what is kept waits for none of them. Where there is no more room, the tenant
+    that has the most gives up its oldest. ``on_settled`` is called on one of these threads when
+    sequences are ready or over.
     """
 
     def __init__(
@@ -52,13 +61,15 @@ class GrammarCompiler:
         compile_grammar: Compile,
         with_reasoning: ReasoningMatchers,
         on_settled: Callable[[], None],
+        num_helpers: int = 1,
     ) -> None:
         self._compile = compile_grammar
         self._with_reasoning = with_reasoning
         self._on_settled = on_settled
-        self._threads = TaskThreads("grammar-compile", NUM_COMPILE_THREADS, COMPILE_STACK_BYTES)
+        self._helpers = FairTasks("grammar-compile", num_helpers, COMPILE_STACK_BYTES)
+        self._quick = TaskThreads("grammar-start", 1, COMPILE_STACK_BYTES)
         self._lock = threading.Lock()
-        self._cache: collections.OrderedDict[Grammar, Future[Matcher]] = collections.OrderedDict()
+        self._cache: collections.OrderedDict[Grammar, _Kept] = collections.OrderedDict()
         self._settled: collections.deque[Settled] = collections.deque()
 
     def submit(self, choices: Rows[Sequence]) -> None:
@@ -73,11 +84,15 @@ class GrammarCompiler:
             return
         for sequence in choices:
             sequence.ready = False
-        self._threads.submit(functools.partial(self._prepare, choices))
+        task = functools.partial(self._prepare, choices)
+        if self._must_compile(request.sampling.grammar):
+            self._helpers.submit(request.tenant, task)
+        else:
+            self._quick.submit(task)
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Have something else done where grammars are compiled."""
-        self._threads.submit(task)
+    def run_soon(self, task: Callable[[], None]) -> None:
+        """Have something else done that grammars need."""
+        self._quick.submit(task)
 
     def pop_settled(self) -> list[Settled]:
         """Those that are over, each once, by their first choice; cancelled ones may be there."""
@@ -92,7 +107,7 @@ class GrammarCompiler:
         if first.state is SequenceState.FINISHED:
             return
         try:
-            start = self._begin(request.sampling)
+            start = self._begin(request)
             start.accept(request.output_token_ids)
         except GrammarError as error:
             self._settled.append(Settled(first, error))
@@ -107,10 +122,10 @@ class GrammarCompiler:
                 _give_matchers(choices, start)
         self._on_settled()
 
-    def _begin(self, sampling: SamplingParams) -> Matcher | ReasoningMatcher:
-        """A matcher at the start of what the sampling parameters ask for."""
-        grammar = sampling.grammar
-        inner = None if grammar is None else self._start_of(grammar).copy()
+    def _begin(self, request: EngineRequest) -> Matcher | ReasoningMatcher:
+        """A matcher at the start of what the request's sampling parameters ask for."""
+        sampling, grammar = request.sampling, request.sampling.grammar
+        inner = None if grammar is None else self._start_of(grammar, request.tenant).copy()
         if inner is not None and sampling.reasoning is None:
             return inner
         return self._with_reasoning(inner, sampling)
@@ -122,24 +137,32 @@ class GrammarCompiler:
             return None
         with self._lock:
             known = self._cache.get(grammar)
-            if known is None or not known.done() or known.exception() is not None:
+            if known is None or not known.start.done() or known.start.exception() is not None:
                 return None
             self._cache.move_to_end(grammar)
-            return known.result()
+            return known.start.result()
 
-    def _start_of(self, grammar: Grammar) -> Matcher:
-        """The compiled grammar; whoever asks for it first compiles it, the others wait."""
+    def _must_compile(self, grammar: Grammar | None) -> bool:
+        """Whether it is not known yet what comes of the grammar, if there is one."""
+        if grammar is None:
+            return False
+        with self._lock:
+            known = self._cache.get(grammar)
+            return known is None or not known.start.done()
+
+    def _start_of(self, grammar: Grammar, tenant: str) -> Matcher:
+        """The compiled grammar; the first request for it compiles it, the others wait."""
         with self._lock:
             known = self._cache.get(grammar)
             if known is None:
                 future: Future[Matcher] = Future()
-                self._cache[grammar] = future
+                self._cache[grammar] = _Kept(tenant, future)
                 if len(self._cache) > MAX_CACHED_GRAMMARS:
-                    self._cache.popitem(last=False)
+                    self._make_room()
             else:
                 self._cache.move_to_end(grammar)
         if known is not None:
-            return _result(known)
+            return _result(known.start)
         try:
             future.set_result(self._compile(grammar))
         except GrammarError as error:
@@ -150,6 +173,11 @@ class GrammarCompiler:
                 self._cache.pop(grammar, None)
             raise
         return _result(future)
+
+    def _make_room(self) -> None:
+        """Forget the grammar that was used least recently, of those of the tenant with the most."""
+        ((tenant, _),) = collections.Counter(k.tenant for k in self._cache.values()).most_common(1)
+        del self._cache[next(g for g, kept in self._cache.items() if kept.tenant == tenant)]
 
 
 def _give_matchers(choices: Rows[Sequence], start: Matcher | ReasoningMatcher) -> None:

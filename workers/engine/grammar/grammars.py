@@ -30,7 +30,8 @@ class Grammars:
     """Everything that an engine does about grammars; nothing of it for sequences without one.
 
     ``tokenizer`` is called at most once, on another thread. ``on_settled`` is called on another
-    thread when sequences have become ready or are over. With several ``num_stages`` of a pipeline
+    thread when sequences have become ready or are over. ``num_helpers`` grammars are compiled at a
+    time. With several ``num_stages`` of a pipeline
     the next step begins before this one is sampled, so that masks are made only then.
     """
 
@@ -41,11 +42,13 @@ class Grammars:
         on_settled: Callable[[], None],
         *,
         num_stages: int = 1,
+        num_helpers: int = 1,
     ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._num_helpers = num_helpers
         reasoning = ReasoningMatchers(self._library_now)
-        self._compiler = GrammarCompiler(self._compile, reasoning, on_settled)
+        self._compiler = GrammarCompiler(self._compile, reasoning, on_settled, num_helpers)
         self._library_lock = threading.Lock()
         self._library: GrammarLibrary | None = None
         self._refusal = ""
@@ -57,7 +60,7 @@ class Grammars:
         """Build what all grammars share in the background, if the vocabulary is so large that
         building it for the first grammar would be felt: Python stands still for most of it."""
         if self._vocab_size > _MAX_LAZY_VOCAB:
-            self._compiler.run(self._build_quietly)
+            self._compiler.run_soon(self._build_quietly)
 
     def submit(self, choices: Rows[Sequence]) -> None:
         """Have the choices of a request made ready."""
@@ -117,7 +120,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Matcher:
         library = self._library_now()
-        _probe().check(grammar)
+        _probe(self._num_helpers).check(grammar)
         return library.compile(grammar)
 
     def _library_now(self) -> GrammarLibrary:
@@ -149,6 +152,6 @@ class Grammars:
 
 
 @cache
-def _probe() -> GrammarProbe:
+def _probe(num_helpers: int) -> GrammarProbe:
     """One for all engines of the process."""
-    return GrammarProbe()
+    return GrammarProbe(num_helpers=num_helpers)

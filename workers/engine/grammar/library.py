@@ -15,16 +15,20 @@ from llguidance import (
     grammar_from,
 )
 
+from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
 from millrace.schemas.errors import GrammarError
-from millrace.schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.sampling import SCHEMA_SETTINGS, TOOL_MARK, Grammar, GrammarKind
 
 if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
+    from llguidance._lib import JsonCompileOptions
+
     from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 MAX_MESSAGE_CHARACTERS = 240
 # Compiling goes as deep as the text nests; a text of the longest that is taken fits well.
 COMPILE_STACK_BYTES = 64 << 20
 _WORD_BITS = 32
+_PLACE = re.compile(r"at (\d+)\((\d+)\): (failed to compile JSON schema: )?")
 _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
 # What the library says to who programs with it, in words for who wrote the grammar.
 _REWORDED = (
@@ -148,9 +152,27 @@ def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     try:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
     except (ValueError, TypeError) as error:
-        raise GrammarError(shortened(str(error))) from error
-    raise_error_of(matcher)
+        raise GrammarError(shortened(_placed(str(error), grammar))) from error
+    if matcher.is_error():
+        raise GrammarError(shortened(_placed(matcher.get_error(), grammar)))
     return matcher
+
+
+def _placed(message: str, grammar: Grammar) -> str:
+    """The library's message with a place that the author knows: a tool in place of a line of the
+    grammar that was made of all tools, and words for a line of the author's own."""
+    found = _PLACE.match(message)
+    if found is None or grammar.kind is not GrammarKind.EBNF:
+        return message
+    line, column, in_schema = found.groups()
+    told = message[found.end() :]
+    before = grammar.text.splitlines()[: int(line)]
+    tools = [one.removeprefix(TOOL_MARK) for one in before if one.startswith(TOOL_MARK)]
+    if tools:
+        return f"the parameters of the tool {tools[-1]}: {told}"
+    if in_schema:
+        return f"the schema: {told}"
+    return f"line {line}, column {column}: {told}"
 
 
 def _source(grammar: Grammar) -> str:
@@ -165,20 +187,31 @@ def _source(grammar: Grammar) -> str:
             return grammar_from("ebnf", grammar.text)
 
 
-def _json_source(schema: str) -> str:
-    if _is_rigid(schema):
-        return LLMatcher.grammar_from_json_schema(schema)
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_BLANKS})
-
-
-def _is_rigid(schema: str) -> bool:
-    """Whether it says itself that there are no blanks but those of its separators."""
-    if f'"{SCHEMA_SETTINGS}"' not in schema:
-        return False
+def _json_source(text: str) -> str:
+    """Raises GrammarError for a schema that cannot be kept to the letter."""
     try:
-        settings = msgspec.json.decode(schema, type=dict[str, Any]).get(SCHEMA_SETTINGS)
-    except msgspec.MsgspecError:
-        return False
+        schema = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise GrammarError(f"The schema is not valid JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise GrammarError("The schema must be an object.")
+    try:
+        kept = kept_schema(schema, refuse)
+    except UnkeptError as error:
+        raise GrammarError(f"The schema cannot be kept: {error}.") from error
+    except RecursionError as error:
+        raise GrammarError("The schema is nested too deeply.") from error
+    # Whether the schemas of oneOf exclude each other has been looked at.
+    defaults: JsonCompileOptions = {"coerce_one_of": True}
+    if not _is_rigid(schema):
+        defaults["whitespace_pattern"] = JSON_BLANKS
+    kept_text = text if kept == schema else msgspec.json.encode(kept).decode()
+    return LLMatcher.grammar_from_json_schema(kept_text, defaults=defaults)
+
+
+def _is_rigid(schema: dict[str, Any]) -> bool:
+    """Whether it says itself that there are no blanks but those of its separators."""
+    settings = schema.get(SCHEMA_SETTINGS)
     return isinstance(settings, dict) and settings.get("whitespace_flexible") is False
 
 

@@ -1,8 +1,8 @@
 """Grammars are tried in a process of their own first.
 
 A few lines of grammar can send the library into a recursion that overflows the stack, which ends
-its process, or into a construction that takes hours. Here that ends a helper, and costs the
-request that brought the grammar; the engine compiles what has passed. The helper's processor time
+its process, or into a construction that takes hours. Here that ends a fork of a helper, and costs
+the request that brought the grammar; the engine compiles what has passed. The fork's processor time
 is what counts, so that a busy machine refuses nothing that a quiet one takes.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
@@ -33,6 +33,9 @@ _NUM_BYTES = 256
 _START_LIMIT_S = 30.0
 _MODULE = "millrace.workers.engine.grammar.probe"
 _READY = b"ready\n"
+_TOO_LONG = "The grammar takes too long to compile; make it smaller."
+_TOO_DEEP = "The grammar is too deeply nested to be compiled."
+_NOT_HERE = "Grammars cannot be compiled here; the worker's log says why."
 
 _encode = msgspec.json.Encoder().encode
 _grammar_decoder = msgspec.json.Decoder(Grammar)
@@ -40,10 +43,11 @@ _verdict_decoder = msgspec.json.Decoder(str)
 
 
 class _Helper:
-    """One process, which tries one grammar at a time. It ends when its input is closed, and on any
-    grammar that takes it too long."""
+    """One process, which tries one grammar at a time; the first one waits until it has started. It
+    ends when its input is closed."""
 
     def __init__(self, command: list[str]) -> None:
+        self._started = False
         self._process = subprocess.Popen(  # noqa: S603 (this module, in this interpreter)
             command,
             stdin=subprocess.PIPE,
@@ -51,9 +55,6 @@ class _Helper:
             env=python_environment(),
         )
         self._received = b""
-        if self._read_line(_START_LIMIT_S) != _READY:
-            self.kill()
-            raise GrammarError("Grammars cannot be compiled here; the worker's log says why.")
 
     @property
     def alive(self) -> bool:
@@ -62,6 +63,11 @@ class _Helper:
     def verdict(self, grammar: bytes) -> str:
         """What is wrong with a grammar (as JSON), "" if nothing. Raises GrammarError when it
         cannot be told: then the process is gone."""
+        if not self._started:
+            if self._read_line(_START_LIMIT_S) != _READY:
+                self.kill()
+                raise GrammarError(_NOT_HERE)
+            self._started = True
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -72,11 +78,9 @@ class _Helper:
             line = b""
         if line:
             return _verdict_decoder.decode(line)
-        slow = self._process.poll() in (None, -signal.SIGPROF)
+        hangs = self._process.poll() is None
         self.kill()
-        if slow:
-            raise GrammarError("The grammar takes too long to compile; make it smaller.")
-        raise GrammarError("The grammar is too deeply nested to be compiled.")
+        raise GrammarError(_TOO_LONG if hangs else _NOT_HERE)
 
     def kill(self) -> None:
         self._process.kill()
@@ -109,14 +113,16 @@ class _Helper:
 class GrammarProbe:
     """Says whether a grammar can be compiled without harm. For several threads at once.
 
-    Owns its processes: one for each thread that asked at the same time. They end with this
-    process.
+    Owns its processes: one for each thread that asks at the same time, ``num_helpers`` from the
+    first grammar on, so that later ones wait for no start. They end with this process.
     """
 
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(self, command: list[str] | None = None, *, num_helpers: int = 1) -> None:
         self._command = command or python_command(_MODULE)
+        self._num_helpers = num_helpers
         self._lock = threading.Lock()
         self._idle: list[_Helper] = []
+        self._num_busy = 0
 
     def check(self, grammar: Grammar) -> None:
         """Raises GrammarError for a grammar that is invalid, crashes the library or takes long."""
@@ -124,15 +130,25 @@ class GrammarProbe:
             text = _encode(grammar)
         except UnicodeEncodeError as error:
             raise GrammarError("The grammar is not valid Unicode text.") from error
-        with self._lock:
-            helper = self._idle.pop() if self._idle else None
-        if helper is None or not helper.alive:
-            helper = _Helper(self._command)
-        problem = helper.verdict(text)
-        with self._lock:
-            self._idle.append(helper)
+        helper = self._take()
+        try:
+            problem = helper.verdict(text)
+        finally:
+            with self._lock:
+                self._num_busy -= 1
+                self._idle.insert(0, helper)
         if problem:
             raise GrammarError(problem)
+
+    def _take(self) -> _Helper:
+        """A helper for one grammar, of those that started first."""
+        with self._lock:
+            idle = [helper for helper in self._idle if helper.alive]
+            while not idle or len(idle) + self._num_busy < self._num_helpers:
+                idle.append(_Helper(self._command))
+            helper, *self._idle = idle
+            self._num_busy += 1
+        return helper
 
     def close(self) -> None:
         """End the processes that wait for work."""
@@ -145,22 +161,38 @@ class GrammarProbe:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The helper's side: a grammar a line in, a verdict a line out, until the end of ``requests``.
 
-    The vocabulary is that of single bytes: all that is tried here is the grammar itself.
+    Each grammar is tried in a fork, which it may end. The vocabulary is that of single bytes: all
+    that is tried here is the grammar itself.
     """
     tokenizer = LLTokenizer("byte")
     answers.write(_READY)
     answers.flush()
     for line in requests:
-        verdict = ""
+        child = os.fork()
+        if not child:
+            _answer(tokenizer, line, answers)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            answers.write(_encode(_TOO_LONG if status == -signal.SIGPROF else _TOO_DEEP) + b"\n")
+            answers.flush()
+
+
+def _answer(tokenizer: LLTokenizer, grammar: bytes, answers: BinaryIO) -> NoReturn:
+    """Say what is wrong with a grammar, and end the process."""
+    exit_code = 1
+    try:
         # Its default action ends the process also where Python does not get a word in.
         signal.setitimer(signal.ITIMER_PROF, COMPILE_LIMIT_S)
+        verdict = ""
         try:
-            _try_out(start(tokenizer, _grammar_decoder.decode(line)))
+            _try_out(start(tokenizer, _grammar_decoder.decode(grammar)))
         except GrammarError as error:
             verdict = error.message
-        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_encode(verdict) + b"\n")
         answers.flush()
+        exit_code = 0
+    finally:
+        os._exit(exit_code)
 
 
 def _try_out(matcher: LLMatcher) -> None:

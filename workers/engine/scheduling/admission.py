@@ -122,10 +122,10 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(
                 f"engine.{name} must be 0 (which leaves it to the device) or more, got {value}."
             )
-    if config.block_size_tokens < 1:
-        raise ConfigError(
-            f"engine.block_size_tokens must be at least 1, got {config.block_size_tokens}."
-        )
+    for name in ("block_size_tokens", "grammar_helpers"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
     if not 0 < config.gpu_memory_fraction <= 1:
         raise ConfigError(
             f"engine.gpu_memory_fraction must be above 0 and at most 1, got "

@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from millrace.workers.engine.threads.choice import leave_core
 
@@ -17,20 +18,36 @@ _log = logging.getLogger(__name__)
 _start_lock = threading.Lock()
 
 
+class TaskQueue(Protocol):
+    """Tasks that wait for a thread. ``get`` waits for one; each None that was put is got once."""
+
+    def put(self, task: Task | None, /) -> None: ...
+
+    def get(self) -> Task | None: ...
+
+
 class TaskThreads:
-    """Runs tasks in the order in which they come, on threads that start with the first of them.
+    """Runs tasks in the order in which they come, or in that of ``tasks``, on threads that start
+    with the first of them.
 
     The threads end with this object, and do not keep the process from ending. An error of
     a task is logged. ``stack_bytes`` 0 is the system's stack. A higher ``niceness`` leaves
     the cores to others.
     """
 
-    def __init__(self, name: str, count: int, stack_bytes: int = 0, niceness: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        stack_bytes: int = 0,
+        niceness: int = 0,
+        tasks: TaskQueue | None = None,
+    ) -> None:
         self._niceness = niceness
         self._name = name
         self._count = count
         self._stack_bytes = stack_bytes
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: TaskQueue = queue.SimpleQueue[Task | None]() if tasks is None else tasks
         self._started = False
 
     def submit(self, task: Task) -> None:
@@ -56,7 +73,7 @@ class TaskThreads:
                 threading.stack_size(before)
 
 
-def _run(tasks: queue.SimpleQueue[Task | None], niceness: int) -> None:
+def _run(tasks: TaskQueue, niceness: int) -> None:
     leave_core()
     if niceness:
         # Of this thread alone: Linux schedules threads one by one.
@@ -70,6 +87,6 @@ def _run(tasks: queue.SimpleQueue[Task | None], niceness: int) -> None:
         del task
 
 
-def _stop(tasks: queue.SimpleQueue[Task | None], count: int) -> None:
+def _stop(tasks: TaskQueue, count: int) -> None:
     for _ in range(count):
         tasks.put(None)

@@ -162,12 +162,13 @@ class Finalizer:
         reservation = generation.lease.reservation
         if reservation is None or self._settlements is None:
             return
-        num_tokens = record.prompt_tokens + record.completion_tokens
+        usage = generation.usage()
+        num_tokens = None if usage is None else usage.prompt_tokens + usage.completion_tokens
         await self._settlements.settle(
             Settlement(
                 request_id=reservation.reservation_id,
-                num_tokens=num_tokens if generation.timing.started_ns else None,
-                cost_nano=to_nano(record.cost) if generation.timing.started_ns else 0,
+                num_tokens=num_tokens,
+                cost_nano=to_nano(record.cost),
                 since_s=self._context.clock.monotonic(),
                 spent_keys=(reservation.spent_key,),
                 remember=True,

@@ -11,6 +11,7 @@ from millrace.bus.jobs.decoding import owner_of
 from millrace.bus.jobs.ends import record_of, result_of
 from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.schemas.engines import CostMethod
+from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy, sum_pulled
 from millrace.workers.host.generations.generation import Generation
@@ -26,9 +27,11 @@ def request_record(
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
-    that were pulled."""
-    job, outcome, usage = generation.job, generation.outcome, generation.usage()
-    timing = generation.timing
+    that were pulled. A request that never ran costs nothing and has no price version. If all that
+    is known of earlier attempts is device time, the row has a price version for that and no prompt
+    tokens, so that cost and tokens agree."""
+    job, outcome, usage = generation.job, generation.outcome, generation.usage() or Usage()
+    timing, ran = generation.timing, generation.ran
     assert outcome is not None
     received_ns = job.received_ns or timing.accepted_ns
     num_own_tokens = len(generation.token_ids) - generation.num_resumed
@@ -43,7 +46,7 @@ def request_record(
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
-        prompt_tokens=usage.prompt_tokens,
+        prompt_tokens=len(generation.prompt_token_ids) if ran or not device_us else 0,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         queue_ms=since_ms(received_ns, timing.started_ns),
@@ -53,7 +56,7 @@ def request_record(
         finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
-        price_version=prices.version,
+        price_version=prices.version if ran or device_us else "",
         received_ns=received_ns,
         started_ns=timing.started_ns,
         first_token_ns=timing.first_token_ns,

@@ -56,4 +56,5 @@ def engine_request(
         # One that is text still has been prepared by nobody who knows the tokenizer.
         prediction_token_ids=() if isinstance(job.prediction, str) else job.prediction,
         kv_source=generation.kv_source,
+        tenant=job.tenant,
     )

@@ -174,6 +174,12 @@ class Generation:
         return self.phase is _ENDED
 
     @property
+    def ran(self) -> bool:
+        """Whether an engine computed anything for it, here or at an earlier attempt. A request that
+        never ran costs nothing."""
+        return bool(self.timing.started_ns or self.num_resumed)
+
+    @property
     def num_tokens(self) -> int:
         """Of prompt and completion so far."""
         return len(self.prompt_token_ids) + len(self.token_ids)
@@ -222,7 +228,7 @@ class Generation:
 
     def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
         """Add the output of a step; returns the outcome if it is the last one."""
-        if self.phase is _QUEUED:
+        if self.phase is _QUEUED and (output.started or output.error is None):
             admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
             self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
             self._num_found_tokens = output.num_cached_tokens
@@ -331,10 +337,16 @@ class Generation:
         return pre_token + frames
 
     def closing_frames(self) -> list[Frame]:
-        """Usage and the terminal frame."""
-        return [msgspec.structs.replace(self.usage(), epoch=self.epoch), self._terminal_frame()]
+        """Usage, if there is any, and the terminal frame."""
+        usage = self.usage()
+        told = [] if usage is None else [msgspec.structs.replace(usage, epoch=self.epoch)]
+        return [*told, self._terminal_frame()]
 
-    def usage(self) -> Usage:
+    def usage(self) -> Usage | None:
+        """No tokens for a request that was refused for what it says; None for another one that
+        never ran, which does not even count as a request."""
+        if not self.ran:
+            return Usage() if outcomes.is_refusal(self.outcome) else None
         reasoning = self.job.sampling.reasoning
         if self.beams is not None:
             num_thoughts = self.beams.num_reasoning_tokens
@@ -355,6 +367,9 @@ class Generation:
             return None
         self._is_charged = True
         num_made = self.num_completion_tokens - self.num_resumed
+        num_prompt = len(self.prompt_token_ids)
+        if self.known_outcome is None:
+            num_prompt += self.num_resumed
         return Served(
             request_id=self.request_id,
             tenant=self.job.tenant,
@@ -364,8 +379,7 @@ class Generation:
             started_ns=self.timing.started_ns,
             device_us=self.device_use.total_us,
             energy_j=self.device_use.settle_energy(),
-            prompt_tokens=len(self.prompt_token_ids)
-            + (self.num_resumed if self.known_outcome is None else 0),
+            prompt_tokens=num_prompt if self.timing.started_ns else 0,
             cached_tokens=self._num_found_tokens,
             completion_tokens=num_made,
             pulled_tokens=self.num_pulled_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from millrace.schemas.errors import ContextLengthError, GrammarError, ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Status
 
@@ -17,6 +18,7 @@ class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     error_message: str = ""
 
 
+_REFUSALS = frozenset(kind.code for kind in (ContextLengthError, GrammarError, ParameterError))
 STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
 LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
 CANCELLED = GenerationOutcome(
@@ -32,6 +34,11 @@ EXPIRED = GenerationOutcome(
 def failed(code: str, message: str) -> GenerationOutcome:
     """It could not go on; ``code`` is stable."""
     return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
+
+
+def is_refusal(outcome: GenerationOutcome | None) -> bool:
+    """Whether the request was at fault: it counts as a request, although it never ran."""
+    return outcome is not None and outcome.error_code in _REFUSALS
 
 
 def is_failure(outcome: GenerationOutcome | None) -> bool:

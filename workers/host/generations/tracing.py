@@ -14,6 +14,7 @@ from millrace.runtime.tracing import (
     record_span,
 )
 from millrace.schemas.control import Dispatch
+from millrace.schemas.frames import Usage
 from millrace.schemas.records import Status
 from millrace.schemas.transfer import KvSource
 from millrace.workers.host.generations.generation import Generation
@@ -59,7 +60,7 @@ class RunTrace:
         if self._is_finished:
             return
         self._is_finished = True
-        outcome, usage = generation.outcome, generation.usage()
+        outcome, usage = generation.outcome, generation.usage() or Usage()
         timing = generation.timing
         end_ns = timing.done_ns if outcome is not None else self._clock.now_ns()
         if timing.first_token_ns:

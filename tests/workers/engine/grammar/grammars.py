@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.frames import FinishReason
@@ -37,6 +39,15 @@ def save_checkpoint(path: Path) -> Path:
 def load_engine(path: Path, **config: Any) -> Engine:
     settings: dict[str, Any] = {"num_blocks": 1_024, "device": "cpu"} | config
     return Engine.load(path, EngineConfig(**settings))
+
+
+def helper_processes() -> list[psutil.Process]:
+    """Those in which this process has grammars tried out."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("grammar.probe" in word for word in child.cmdline())
+    ]
 
 
 def regex(text: str) -> Grammar:

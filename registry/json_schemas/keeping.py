@@ -1,0 +1,290 @@
+"""A schema as the library of grammars can keep it, and what of it cannot be kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from millrace.registry.json_schemas.bounds import kept_bounds
+from millrace.registry.json_schemas.counts import MAX, MIN, OF_THE_WHOLE, counted_forms
+from millrace.registry.json_schemas.exclusion import Exclusion
+from millrace.registry.json_schemas.patterns import followed_pattern
+from millrace.registry.json_schemas.productive import Productive, references
+from millrace.registry.json_schemas.walk import TYPES, listed, referred, table, types_of
+from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
+
+FORMATS = frozenset(
+    {
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uri", "uuid", "unknown"),
+    }
+)
+# Keywords that no grammar can follow, with the values that ask for nothing.
+_UNFOLLOWED: Mapping[str, tuple[Any, ...]] = {
+    "not": (False,),
+    "if": (),
+    "then": (),
+    "else": (),
+    "dependentSchemas": ({},),
+    "dependentRequired": ({},),
+    "dependencies": ({},),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "contains": (),
+    "minContains": (),
+    "maxContains": (),
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+}
+# Keywords that ask for nothing without one of others.
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+_MAX_FORM_CHARACTERS = MAX_GRAMMAR_CHARACTERS // 2
+_ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # of use to these references alone
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+
+class Unkept(NamedTuple):
+    """A keyword that an answer does not keep, of the schema at ``path``, which is empty for the
+    whole; and why."""
+
+    path: str
+    keyword: str
+    why: str
+
+    def __str__(self) -> str:
+        place = f"{self.path}.{self.keyword}" if self.path else self.keyword
+        return f"{place}: {self.why}"
+
+
+class UnkeptError(ValueError):
+    """A schema has a keyword that cannot be kept."""
+
+    def __init__(self, unkept: Unkept) -> None:
+        super().__init__(str(unkept))
+        self.unkept = unkept
+
+
+Note = Callable[[Unkept], None]
+
+
+def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
+    """The schema without what cannot be kept, each of which ``note`` is told, or raises for. What
+    can be said in words that the library knows is said so.
+
+    Raises UnkeptError for a schema that nothing finite matches, RecursionError for one that is
+    nested too deeply.
+    """
+    productive = Productive(schema)
+    if not productive.has_value(schema):
+        raise UnkeptError(_blamed(schema, productive))
+    kept = _Keeper(_with_used(schema), productive, note).kept_root()
+    if not isinstance(kept, dict):
+        raise UnkeptError(Unkept("", MIN if MIN in schema else MAX, _WHY_NO_OBJECT))
+    return kept
+
+
+def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without the definitions that nothing refers to: it does not matter what they say."""
+    definitions = {key: table(schema, key) for key in _DEFINITIONS if table(schema, key)}
+    if not definitions:
+        return schema
+    used: set[str] = set()
+    left = references({key: schema[key] for key in schema if key not in definitions})
+    while left:
+        used |= left
+        left = set().union(*(references(referred(one, schema)) for one in left)) - used
+    if any(not one.startswith("#/") for one in used):
+        return schema  # a name may be that of any definition
+    found = dict(schema)
+    heads = {"/".join(one.split("/", 3)[:3]) for one in used}
+    for key, named in definitions.items():
+        found[key] = {
+            name: one for name, one in named.items() if f"#/{key}/{_escaped(name)}" in heads
+        }
+    return found
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
+    """What leaves a schema without a value."""
+    why = "nothing finite matches it: it needs itself, or has no values"
+    properties = table(schema, "properties")
+    for name in listed(schema, "required"):
+        if isinstance(name, str) and not productive.has_value(properties.get(name, True)):
+            return Unkept(f"properties.{name}", "required", why)
+    keyword = next((key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema), "enum")
+    return Unkept("", keyword, why)
+
+
+def refuse(unkept: Unkept) -> None:
+    """The ``note`` of a schema that is to be kept to the letter."""
+    raise UnkeptError(unkept)
+
+
+class _Keeper:
+    def __init__(self, root: dict[str, Any], productive: Productive, note: Note) -> None:
+        self._root = root
+        self._productive = productive
+        self._exclusion = Exclusion(root)
+        self._num_characters_left = _MAX_FORM_CHARACTERS
+        self._note = note
+
+    def kept_root(self) -> Any:
+        """The schema of the whole."""
+        return self.kept(self._root, "")
+
+    def kept(self, schema: Any, path: str) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if not self._productive.has_value(schema):
+            return False
+        self._check_reference(schema, path)
+        found = dict(schema)
+        self._drop_unfollowed(found, path)
+        self._keep_texts(found, path)
+        kept_bounds(found)
+        for key in _NAMED:
+            if isinstance(found.get(key), dict):
+                found[key] = self._named(key, found[key], _joined(path, key))
+        for key in _SINGLE:
+            if isinstance(found.get(key), dict):
+                found[key] = self.kept(found[key], _joined(path, key))
+        for key in _LISTS:
+            if isinstance(found.get(key), list):
+                parts = enumerate(found[key])
+                found[key] = [self.kept(one, f"{_joined(path, key)}[{i}]") for i, one in parts]
+        self._check_choice(schema, path)
+        return self._counted(found, path)
+
+    def _check_reference(self, schema: dict[str, Any], path: str) -> None:
+        """What is referred to is known, or the whole schema means nothing. Names that the library
+        may know in another way are left to it."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or "$id" in self._root:
+            return
+        if reference.startswith("#/"):
+            if referred(reference, self._root) is None:
+                why = f"there is no {reference:.80} in the schema"
+                raise UnkeptError(Unkept(path, "$ref", why))
+        elif not reference.startswith("#"):
+            why = f"{reference:.80} is outside of the schema; nothing is fetched: put it into $defs"
+            raise UnkeptError(Unkept(path, "$ref", why))
+
+    def _drop_unfollowed(self, found: dict[str, Any], path: str) -> None:
+        for key in _ANCHORS:
+            found.pop(key, None)
+        for key, needed in _BESIDE.items():
+            if found.keys().isdisjoint(needed):
+                found.pop(key, None)
+        for key, nothing in _UNFOLLOWED.items():
+            if key not in found:
+                continue
+            value = found.pop(key)
+            if not any(value == one and type(value) is type(one) for one in nothing):
+                self._note(Unkept(path, key, "no grammar can follow it"))
+
+    def _keep_texts(self, found: dict[str, Any], path: str) -> None:
+        form, pattern = found.get("format"), found.get("pattern")
+        if isinstance(form, str) and form not in FORMATS and "string" in types_of(found):
+            del found["format"]
+            known = ", ".join(sorted(FORMATS - {"unknown"}))
+            self._note(Unkept(path, "format", f"{form!r:.80} is not known; {known} are"))
+        if isinstance(pattern, str):
+            followed = followed_pattern(pattern)
+            if followed is None:
+                del found["pattern"]
+                self._note(Unkept(path, "pattern", _why_not(pattern)))
+            else:
+                found["pattern"] = followed
+
+    def _named(self, key: str, schemas: dict[str, Any], path: str) -> dict[str, Any]:
+        found = {}
+        for name, schema in schemas.items():
+            told = name
+            if key == "patternProperties":
+                followed = followed_pattern(name)
+                if followed is None:
+                    self._note(Unkept(path, name, _why_not(name)))
+                    continue
+                told = followed
+            found[told] = self.kept(schema, f"{path}.{name}")
+        return found
+
+    def _check_choice(self, schema: dict[str, Any], path: str) -> None:
+        """``oneOf`` is followed as ``anyOf``: the same if its schemas exclude each other."""
+        choices = schema.get("oneOf")
+        if isinstance(choices, list) and not self._exclusion.holds(choices, types_of(schema)):
+            self._note(Unkept(path, "oneOf", _WHY_NOT_ONE))
+
+    def _within_bounds(
+        self, forms: list[dict[str, Any]] | None, found: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """The forms of an object, unless there are too many to write them all down."""
+        if forms is None or len(forms) <= 1:
+            return forms
+        num_characters = len(forms) * len(json.dumps(found))
+        if num_characters > self._num_characters_left:
+            return None
+        self._num_characters_left -= num_characters
+        return forms
+
+    def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any] | bool:
+        """Say in other words how many properties an object has; False if none has so many."""
+        if MIN not in found and MAX not in found:
+            return found
+        if "object" not in types_of(found):
+            return {key: value for key, value in found.items() if key not in (MIN, MAX)}
+        as_object = found | {"type": "object"}
+        forms = self._within_bounds(counted_forms(as_object), found)
+        if forms is None:
+            for key in (MIN, MAX):
+                if found.pop(key, None) is not None:
+                    self._note(Unkept(path, key, _WHY_NO_COUNT))
+            return found
+        kinds = found.get("type", sorted(TYPES))
+        others = [one for one in kinds if one != "object"] if isinstance(kinds, list) else []
+        if not (forms or others):
+            return False
+        if forms == [as_object]:
+            return found
+        if len(forms) == 1 and not others:
+            return forms[0]
+        rest = {key: value for key, value in found.items() if key not in (MIN, MAX)}
+        if others:
+            forms = [rest | {"type": others}, *forms]
+        named = {key: found[key] for key in OF_THE_WHOLE if key in found}
+        bare = [{key: one[key] for key in one if key not in named} for one in forms]
+        return named | ({} if others else {"type": "object"}) | {"anyOf": bare}
+
+
+_WHY_NO_OBJECT = "no object has so many of the listed properties"
+_WHY_NOT_ONE = (
+    "a value could match two of its schemas; have them exclude each other, or write anyOf"
+)
+_WHY_NO_COUNT = (
+    "it is kept where all properties are listed, additionalProperties is false and the ways to "
+    "choose them are few; names of others could come again"
+)
+
+
+def _why_not(pattern: str) -> str:
+    return f"{pattern!r:.80} looks ahead or behind, refers to a group, or has a boundary within it"
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,80 @@
+"""Ways through a schema and what it refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Definitions that refer to one another have no end of ways through them.
+_MAX_VISITS = 20_000
+_MAX_REFERENCES = 32
+
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+class Visits:
+    """How many schemas may still be looked into."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_VISITS
+
+    def take(self) -> bool:
+        """Whether to look into another one."""
+        self._num_left -= 1
+        return self._num_left >= 0
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a reference within ``root`` leads to; None if nowhere there."""
+    if not reference.startswith("#"):
+        return None
+    place: Any = root
+    for step in reference[1:].strip("/").split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if not name:
+            continue
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        elif isinstance(place, Mapping) and name in place:
+            place = place[name]
+        else:
+            return None
+    return place
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema, or what it refers to if it is a reference and nothing else that counts."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        if not {*schema} <= {"$ref", "title", "description", "default", "$comment"}:
+            return schema
+        schema = referred(schema["$ref"], root)
+    return None
+
+
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds of values that ``type`` admits; an integer is a number."""
+    kinds = schema.get("type")
+    named = kinds if isinstance(kinds, list) else [kinds]
+    if kinds is None:
+        return TYPES
+    return frozenset("number" if one == "integer" else one for one in named if isinstance(one, str))
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The value of a keyword that has a list; an empty one if it has none."""
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def table(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The value of a keyword that has schemas by name; none if it has something else."""
+    value = schema.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def number(schema: Mapping[str, Any], key: str) -> float | int | None:
+    """The value of a keyword that has a number."""
+    value = schema.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
