@@ -13,6 +13,7 @@ import msgspec
 
 from millrace.bus import nats as nats_bus
 from millrace.bus.fleet.adapters import AdapterStore
+from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, Endpoints
 from millrace.cli.json_files import formatted_json
 from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
@@ -130,7 +131,10 @@ class Stack:
         self.live.changes.write()
         await self._start_servers(config)
         await self._offer_adapters(config)
-        self.system_state.bus = bus = await nats_bus.connect(config.nats, "millrace-up")
+        # It sets the streams up as a scheduler does: the NATS server is its own.
+        self.system_state.bus = bus = await nats_bus.connect(
+            config.nats, "millrace-up", part=Part.SCHEDULER
+        )
         await bus.workers.watch(self._pool.note)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say

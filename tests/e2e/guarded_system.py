@@ -169,6 +169,9 @@ async def guarded_system(directory: Path) -> AsyncIterator[GuardedSystem]:
                 engine=EngineConfig(kind=EngineKind.SIMULATED, simulation=simulation)
             ),
         )
+        # The operator finds streams, and creates none.
+        scheduler = nats.config_of("scheduler")
+        await (await nats_bus.connect(scheduler, "test", part=Part.SCHEDULER)).close()
         bus = await nats_bus.connect(nats.config_of("operator"), "test", part=Part.OPERATOR)
         stack.push_async_callback(bus.close)
         system = GuardedSystem(directory, nats, config, bus)

@@ -15,6 +15,7 @@ import pytest
 from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import KafkaConfig, MetricsConfig, NatsConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.telemetry.metrics import TelemetryMetrics
@@ -62,7 +63,7 @@ async def shown(port: int, path: str) -> str:
 async def test_clickhouse_has_no_room(
     disk: SmallDisk, nats_server: NatsServer, embedded_kafka: KafkaConfig
 ) -> None:
-    bus = await connect(NatsConfig(url=nats_server.url), "test")
+    bus = await connect(NatsConfig(url=nats_server.url), "test", part=Part.SCHEDULER)
     process = TelemetryProcess(disk.path, nats_server.url, embedded_kafka)
     metrics = MetricsConfig(port=free_port())
     process.config = msgspec.structs.replace(process.config, metrics=metrics)
