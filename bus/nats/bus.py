@@ -25,7 +25,7 @@ from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,17 @@ async def connect(
 
 
 async def _set_up(connection: Connection, config: NatsConfig, part: Part) -> None:
-    if part is Part.OPERATOR:
-        await require_streams(connection, redact_urls(config.url))
-    else:
-        await ensure_streams(connection, config, changes_existing=part is Part.SCHEDULER)
+    address = redact_urls(config.url)
+    try:
+        if part is Part.OPERATOR:
+            await require_streams(connection, address)
+        else:
+            await ensure_streams(connection, config, changes_existing=part is Part.SCHEDULER)
+    except BusUnavailableError as error:
+        # An error of a narrower type says what the server answered.
+        if type(error) is not BusUnavailableError or not connection.connected:
+            raise
+        raise BusUnavailableError(
+            f"The NATS server at {address} is there, but its JetStream does not answer. Enable "
+            "JetStream (nats-server -js), or correct the address."
+        ) from error

@@ -19,6 +19,7 @@ from millrace.bus import nats, subjects
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
 from millrace.cli.main import main
+from millrace.runtime.binaries import nats_server_path
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import JobResult
 from tests.support.nats.cluster import nats_cluster
@@ -100,6 +101,13 @@ async def recording(url: str) -> AsyncIterator[Observer]:
         await client.close()
 
 
+class BareNatsServer(NatsServer):
+    """It keeps nothing."""
+
+    def command(self) -> list[str]:
+        return [str(nats_server_path()), "-a", "127.0.0.1", "-p", str(self.port)]
+
+
 async def millrace(*arguments: str) -> int:
     return await asyncio.to_thread(main, list(arguments))
 
@@ -161,3 +169,12 @@ async def test_a_look_at_a_server_without_streams_says_so(
             assert server.url in said
         async with observed(server.url) as observer:
             assert await observer.streams() == {}
+
+
+async def test_a_server_without_jetstream_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_NATS__CONNECT_TIMEOUT_S", "0.5")
+    with BareNatsServer(tmp_path) as server:
+        assert await millrace("top", "--once", "--nats", server.url) == 2
+    assert "JetStream does not answer. Enable JetStream" in capsys.readouterr().err
