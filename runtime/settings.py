@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from millrace.runtime.connection_settings import check_connections
+from millrace.runtime.service_variables import is_service_variable
 from millrace.runtime.tls import read_setting_file
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
@@ -30,8 +31,9 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     """The configuration in the file at ``path``, overridden by variables.
 
     ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated.
-    ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Without a path the
-    file that ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
+    ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Variables that
+    Kubernetes sets for its Services count for nothing. Without a path the file that
+    ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
     """
     path = path or env.get(FILE_VARIABLE) or None
     tree: dict[str, Any] = {} if path is None else _read(Path(path))
@@ -41,7 +43,7 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name in sorted(env):
-        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+        if name.startswith(PREFIX) and name != FILE_VARIABLE and not _is_foreign(name, env[name]):
             setting, text = _of_variable(name, env)
             _set_from_variable(tree, setting, text)
     try:
@@ -86,6 +88,11 @@ def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
 def is_section(kind: Any) -> bool:
     """Whether what a key names is a table of settings, by its type."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _is_foreign(name: str, value: str) -> bool:
+    """Whether Kubernetes set the variable for one of its Services; a setting of that name wins."""
+    return is_service_variable(name, value) and not _is_setting(name)
 
 
 def _is_setting(name: str) -> bool:

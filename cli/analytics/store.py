@@ -75,6 +75,7 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
+    from millrace.runtime.proxies import open_directly
     from millrace.runtime.tls import client_context
     from millrace.telemetry.store.clickhouse_server import raise_refusal
     from millrace.telemetry.store.reading import QueryError, escaped
@@ -92,9 +93,7 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
     request = urllib.request.Request(url, data=sql.encode(), headers=headers)  # noqa: S310 (checked)
     context = client_context("clickhouse", config) if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(  # noqa: S310
-            request, timeout=_TIMEOUT_S, context=context
-        ) as answer:
+        with open_directly(request, timeout_s=_TIMEOUT_S, context=context) as answer:
             body: bytes = answer.read()
     except urllib.error.HTTPError as error:
         raise QueryError.of(error.read().decode(errors="replace")) from error

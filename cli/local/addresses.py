@@ -7,9 +7,9 @@ import ipaddress
 import json
 import ssl
 import urllib.error
-import urllib.request
 from urllib.parse import urlsplit
 
+from millrace.runtime.proxies import open_directly
 from millrace.schemas.config import GatewayConfig
 
 LOOPBACK = "127.0.0.1"
@@ -38,9 +38,9 @@ async def answers(address: str, gateway: str | None = None) -> bool:
 
     def get() -> bool:
         try:
-            with urllib.request.urlopen(  # noqa: S310 (our own address)
+            with open_directly(
                 address,
-                timeout=2.0,
+                timeout_s=2.0,
                 context=_any_certificate() if address.startswith("https:") else None,
             ) as answer:
                 return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway

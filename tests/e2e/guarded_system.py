@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import yaml
 from millrace.bus import nats as nats_bus
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
+from millrace.runtime.proxies import open_directly
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
@@ -137,7 +137,7 @@ class GuardedSystem:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:
+        with open_directly(url, timeout_s=1.0) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -208,3 +208,52 @@ def test_a_setting_that_was_renamed_says_what_took_its_place(
     env = {} if by_file else {"MILLRACE_WORKER__PREFIXES_PER_TENANT": "true"}
     with pytest.raises(ConfigError, match=r'worker\.prefix_scope, which is "tenant".*"shared"'):
         load_config(str(path), env)
+
+
+_SERVICES = {
+    "MILLRACE": "10.96.0.1",
+    "MILLRACE_GATEWAY": "fd00::1",
+    "MILLRACE_GATEWAY_HTTP2": "10.96.0.1",
+    # A Service may have two dashes in its name.
+    "MILLRACE__GATEWAY": "10.96.0.1",
+    "MILLRACE_NATS": "10.96.0.1",
+}
+
+
+@pytest.mark.parametrize(("service", "host"), _SERVICES.items())
+def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -> None:
+    variables = {
+        f"{service}_SERVICE_HOST": host,
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_SERVICE_PORT_GRPC_WEB": "8001",
+        f"{service}_PORT": f"tcp://{host}:8000",
+        f"{service}_PORT_8000_TCP": f"tcp://{host}:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": host,
+        f"{service}_PORT_53_UDP": f"udp://{host}:53",
+        f"{service}_PORT_53_UDP_PROTO": "udp",
+    }
+    config = load_config(None, variables | {"MILLRACE_GATEWAY__PORT": "9000"})
+    assert config == load_config(None, {"MILLRACE_GATEWAY__PORT": "9000"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MILLRACE_GATEWAY_PORT", "8000"),  # for MILLRACE_GATEWAY__PORT
+        ("MILLRACE_PORT", "8000"),
+        ("MILLRACE_METRICS_PORT", "9464"),
+        ("MILLRACE_CLICKHOUSE_SERVE_PORT", "8123"),
+        ("MILLRACE_SERVICE_HOST", "gateway"),
+        ("MILLRACE_GATEWAY_HOST", "0.0.0.0"),
+        ("MILLRACE_GATEWAY__PORTS", "tcp://10.0.0.1:8000"),
+        ("MILLRACE_NATS_URL", "nats://10.0.0.1:4222"),
+        # A Service named millrace-clickhouse--serve would set it: the setting wins.
+        ("MILLRACE_CLICKHOUSE__SERVE_PORT", "tcp://10.0.0.1:8123"),
+    ],
+)
+def test_what_only_resembles_them_is_an_error(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_config(None, {name: value})

@@ -17,12 +17,15 @@ from typing import Any
 
 import psutil
 
+from millrace.runtime.proxies import open_directly
+from tests.support.foreign_variables import FOREIGN_VARIABLES
+
 _POLL_S = 0.05
 
 
 @dataclass
 class System:
-    """A running ``millrace up``."""
+    """A running ``millrace up``, in an environment with variables that it must not follow."""
 
     data: Path
     arguments: tuple[str, ...] = ()
@@ -50,7 +53,7 @@ class System:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.folder,
-                env=os.environ | self.environment,
+                env=os.environ | FOREIGN_VARIABLES | self.environment,
             )
         deadline = time.monotonic() + self.starts_within_s
         while not self._endpoints_file.exists():
@@ -123,7 +126,7 @@ class System:
                 "X-ClickHouse-Key": url.password or "",
             },
         )
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
+        with open_directly(request, timeout_s=10.0) as answer:
             return [json.loads(line) for line in answer.read().splitlines() if line]
 
     def output(self) -> str:

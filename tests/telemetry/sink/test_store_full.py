@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.nats import connect
 from millrace.bus.nats.permissions import Part
+from millrace.runtime.proxies import open_directly
 from millrace.schemas.config import KafkaConfig, MetricsConfig, NatsConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.telemetry.metrics import TelemetryMetrics
@@ -50,7 +50,7 @@ async def shown(port: int, path: str) -> str:
 
     def get() -> str:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5.0) as answer:
+            with open_directly(f"http://127.0.0.1:{port}/{path}", timeout_s=5.0) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             return error.read().decode()

@@ -6,6 +6,7 @@ import datetime
 import re
 from typing import TYPE_CHECKING
 
+from millrace.runtime.proxies import exempt_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.engine.kv.block_identity import kept_identity
@@ -46,6 +47,7 @@ def open_store(url: str, timeout_s: float) -> ObjectStore:
     """The store, with credentials and endpoint of the environment."""
     from obstore.store import from_url
 
+    exempt_loopback()
     try:
         if _FOLDER.fullmatch(url):
             return from_url(url, mkdir=True)
