@@ -53,7 +53,7 @@ class System:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.folder,
-                env=os.environ | FOREIGN_VARIABLES | self.environment,
+                env={**os.environ, **FOREIGN_VARIABLES, **self.environment},
             )
         deadline = time.monotonic() + self.starts_within_s
         while not self._endpoints_file.exists():
