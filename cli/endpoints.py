@@ -75,7 +75,8 @@ def running_config(data: Path) -> Config | None:
 def locate(data: Path, nats_url: str | None = None) -> Config:
     """The configuration with the addresses to use: ``nats_url`` if given, else those that
     ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
-    defaults."""
+    defaults. Raises ConfigError."""
+    from millrace.runtime.connection_settings import check_connections
     from millrace.runtime.settings import load_config
 
     config = load_config(None, os.environ)
@@ -92,6 +93,7 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
         config = msgspec.structs.replace(
             config, nats=msgspec.structs.replace(config.nats, url=nats_url)
         )
+        check_connections(config)
     return config
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from millrace.runtime.connection_settings import check_user_data
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import (
     QUANTIZATIONS,
@@ -137,6 +138,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     check_remote_stages(engine.remote_stages, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+    check_user_data("--engine-url", engine.url)
     return engine
 
 

@@ -159,7 +159,7 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
     from millrace.runtime.proxies import open_directly
     from millrace.runtime.tls import client_context
-    from millrace.telemetry.store.clickhouse_server import raise_refusal
+    from millrace.telemetry.store.clickhouse_server import raise_refusal, server_address
     from millrace.telemetry.store.reading import QueryError, escaped
 
     parameters = {
@@ -168,14 +168,13 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
         "readonly": "1",
         **{f"param_{name}": escaped(str(value)) for name, value in given.items()},
     }
+    is_tls = server_address(config).scheme == "https"
     address = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
-    if not address.startswith(("http://", "https://")):
-        raise MillraceError(f"clickhouse.url must look like http://host:8123, got {config.url!r}")
     headers = {"X-ClickHouse-User": config.username, "X-ClickHouse-Key": config.password}
     request = urllib.request.Request(  # noqa: S310 (checked)
         address, data=sql.encode(), headers=headers
     )
-    context = client_context("clickhouse", config) if address.startswith("https://") else None
+    context = client_context("clickhouse", config) if is_tls else None
     try:
         with open_directly(request, timeout_s=_TIMEOUT_S, context=context) as answer:
             body: bytes = answer.read()

@@ -132,9 +132,8 @@ class Stack:
         await self._start_servers(config)
         await self._offer_adapters(config)
         # It sets the streams up as a scheduler does: the NATS server is its own.
-        self.system_state.bus = bus = await nats_bus.connect(
-            config.nats, "millrace-up", part=Part.SCHEDULER
-        )
+        bus = await nats_bus.connect(config.nats, "millrace-up", part=Part.SCHEDULER)
+        self.system_state.bus = bus
         await bus.workers.watch(self._pool.note)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
@@ -152,7 +151,8 @@ class Stack:
         if config.scheduler.autoscale.max_workers:
             await self._pool.start_scaling(bus, config.scheduler.autoscale.max_workers)
         store = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
-        user = f"{quote(config.clickhouse.username)}:{quote(config.clickhouse.password, safe='')}"
+        who = (config.clickhouse.username, config.clickhouse.password)
+        user = ":".join(quote(text, safe="") for text in who)
         self.system_state.endpoints = Endpoints(
             http=front_url(config.gateway),
             nats=config.nats.url,

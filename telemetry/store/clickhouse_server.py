@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import clickhouse_connect
 from clickhouse_connect.driver import httputil
@@ -24,14 +24,25 @@ _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
 
 
-def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
-    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
-    fault."""
-    parts = urlsplit(config.url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+def server_address(config: ClickHouseConfig) -> SplitResult:
+    """The parts of ``clickhouse.url``. Raises ConfigError for what is no such address."""
+    try:
+        parts = urlsplit(config.url)
+        is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        is_usable = False
+    if not is_usable:
         raise ConfigError(
             f"clickhouse.url must look like http://host:8123, got {redact_urls(config.url)!r}"
         )
+    return parts
+
+
+def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
+    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
+    fault."""
+    parts = server_address(config)
     return functools.partial(
         clickhouse_connect.get_client,
         host=parts.hostname,
