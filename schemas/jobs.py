@@ -14,6 +14,8 @@ from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolCall, ToolDefinition
 
 PUBLIC_MODEL_AUTO = "auto"
+# No model and no adapter has these: the scheduler's choice, and steps in the path of an address.
+RESERVED_NAMES = frozenset({PUBLIC_MODEL_AUTO, ".", ".."})
 
 # Names that become tokens of a subject: two of them, encoded, must fit the server's protocol line.
 MAX_NAME_CHARACTERS = 128

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millrace.cli.endpoints import locate, read_endpoints
-from millrace.cli.local.addresses import url
+from millrace.cli.endpoints import locate, read_endpoints, url
 from millrace.cli.running import supervising
 from millrace.runtime.settings import load_config
 from millrace.schemas.errors import MillraceError, ParameterError

@@ -14,9 +14,9 @@ import msgspec
 from millrace.bus import nats as nats_bus
 from millrace.bus.fleet.adapters import AdapterStore
 from millrace.bus.nats.permissions import Part
-from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, Endpoints
+from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
-from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
+from millrace.cli.local.addresses import answers, front_url, listens, port_of
 from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import KNOWN_FILE

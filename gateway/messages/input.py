@@ -9,7 +9,12 @@ from typing import Any
 import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.message_fields import in_words, refuse_unhonoured, respelled
+from millrace.gateway.request.message_fields import (
+    in_words,
+    refuse_unhonoured,
+    respelled,
+    words_in_words,
+)
 from millrace.gateway.request.parsing import parse_chat
 from millrace.schemas.anthropic.requests import (
     ContentBlock,
@@ -71,7 +76,8 @@ def generation_request_of(request: MessagesRequest) -> GenerationRequest:
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
     field = in_words(parsed.grammar_field, _RESPELLED)
-    return msgspec.structs.replace(parsed, grammar_field=field)
+    words = words_in_words(parsed.words, _RESPELLED)
+    return msgspec.structs.replace(parsed, grammar_field=field, words=words)
 
 
 def messages_of(request: MessagesRequest) -> tuple[Message, ...]:

@@ -126,7 +126,7 @@ def _prepare(
     given, pair = one.given, one.pair
     for part in (one,) if pair is None else (one, pair):
         if not part.given:
-            raise ParameterError(part.param, f"{part.where} must not be empty")
+            raise ParameterError(part.where, f"{part.where} must not be empty")
     text, token_ids = (given, None) if isinstance(given, str) else (None, given)
     request_id = f"{base.request_id}.{index}" if index else base.request_id
     job = msgspec.structs.replace(
@@ -140,8 +140,11 @@ def _prepare(
         return model.prepare(job, seeds)
     except ParameterError as error:
         fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: pair}
-        at_fault = fields.get(error.param)
+        field = error.param.partition("[")[0]
+        at_fault = fields.get(field)
         if at_fault is None:
             raise
-        message = error.message.replace(error.param, at_fault.where, 1)
-        raise ParameterError(at_fault.param, message) from error
+        param, message = (
+            text.replace(field, at_fault.where, 1) for text in (error.param, error.message)
+        )
+        raise ParameterError(param, message) from error

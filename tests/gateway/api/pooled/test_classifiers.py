@@ -195,7 +195,7 @@ _RERANK = {"query": "a", "documents": ["b"]}
         ("/pooling", {"input": "a", "pooling": "last"}, "pooling"),
         ("/v1/rerank", _RERANK | {"pooling": "mean"}, "pooling"),
         ("/v1/rerank", _RERANK | {"pooling": "classify"}, "pooling"),
-        ("/v1/rerank", _RERANK | {"documents": ["b", ""]}, "documents"),
+        ("/v1/rerank", _RERANK | {"documents": ["b", ""]}, "documents[1]"),
         ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "use_activation": 1}, "use_activation"),
         ("/classify", {"input": ""}, "input"),

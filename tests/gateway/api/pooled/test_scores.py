@@ -123,7 +123,7 @@ async def test_pooling_is_embeddings_by_another_name(http: httpx.AsyncClient) ->
     [
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["a", ""]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1]"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 2_049}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "wat": 1}, "wat"),
