@@ -165,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
+    from millrace.bench.arrivals import check_number_of_arrivals
     from millrace.bench.settings import Api, Settings, target_of
     from millrace.bench.spread import parse_spread
 
@@ -176,6 +177,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         duration_s = _DEFAULT_DURATION_S if asked is None else seconds("--duration", asked)
         if duration_s <= 0:
             raise ConfigError("--duration must be more than nothing")
+        if arguments.rate is not None:
+            check_number_of_arrivals(arguments.rate, duration_s)
     key = arguments.api_key
     return Settings(
         url=arguments.url,

@@ -236,5 +236,9 @@ def run_synthesise(arguments: argparse.Namespace) -> int:
     from millrace.simulation.traces.trace import write_trace
 
     recipe: Recipe = recipe_of(arguments)
-    write_trace(synthesise(recipe), sys.stdout)
+    try:
+        trace = synthesise(recipe)
+    except ValueError as error:
+        raise ConfigError(f"no trace can be made of this: {error}") from error
+    write_trace(trace, sys.stdout)
     return 0

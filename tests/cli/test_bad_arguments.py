@@ -140,6 +140,17 @@ async def test_jobs_that_no_bus_takes(
         (("status", "--data", _LONG), "File name too long"),
         (("logs", "--since", "0001-01-01"), "--since"),
         (("up", "--data", _LONG), "File name too long"),
+        (("simulate", "synthesise", "--rate", "1", "--model", _LONG), "model must have at most"),
+        (("simulate", "synthesise", "--rate", "1", "--tenants", _LONG), "tenant must have at most"),
+        (
+            ("simulate", "synthesise", "--rate", "1", "--duration", "9" * 25),
+            "make more than 100,000,000 requests",
+        ),
+        (
+            ("bench", "--url", "http://127.0.0.1:9", "--rate", "1", "--duration", "9" * 25),
+            "make more than 100,000,000 requests",
+        ),
+        (("generate", "--input", "x", "--output", "y", "--threads", "9" * 25), "is above"),
     ],
 )
 def test_what_else_cannot_be_used(
