@@ -15,9 +15,11 @@ from millrace.cli.main import build_parser, main
 from millrace.schemas.config import NatsConfig
 
 _LONG = "x" * 300
-_BAD = (_LONG, "x" * 5_000, "9" * 25, 'a"b', "²", "0001-01-01", "[", "nats://[")
+_BAD = (_LONG, "x" * 5_000, "9" * 25, 'a"b', "²", "0001-01-01", "[", "http://[")
 # These start processes, load models or wait for hosts: below are their cases.
 _LEFT_OUT = {"up", "stages", "generate", "embed", "quantize", "bench", "simulate"}
+# A name in an address is looked up, which may take long.
+_ADDRESSES = {"nats", "redis"}
 # What the other arguments are.
 _GOOD = {"version": "demo@v2", "begin": "2026-01-01", "query": "SELECT 1"}
 
@@ -70,7 +72,8 @@ def _cases() -> list[tuple[str, ...]]:
         if path[0] in _LEFT_OUT:
             continue
         for action in parser._actions:
-            if action.nargs != 0 and not isinstance(action, argparse._HelpAction):
+            is_text = action.nargs != 0 and not isinstance(action, argparse._HelpAction)
+            if is_text and action.dest not in _ADDRESSES:
                 cases += [(*path, *_given(parser, action, value)) for value in _BAD]
     return cases
 
@@ -93,12 +96,11 @@ def test_every_option_of_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MILLRACE_NATS__CONNECT_TIMEOUT_S", "0.05")
     parser = build_parser()
     # Made once: the commands do not change it.
     monkeypatch.setattr("millrace.cli.main.build_parser", lambda: parser)
     cases = _cases()
-    assert len(cases) > 400
+    assert len(cases) > 350
     for arguments in cases:
         _ends_in_a_sentence(arguments, capsys)
 
@@ -138,6 +140,11 @@ async def test_jobs_that_no_bus_takes(
         ),
         (("up", "--engine", "vllm", "--engine-arguments", "a 'b"), "--engine-arguments cannot be"),
         (("status", "--data", _LONG), "File name too long"),
+        (("top", "--once", "--nats", "nats://["), "nats.url must look like"),
+        (("top", "--once", "--nats", "nats://h:99999"), "nats.url must look like"),
+        (("top", "--once", "--nats", "nats://u:p#w@h"), "Percent-encode the user name"),
+        (("keys", "list", "--redis", "redis://["), "redis.url cannot be used"),
+        (("keys", "list", "--redis", "redis://:p/w@h"), "Percent-encode the user name"),
         (("logs", "--since", "0001-01-01"), "--since"),
         (("up", "--data", _LONG), "File name too long"),
         (("simulate", "synthesise", "--rate", "1", "--model", _LONG), "model must have at most"),
