@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.registry.artifacts.store import ModelSourceError
-from millrace.runtime.proxies import exempt_loopback
+from millrace.runtime.addresses import exempt_loopback
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

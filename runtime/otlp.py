@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from millrace.runtime.proxies import exempt_loopback
+from millrace.runtime.addresses import exempt_loopback
 from millrace.runtime.tracing import Span, SpanKind
 
 _MAX_WAITING = 4_096

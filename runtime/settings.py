@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import msgspec
 
 from millrace.runtime.connection_settings import check_connections
-from millrace.runtime.service_variables import is_service_variable
 from millrace.runtime.tls import read_setting_file
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
@@ -25,6 +25,22 @@ _RENAMED = {
         "was)"
     ),
 }
+# Of a Service named millrace or millrace-…
+_SERVICE = r"MILLRACE(?:_+[A-Z0-9]+)*"
+_SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
+_NUMBER = re.compile(r"\d+")
+_SERVICE_FORMS = (
+    (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9A-Fa-f.:]+")),
+    (re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?"), _NUMBER),
+    (re.compile(rf"{_SERVICE}_PORT"), _SERVICE_URL),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)"), _SERVICE_URL),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_PROTO"), re.compile(r"tcp|udp|sctp")),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_PORT"), _NUMBER),
+    (
+        re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_ADDR"),
+        re.compile(r"[0-9A-Fa-f.:]+"),
+    ),
+)
 
 
 def load_config(path: str | None, env: Mapping[str, str]) -> Config:
@@ -91,8 +107,12 @@ def is_section(kind: Any) -> bool:
 
 
 def _is_foreign(name: str, value: str) -> bool:
-    """Whether Kubernetes set the variable for one of its Services; a setting of that name wins."""
-    return is_service_variable(name, value) and not _is_setting(name)
+    """Whether name and value have a form that Kubernetes gives to the variables of a Service, which
+    it sets in every pod; a setting of that name wins."""
+    is_of_service = any(
+        names.fullmatch(name) and values.fullmatch(value) for names, values in _SERVICE_FORMS
+    )
+    return is_of_service and not _is_setting(name)
 
 
 def _is_setting(name: str) -> bool:

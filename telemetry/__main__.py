@@ -108,8 +108,8 @@ async def open_service(config: Config, clock: Clock) -> TelemetryService:
             return await TelemetryService.open(config, clock)
         except StoreUnavailableError as error:
             is_taken = isinstance(error, StoreTakenError)
-            patience_s = _TAKEN_WAIT_S if is_taken else config.nats.connect_timeout_s
-            if clock.monotonic() - began_s > patience_s:
+            limit_s = _TAKEN_WAIT_S if is_taken else config.nats.connect_timeout_s
+            if clock.monotonic() - began_s > limit_s:
                 raise
             if error.message != told:
                 told = error.message

@@ -28,7 +28,7 @@ from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.support.simulated_worker import simulated_worker
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 
 _TOKENS_PER_S = 20.0
 _SAMPLE_S = 1.0

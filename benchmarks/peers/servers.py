@@ -19,7 +19,7 @@ from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from tests.support.system import System
 
 _STARTS_WITHIN_S = 420.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.processes import ProcessUsage
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from tests.support.servers import NatsServer, RedisServer, die_with_parent, free_port
 
 GATEWAY_ID = "bench"

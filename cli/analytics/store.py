@@ -156,7 +156,7 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
-    from millrace.runtime.proxies import open_directly
+    from millrace.runtime.addresses import open_directly
     from millrace.runtime.tls import client_context
     from millrace.telemetry.store.clickhouse_server import raise_refusal, server_address
     from millrace.telemetry.store.reading import QueryError, escaped

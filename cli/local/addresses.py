@@ -9,7 +9,7 @@ import urllib.error
 from urllib.parse import urlsplit
 
 from millrace.cli.endpoints import LOOPBACK, url
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import GatewayConfig
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from millrace.runtime.proxies import exempt_loopback
+from millrace.runtime.addresses import exempt_loopback
 from millrace.schemas.errors import MillraceError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from playwright.async_api import Page, expect
 
 from millrace.cli.endpoints import add_data_argument, read_endpoints
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from tests.support.chromium import chromium
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually

@@ -18,7 +18,7 @@ import yaml
 from millrace.bus import nats as nats_bus
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,

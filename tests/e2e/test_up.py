@@ -19,8 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.clients import ask_sse
-from tests.support.foreign_variables import FOREIGN_VARIABLES
-from tests.support.system import System
+from tests.support.system import FOREIGN_VARIABLES, System
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e

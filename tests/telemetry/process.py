@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,

@@ -15,7 +15,7 @@ from millrace.runtime.otlp import OtlpSink
 from millrace.runtime.tracing import Span, SpanEvent, SpanKind, Tracing
 from millrace.runtime.tracing_setup import open_tracing
 from millrace.schemas.config import TracingConfig
-from tests.support.foreign_variables import DEAD_PROXIES
+from tests.support.system import DEAD_PROXIES
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector
 

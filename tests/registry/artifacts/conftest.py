@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 from obstore.store import from_url
 
 from millrace.registry.artifacts.cache import ArtifactCache
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 
 
 class Bucket:

@@ -22,7 +22,7 @@ from millrace.registry.artifacts.store import (
     StoreUnreachableError,
 )
 from tests.registry.artifacts.conftest import Bucket
-from tests.support.foreign_variables import DEAD_PROXIES
+from tests.support.system import DEAD_PROXIES
 
 ALL = ("*",)
 

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from tests.support.servers import die_with_parent, free_port
 
 _STARTS_WITHIN_S = 30.0

@@ -15,7 +15,7 @@ from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.nats import connect
 from millrace.bus.nats.permissions import Part
-from millrace.runtime.proxies import open_directly
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import KafkaConfig, MetricsConfig, NatsConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.telemetry.metrics import TelemetryMetrics

@@ -21,8 +21,8 @@ from millrace.telemetry.http.interface import HttpServer
 from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
 from millrace.telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
-from tests.support.foreign_variables import DEAD_PROXIES
 from tests.support.servers import free_port
+from tests.support.system import DEAD_PROXIES
 from tests.telemetry.tls_proxy import tls_proxy
 
 

@@ -6,7 +6,7 @@ import datetime
 import re
 from typing import TYPE_CHECKING
 
-from millrace.runtime.proxies import exempt_loopback
+from millrace.runtime.addresses import exempt_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls

@@ -14,9 +14,9 @@ import pytest
 
 from millrace.cli.local.addresses import answers
 from millrace.cli.local.report import health_at
-from millrace.runtime.proxies import exempt_loopback, open_directly
+from millrace.runtime.addresses import exempt_loopback, open_directly
 from millrace.workers.servers.client import ServerClient
-from tests.support.foreign_variables import DEAD_PROXIES
+from tests.support.system import DEAD_PROXIES
 
 
 class Handler(BaseHTTPRequestHandler):
