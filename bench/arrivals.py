@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from millrace.schemas.errors import ConfigError
+
+_MOST_ARRIVALS = 100_000_000
 _SEED_STREAM = 0xA221
+
+
+def check_number_of_arrivals(rate_per_s: float, duration_s: float) -> None:
+    """Raises ConfigError for more than fit into memory: their times are drawn at once."""
+    if rate_per_s * duration_s > _MOST_ARRIVALS:
+        raise ConfigError(
+            f"--rate and --duration make more than {_MOST_ARRIVALS:,} requests; lower one of them"
+        )
 
 
 def arrival_times(

@@ -26,6 +26,7 @@ from benchmarks.support.processes import ProcessUsage
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.frames import Delta, Frame
 from millrace.schemas.jobs import Job, Tier
@@ -187,7 +188,10 @@ async def measure(
     """Prints the tables."""
     num_frames -= num_frames % _BATCH
     config = NatsConfig(url=url)
-    sender, receiver = await connect(config, "sender"), await connect(config, "receiver")
+    sender, receiver = (
+        await connect(config, "sender", part=Part.SCHEDULER),
+        await connect(config, "receiver", part=Part.SCHEDULER),
+    )
     bare_sender, bare_receiver = await nats.connect(url), await nats.connect(url)
     await receiver.jobs.pull(LINE, 1, 0.0)
     bare_samples = await bare_latency(bare_sender, bare_receiver, num_jobs)

@@ -24,6 +24,7 @@ from benchmarks.support.figures import p50_p99, percentile
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats.permissions import Part
 from millrace.bus.running_requests import RunningRequest
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
@@ -159,7 +160,10 @@ async def measure(model: str, num_streams: int, num_cancels: int) -> list[tuple[
     )
     with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
         nats_config = NatsConfig(url=server.url)
-        bus, peer = await nats.connect(nats_config, "worker"), await nats.connect(nats_config, "gw")
+        bus, peer = (
+            await nats.connect(nats_config, "worker", part=Part.SCHEDULER),
+            await nats.connect(nats_config, "gw", part=Part.SCHEDULER),
+        )
         client = await EngineClient.start(served.path, config.engine)
         try:
 

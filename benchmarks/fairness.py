@@ -36,6 +36,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
 from millrace.schemas.engines import EngineKind
 from millrace.simulation.report.fairness import jain as jain_index
@@ -205,7 +206,7 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
 
 async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
     """Whether the goals were kept. It takes a third of ``duration_s`` for each phase."""
-    other = await nats.connect(system.config.nats, "another door")
+    other = await nats.connect(system.config.nats, "another door", part=Part.SCHEDULER)
     try:
         doors = [
             Service(bus, _OUTPUT_WEIGHT, reply=f"door-{number}")

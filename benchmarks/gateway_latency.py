@@ -42,6 +42,7 @@ from millrace.bench.prompts import Prompted
 from millrace.bench.settings import Settings
 from millrace.bus import nats, subjects
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.frames import Delta, Frame
 from millrace.schemas.jobs import Job
@@ -164,7 +165,9 @@ async def _arrive(way: _Direct | _ThroughGateway, due_s: Sequence[float], first:
 async def _measure(gateway: GatewayProcess, rate_per_s: float, seconds: float) -> LatencyFigures:
     seen = _Seen()
     observer = await nats_client.connect(gateway.nats_url)
-    bus = await nats.connect(NatsConfig(url=gateway.nats_url), "latency client")
+    bus = await nats.connect(
+        NatsConfig(url=gateway.nats_url), "latency client", part=Part.SCHEDULER
+    )
     direct, through = _Direct(bus), _ThroughGateway(gateway.url)
     probe = HealthProbe()
     try:

@@ -32,6 +32,7 @@ from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import LockstepWorker, take_jobs
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.gateway.server import tune_gc
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.frames import Frame
@@ -64,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def _run_reader(nats_url: str, seen: Queue[int], num_tokens: int) -> None:
     async def read() -> None:
-        bus = await nats.connect(NatsConfig(url=nats_url), "relay floor")
+        bus = await nats.connect(NatsConfig(url=nats_url), "relay floor", part=Part.SCHEDULER)
         done = asyncio.Event()
         count = 0
 
@@ -249,7 +250,9 @@ def _figures(
 
 async def _measure(num_clients: int, seconds: float) -> list[Figures]:
     with running_gateway() as gateway:
-        bus = await nats.connect(NatsConfig(url=gateway.nats_url), "relay worker")
+        bus = await nats.connect(
+            NatsConfig(url=gateway.nats_url), "relay worker", part=Part.SCHEDULER
+        )
         relay = _Relay(bus, gateway, num_clients, round(seconds * _PACE_STEPS_PER_S))
         try:
             results = [await relay.read_floor(), await relay.write_floor()]

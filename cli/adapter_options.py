@@ -53,15 +53,16 @@ def absolute_source(source: str) -> str:
 
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
     """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
-    that are none, AdapterError for an adapter that cannot be applied, ModelSourceError for one that
-    cannot be had."""
-    from millrace.registry.adapters import adapter_folder
+    that are none, ParameterError for a bad name, AdapterError for an adapter that cannot be
+    applied, ModelSourceError for one that cannot be had."""
+    from millrace.registry.adapters import adapter_folder, check_adapter_name
     from millrace.registry.checkpoints.adapters.outline import adapter_version, read_adapter_outline
     from millrace.schemas.models.adapters import AdapterRef
 
     adapters: dict[str, AdapterRef] = {}
     for option in options:
         name, source = name_and_source(option)
+        check_adapter_name(name)
         if name in adapters:
             raise ConfigError(f"--adapter {name} is given twice.")
         folder = adapter_folder(source, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +18,7 @@ from millrace.schemas.redaction import shown
 if TYPE_CHECKING:
     from millrace.schemas.config import ClickHouseConfig, Config, NatsConfig
 
+LOOPBACK = "127.0.0.1"
 DEFAULT_DATA = Path("data")
 CONFIG_FILE = "config.yaml"
 ENDPOINTS_FILE = "endpoints.json"
@@ -75,7 +77,8 @@ def running_config(data: Path) -> Config | None:
 def locate(data: Path, nats_url: str | None = None) -> Config:
     """The configuration with the addresses to use: ``nats_url`` if given, else those that
     ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
-    defaults."""
+    defaults. Raises ConfigError."""
+    from millrace.runtime.connection_settings import check_connections
     from millrace.runtime.settings import load_config
 
     config = load_config(None, os.environ)
@@ -92,6 +95,7 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
         config = msgspec.structs.replace(
             config, nats=msgspec.structs.replace(config.nats, url=nats_url)
         )
+        check_connections(config)
     return config
 
 
@@ -119,6 +123,21 @@ def without_user(url: str) -> str:
     """An address without the name and password in it."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def url(host: str, port: int) -> str:
+    """An address that a local client can open, also for a server that listens on all."""
+    everywhere = ipaddress.ip_address(host).is_unspecified if _is_ip(host) else False
+    shown = LOOPBACK if everywhere else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}"
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_clickhouse(section: ClickHouseConfig, url: str) -> ClickHouseConfig:

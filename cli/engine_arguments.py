@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from millrace.cli.numbers import whole_number
+from millrace.runtime.connection_settings import check_user_data
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import (
     QUANTIZATIONS,
@@ -46,14 +48,14 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
     """Declare over how many ranks Millrace's own engine computes a model."""
     group.add_argument(
         "--tensor-parallel",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="ranks that compute each layer together, a process each, of Millrace's own engine "
         "(default: as the catalogue says, else 1)",
     )
     group.add_argument(
         "--pipeline-parallel",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="stages that compute some of its layers each, of Millrace's own engine (default: as "
         "the catalogue says, else 1)",
@@ -66,7 +68,7 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--remote-stages",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
         "--join (default: 0)",
@@ -137,6 +139,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     check_remote_stages(engine.remote_stages, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
         raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+    check_user_data("--engine-url", engine.url)
     return engine
 
 
@@ -145,7 +148,7 @@ def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
         "kind": arguments.engine and EngineKind(arguments.engine),
         "url": arguments.engine_url,
         "command": arguments.engine_command and _absolute(arguments.engine_command),
-        "arguments": arguments.engine_arguments and tuple(shlex.split(arguments.engine_arguments)),
+        "arguments": arguments.engine_arguments and split_arguments(arguments.engine_arguments),
     }
     given = {name: value for name, value in given.items() if value is not None}
     if given and arguments.engine in (None, EngineKind.REAL, EngineKind.SIMULATED):
@@ -153,6 +156,14 @@ def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
         if names:
             raise ConfigError(f"{names} goes with --engine and the name of another engine.")
     return given
+
+
+def split_arguments(text: str) -> tuple[str, ...]:
+    """A command line as the shell reads it. Raises ConfigError for quotes that are left open."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"--engine-arguments cannot be read: {error}.") from error
 
 
 def _absolute(command: str) -> str:

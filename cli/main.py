@@ -76,9 +76,14 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. A usage or configuration error is 2, with one sentence on
-    stderr."""
-    parsed = build_parser().parse_args(arguments)
+    """Run one command; its exit code. A usage or configuration error, or a file that cannot be
+    used, is 2, with one sentence on stderr."""
+    parser = build_parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    for argument in given:
+        if not _is_text(argument):
+            parser.error(f"{argument!r:.200} is not UTF-8 text")
+    parsed = parser.parse_args(given)
     try:
         code: int = parsed.handler(parsed)
         sys.stdout.flush()
@@ -91,4 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has enough; what is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename!r:.200}: "
+        print(f"millrace {parsed.command}: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
     return code
+
+
+def _is_text(argument: str) -> bool:
+    """Other bytes than UTF-8 arrive as surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from millrace.cli.numbers import whole_number
 from millrace.schemas.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -45,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--max-stages",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="stages that this host computes at a time, of one worker or of several (default: 1)",

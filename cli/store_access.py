@@ -39,6 +39,7 @@ def locate_store(arguments: argparse.Namespace) -> Config:
     reach another system than the one that is meant."""
     import msgspec
 
+    from millrace.runtime.connection_settings import check_connections
     from millrace.runtime.settings import load_config
 
     if arguments.config is not None:
@@ -54,7 +55,9 @@ def locate_store(arguments: argparse.Namespace) -> Config:
     if arguments.redis is None:
         return config
     redis = msgspec.structs.replace(config.redis, url=arguments.redis)
-    return msgspec.structs.replace(config, redis=redis)
+    config = msgspec.structs.replace(config, redis=redis)
+    check_connections(config)
+    return config
 
 
 def served_catalogue(arguments: argparse.Namespace) -> Catalogue:

@@ -28,7 +28,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix caches, of which the last ``truncate_prompt_tokens`` count if that is given (-1: as many
     as there is room for). Of its tenant's requests those of a lower ``priority`` are served
     earlier. ``prediction`` is what the answer will be, for the most part. ``metadata`` is for its
-    row in analytics. ``grammar_field`` is where the caller wrote the grammar of ``sampling``.
+    row in analytics. ``grammar_field`` is where the caller wrote the grammar of ``sampling``, and
+    ``words`` has the caller's names of fields that jobs call otherwise.
     Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
     ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
     ``tells_completion`` all that is given out is the prompt. ``notices`` are what its parser left
@@ -50,6 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     server_tools: tuple[str, ...] = ()
     sampling: SamplingOptions
     grammar_field: str = ""
+    words: dict[str, str] = {}
     tier: Tier | None = None
     user: str = ""
     session_id: str = ""

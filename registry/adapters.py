@@ -23,6 +23,7 @@ from millrace.registry.hub import download, is_hub_id, pinned
 from millrace.registry.pricing import PriceBook
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import AdapterError, ParameterError
+from millrace.schemas.jobs import RESERVED_NAMES
 from millrace.schemas.models.adapters import SEPARATOR, Adapter, AdapterTakenError
 from millrace.schemas.tenants import check_tenant
 
@@ -43,6 +44,20 @@ class AdapterOffer(NamedTuple):
     prices: dict[str, Any] | None = None
 
 
+def check_adapter_name(name: str) -> None:
+    """Raises ParameterError for what no request could name an adapter by."""
+    if not _NAME.fullmatch(name):
+        raise ParameterError(
+            "lora_name",
+            f"An adapter's name must be text of at most 128 characters without spaces, / and "
+            f"{SEPARATOR}, got {name!r:.200}.",
+        )
+    if name in RESERVED_NAMES:
+        raise ParameterError(
+            "lora_name", f"The adapter name {name} is reserved; choose another name."
+        )
+
+
 def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str]) -> Path:
     """The folder of an offer whose model is run by ``engine``; ``taken`` are names of models.
 
@@ -50,12 +65,7 @@ def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str])
     AdapterTakenError for a model's name, AdapterError for a model that takes no adapters, and what
     ``adapter_folder`` raises.
     """
-    if not _NAME.fullmatch(offer.name):
-        raise ParameterError(
-            "lora_name",
-            f"An adapter's name must be text of at most 128 characters without spaces, / and "
-            f"{SEPARATOR}, got {offer.name!r:.200}.",
-        )
+    check_adapter_name(offer.name)
     if offer.name in taken:
         raise AdapterTakenError(offer.name)
     for tenant in offer.tenants:

@@ -28,7 +28,7 @@ from millrace.schemas.engines import (
     with_path,
 )
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
-from millrace.schemas.jobs import PUBLIC_MODEL_AUTO, Tier
+from millrace.schemas.jobs import RESERVED_NAMES, Tier
 from millrace.schemas.pooling import EmbeddingPooling
 from millrace.schemas.tools import ToolFormat
 
@@ -349,6 +349,6 @@ def checked_name(name: object) -> str:
     """A name that a model can have. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"A model's name must be text without spaces, got {name!r:.200}.")
-    if name == PUBLIC_MODEL_AUTO:
+    if name in RESERVED_NAMES:
         raise ConfigError(f"The model name {name} is reserved; choose another.")
     return name

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from millrace.registry.artifacts.store import ModelSourceError
+from millrace.runtime.addresses import exempt_loopback
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -32,6 +33,7 @@ def download(
     import huggingface_hub
     from huggingface_hub import errors
 
+    exempt_loopback()
     path, _, revision = source.partition("@")
     repository = "/".join(path.split("/")[:2])
     about = f"{about}: {repository}"

@@ -280,8 +280,9 @@ class ServedModel:
             raise self._too_long(job, error.num_tokens, is_exact=error.is_exact) from None
         if not token_ids:
             raise ParameterError(field, f"{field} must not be empty")
-        self._check_token_id(field, min(token_ids))
-        self._check_token_id(field, max(token_ids))
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.config.vocab_size:
+                self._check_token_id(f"{field}[{token_ids.index(token_id)}]", token_id)
         return tuple(token_ids)
 
     def _encode(self, job: Job, prompt: str, window_tokens: int | None) -> list[int]:
@@ -304,11 +305,10 @@ class ServedModel:
         return ContextLengthError(num_prompt_tokens, wanted, window_tokens, is_exact=is_exact)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
-        if not 0 <= token_id < self.config.vocab_size:
+        last = self.config.vocab_size - 1
+        if not 0 <= token_id <= last:
             raise ParameterError(
-                field,
-                f"{field} holds token id {token_id}; this model's ids are 0 to "
-                f"{self.config.vocab_size - 1}",
+                field, f"{field} has the token id {token_id}; this model's ids are 0 to {last}"
             )
 
     def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingOptions) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from millrace.runtime.tls import TlsFiles, has_tls_files
 from millrace.schemas.config import (
@@ -14,9 +15,11 @@ from millrace.schemas.config import (
     RedisConfig,
 )
 from millrace.schemas.errors import ConfigError
-from millrace.schemas.redaction import redact_urls
+from millrace.schemas.redaction import redact_urls, split_urls
 
 _MAX_PORT = 65_535
+# The last three are left out by those who read addresses.
+_ENDS_USER_DATA = re.compile(r"[/?#\[\]\t\r\n]")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -28,6 +31,8 @@ def check_connections(config: Config) -> None:
     _check_redis(config.redis)
     _check_kafka(config.kafka)
     _check_clickhouse(config.clickhouse)
+    check_user_data("tracing.endpoint", config.tracing.endpoint)
+    check_user_data("worker.engine.url", config.worker.engine.url)
     _check_pair("gateway", config.gateway)
     parse_networks("gateway.trusted_proxies", config.gateway.trusted_proxies)
 
@@ -45,7 +50,28 @@ def parse_networks(setting: str, values: tuple[str, ...]) -> tuple[Network, ...]
     return tuple(networks)
 
 
+def check_user_data(setting: str, url: str) -> None:
+    """Raises ConfigError, without the address, if its user name or password has a character that
+    ends them. All before the last ``@`` is taken for them."""
+    _, has_scheme, rest = url.partition("://")
+    user, at, _ = (rest if has_scheme else url).rpartition("@")
+    found = _ENDS_USER_DATA.search(user) if at else None
+    if found is not None:
+        raise ConfigError(
+            f"{setting} has {found[0]!r} before its '@'. Percent-encode the user name and the "
+            "password in an address: '/' is %2F, '?' is %3F, '#' is %23. An '@' in another place "
+            "is %40."
+        )
+
+
 def _check_nats(nats: NatsConfig) -> None:
+    for url in split_urls(nats.url):
+        check_user_data("nats.url", url)
+        if "://" in url and "," in url.rpartition("@")[0]:
+            raise ConfigError(
+                "nats.url has a comma in a password, or an address with user data and without "
+                "nats:// in a list. Encode the comma as %2C, or begin each address with nats://."
+            )
     _check_pair("nats", nats)
     if nats.password and not nats.user:
         raise ConfigError("nats.password needs nats.user beside it.")
@@ -62,6 +88,7 @@ def _check_nats(nats: NatsConfig) -> None:
 
 
 def _check_redis(redis: RedisConfig) -> None:
+    check_user_data("redis.url", redis.url)
     _check_pair("redis", redis)
     if redis.user and not redis.password:
         raise ConfigError("redis.user needs redis.password beside it.")
@@ -74,7 +101,13 @@ def _check_redis(redis: RedisConfig) -> None:
             raise ConfigError(f"redis.{name} needs redis.sentinels beside it.")
     for sentinel in redis.sentinels:
         host, _, port = sentinel.rpartition(":")
-        if not host or not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
+        if (
+            "@" in sentinel
+            or not host
+            or not port.isascii()
+            or not port.isdecimal()
+            or int(port) > _MAX_PORT
+        ):
             raise ConfigError(f"redis.sentinels: {redact_urls(sentinel)} is not host:port.")
     _at_most_one(
         {
@@ -85,6 +118,11 @@ def _check_redis(redis: RedisConfig) -> None:
 
 
 def _check_kafka(kafka: KafkaConfig) -> None:
+    if "@" in kafka.bootstrap_servers:
+        raise ConfigError(
+            "kafka.bootstrap_servers takes host:port without user data; set kafka.user and "
+            "kafka.password."
+        )
     _check_pair("kafka", kafka)
     for name in ("user", "password"):
         if kafka.sasl_mechanism and not getattr(kafka, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,14 +25,31 @@ _RENAMED = {
         "was)"
     ),
 }
+# Of a Service named millrace or millrace-…
+_SERVICE = r"MILLRACE(?:_+[A-Z0-9]+)*"
+_SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
+_NUMBER = re.compile(r"\d+")
+_SERVICE_FORMS = (
+    (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9A-Fa-f.:]+")),
+    (re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?"), _NUMBER),
+    (re.compile(rf"{_SERVICE}_PORT"), _SERVICE_URL),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)"), _SERVICE_URL),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_PROTO"), re.compile(r"tcp|udp|sctp")),
+    (re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_PORT"), _NUMBER),
+    (
+        re.compile(rf"{_SERVICE}_PORT_\d+_(?:TCP|UDP|SCTP)_ADDR"),
+        re.compile(r"[0-9A-Fa-f.:]+"),
+    ),
+)
 
 
 def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     """The configuration in the file at ``path``, overridden by variables.
 
     ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated.
-    ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Without a path the
-    file that ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
+    ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Variables that
+    Kubernetes sets for its Services count for nothing. Without a path the file that
+    ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
     """
     path = path or env.get(FILE_VARIABLE) or None
     tree: dict[str, Any] = {} if path is None else _read(Path(path))
@@ -41,7 +59,7 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
     for name in sorted(env):
-        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+        if name.startswith(PREFIX) and name != FILE_VARIABLE and not _is_foreign(name, env[name]):
             setting, text = _of_variable(name, env)
             _set_from_variable(tree, setting, text)
     try:
@@ -86,6 +104,15 @@ def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
 def is_section(kind: Any) -> bool:
     """Whether what a key names is a table of settings, by its type."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _is_foreign(name: str, value: str) -> bool:
+    """Whether name and value have a form that Kubernetes gives to the variables of a Service, which
+    it sets in every pod; a setting of that name wins."""
+    is_of_service = any(
+        names.fullmatch(name) and values.fullmatch(value) for names, values in _SERVICE_FORMS
+    )
+    return is_of_service and not _is_setting(name)
 
 
 def _is_setting(name: str) -> bool:

@@ -43,6 +43,11 @@ the table `nats`, and the variable `{PREFIX}NATS__URL`. A variable with `_FILE` 
 (`{PREFIX}NATS__PASSWORD_FILE`) names a file that holds the value. A list in a variable is comma
 separated. An unknown key, a wrong type, and a negative number stop the process at its start, with
 the reason.
+
+Variables that Kubernetes sets in a pod for a Service named `millrace` or `millrace-…`
+(`{PREFIX}PORT=tcp://…`, `{PREFIX}SERVICE_HOST`, `{PREFIX}GATEWAY_PORT_8000_TCP_ADDR` …) are
+ignored, by their names and the form of their values; where a setting has such a name, the variable
+is the setting's.
 """
 
 

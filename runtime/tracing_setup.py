@@ -9,14 +9,22 @@ from millrace.schemas.config import TracingConfig
 from millrace.schemas.errors import ConfigError
 
 
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        _ = url.port
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and bool(url.hostname)
+
+
 def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing | None:
     """Tracing for a process of a part (``gateway``), None if none is wanted. Raises ConfigError."""
     if not config.endpoint:
         return None
     if config.sample_ratio > 1:
         raise ConfigError(f"tracing.sample_ratio is a share, at most 1, got {config.sample_ratio}")
-    url = urlsplit(config.endpoint)
-    if url.scheme not in ("http", "https") or not url.hostname:
+    if not _is_http_url(config.endpoint):
         raise ConfigError(
             "tracing.endpoint must be the URL of a collector that takes OTLP over HTTP, such as "
             "http://127.0.0.1:4318."

@@ -25,6 +25,8 @@ else:
     _Text = str | None  # null is read as no text
 
 PUBLIC_MODEL_AUTO = "auto"
+# No model and no adapter has these: the scheduler's choice, and steps in the path of an address.
+RESERVED_NAMES = frozenset({PUBLIC_MODEL_AUTO, ".", ".."})
 
 # Names that become tokens of a subject: two of them, encoded, must fit the server's protocol line.
 MAX_NAME_CHARACTERS = 128

@@ -22,7 +22,19 @@ def is_secret(kind: Any) -> bool:
 
 def redact_urls(text: str) -> str:
     """Addresses, comma separated, without what stands before the ``@`` of any of them."""
-    return ",".join(_redact(one) for one in text.split(","))
+    return ",".join(_redact(one) for one in split_urls(text))
+
+
+def split_urls(text: str) -> list[str]:
+    """The addresses of a comma separated list. A comma may also be in a password that should have
+    been encoded: pieces without an ``@`` belong to the next piece that has one and no scheme."""
+    found: list[str] = []
+    for piece in text.split(","):
+        if "@" in piece and "://" not in piece:
+            while found and "@" not in found[-1]:
+                piece = f"{found.pop()},{piece}"
+        found.append(piece)
+    return found
 
 
 def _redact(url: str) -> str:

@@ -12,7 +12,7 @@ import uuid
 from millrace.bus.api import Bus
 from millrace.bus.nats import connect
 from millrace.bus.nats.permissions import Part
-from millrace.runtime.clock import SystemClock
+from millrace.runtime.clock import Clock, SystemClock
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.metrics_server import Monitor, monitored
 from millrace.runtime.process import exit_code_of, stop_event
@@ -23,11 +23,13 @@ from millrace.schemas.config import Config
 from millrace.telemetry.metrics import TelemetryMetrics
 from millrace.telemetry.service import TelemetryService
 from millrace.telemetry.sink.tracing import StoredTraces
-from millrace.telemetry.store.store import StoreUnavailableError
+from millrace.telemetry.store.store import StoreTakenError, StoreUnavailableError
 
 logger = logging.getLogger("millrace.telemetry")
 
 _RETRY_S = 0.5
+# Longer than any command reads (see ``ReadLimits.max_execution_s``).
+_TAKEN_WAIT_S = 45.0
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +57,7 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     instance_id = f"telemetry-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "telemetry", instance_id)
-    service = await outcome_unless(stopping, _open(config))
+    service = await outcome_unless(stopping, open_service(config, SystemClock()))
     if service is None:
         return
     if tracing is not None:
@@ -97,18 +99,21 @@ def _trouble(service: TelemetryService, bus: Bus) -> str:
     return "; ".join(f"{store} {why}" for store, why in service.stores.troubles().items())
 
 
-async def _open(config: Config) -> TelemetryService:
-    """Try for as long as other connections are tried for: a store may still be starting, or be in
-    the hands of a process that is just ending."""
-    clock = SystemClock()
-    deadline_s = clock.monotonic() + config.nats.connect_timeout_s
+async def open_service(config: Config, clock: Clock) -> TelemetryService:
+    """Try for as long as other connections are tried for: a store may still be starting. A folder
+    that a command reads, or a process that is just ending has, is waited for longer."""
+    began_s, told = clock.monotonic(), ""
     while True:
         try:
             return await TelemetryService.open(config, clock)
         except StoreUnavailableError as error:
-            if clock.monotonic() > deadline_s:
+            is_taken = isinstance(error, StoreTakenError)
+            limit_s = _TAKEN_WAIT_S if is_taken else config.nats.connect_timeout_s
+            if clock.monotonic() - began_s > limit_s:
                 raise
-            logger.warning("the store is not there yet", extra={"reason": error.message})
+            if error.message != told:
+                told = error.message
+                logger.warning("the store is not there yet", extra={"reason": told})
             await clock.sleep(_RETRY_S)
 
 

@@ -29,6 +29,7 @@ from benchmarks.support.command import command_parser
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 
 _GOAL_PER_S = 2_000
 _GOAL_P50_MS, _GOAL_P99_MS = 2.0, 8.0
@@ -174,7 +175,7 @@ async def _measure(arguments: argparse.Namespace) -> bool:
         )
         bare_rate = await bare.rate(arguments.backlog)
         await bare.close()
-        sink_bus = await nats.connect(system.config.nats, "sinks")
+        sink_bus = await nats.connect(system.config.nats, "sinks", part=Part.SCHEDULER)
         sinks, service = Sinks(sink_bus, _NUM_WORKERS, num_slots=64), Service(system.bus)
         await system.start_scheduler()
         await sinks.start()

@@ -16,7 +16,6 @@ import re
 import statistics
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -29,6 +28,7 @@ from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.support.simulated_worker import simulated_worker
+from millrace.runtime.addresses import open_directly
 
 _TOKENS_PER_S = 20.0
 _SAMPLE_S = 1.0
@@ -138,7 +138,7 @@ def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> lis
 
 def _state(gateway: GatewayProcess) -> dict[str, float]:
     """The gauges of what is open, and the number of files."""
-    with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=10.0) as answer:
+    with open_directly(f"{gateway.url}/metrics", timeout_s=10.0) as answer:
         text = answer.read().decode()
     gauges = {name: float(value) for name, value in _GAUGE.findall(text)}
     return {**gauges, "open files": gateway.usage.num_files()}

@@ -33,6 +33,7 @@ from millrace.bench.files import allow_many_files
 from millrace.bench.health import ProcessHealth
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Job
 from millrace.schemas.sampling import SamplingParams
@@ -106,7 +107,9 @@ async def _measure(
 async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
     results = []
     with running_gateway(max_sockets_per_address=0) as gateway:
-        bus = await nats.connect(NatsConfig(url=gateway.nats_url), "simulated worker")
+        bus = await nats.connect(
+            NatsConfig(url=gateway.nats_url), "simulated worker", part=Part.SCHEDULER
+        )
         worker = SimulatedWorker(bus, _TOKENS_PER_S)
         ready = asyncio.Event()
         working = asyncio.create_task(worker.run(ready.set))

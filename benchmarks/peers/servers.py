@@ -10,7 +10,6 @@ import socket
 import subprocess
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
+from millrace.runtime.addresses import open_directly
 from tests.support.system import System
 
 _STARTS_WITHIN_S = 420.0
@@ -150,14 +150,14 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as answer:
+        with open_directly(url, timeout_s=2.0) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
 def _first_model(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=10.0) as answer:
+    with open_directly(f"{url}/v1/models", timeout_s=10.0) as answer:
         models = json.load(answer)["data"]
     return str(models[0]["id"])
 

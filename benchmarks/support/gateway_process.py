@@ -10,12 +10,12 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.processes import ProcessUsage
+from millrace.runtime.addresses import open_directly
 from tests.support.servers import NatsServer, RedisServer, die_with_parent, free_port
 
 GATEWAY_ID = "bench"
@@ -69,7 +69,7 @@ class GatewayProcess:
 
     def health(self) -> dict[str, Any]:
         """What ``/healthz`` says."""
-        with urllib.request.urlopen(f"{self.url}/healthz", timeout=10.0) as answer:
+        with open_directly(f"{self.url}/healthz", timeout_s=10.0) as answer:
             health: dict[str, Any] = json.load(answer)
             return health
 

@@ -18,6 +18,7 @@ import yaml
 from benchmarks.support.processes import ProcessUsage
 from millrace.bus import nats
 from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
 from millrace.schemas.control import WorkerStatus
 from tests.support.servers import NatsServer, RedisServer, die_with_parent
@@ -117,7 +118,7 @@ async def simulated_system(
             ),
             worker=worker or WorkerConfig(),
         )
-        bus = await nats.connect(config.nats, "benchmark")
+        bus = await nats.connect(config.nats, "benchmark", part=Part.SCHEDULER)
         system = SimulatedSystem(directory, config, bus)
         stack.callback(system.stop)
         try:

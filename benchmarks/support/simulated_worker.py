@@ -20,6 +20,7 @@ from benchmarks.support.processes import SPAWN, spawned
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
 from millrace.schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started, Usage
@@ -245,7 +246,7 @@ def simulated_worker(nats_url: str, tokens_per_s: float) -> Iterator[None]:
 
 def _run_worker(nats_url: str, tokens_per_s: float, ready: Event) -> None:
     async def run() -> None:
-        bus = await nats.connect(NatsConfig(url=nats_url), "simulated worker")
+        bus = await nats.connect(NatsConfig(url=nats_url), "simulated worker", part=Part.SCHEDULER)
         await SimulatedWorker(bus, tokens_per_s).run(ready.set)
 
     uvloop.run(run())

@@ -21,6 +21,7 @@ import uvloop
 from benchmarks.support.command import command_parser
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.records import DeliveryRecord, RequestRecord
 from tests.support.servers import die_with_parent
@@ -129,7 +130,7 @@ async def _run(nats_url: str, rate: float) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    bus = await nats.connect(NatsConfig(url=nats_url), "record load")
+    bus = await nats.connect(NatsConfig(url=nats_url), "record load", part=Part.SCHEDULER)
     publisher = _Publisher(bus, rate)
     print("publishing", flush=True)
     await publisher.run(stopping)

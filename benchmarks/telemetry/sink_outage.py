@@ -24,6 +24,7 @@ from benchmarks.telemetry.kafka import CHOICES, available, running_kafka
 from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
 from millrace.bus import nats
 from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig
 from millrace.telemetry.service import TelemetryService
@@ -157,7 +158,7 @@ async def _one(
     plan: Plan, nats_url: str, kafka: KafkaConfig, store: Store
 ) -> tuple[Outage, float, str]:
     away = AwayStore.over(store)
-    bus = await nats.connect(NatsConfig(url=nats_url), "outage")
+    bus = await nats.connect(NatsConfig(url=nats_url), "outage", part=Part.SCHEDULER)
     config = Config(kafka=kafka, clickhouse=ClickHouseConfig(url="http://unused:1"))
     service = TelemetryService(config, away, SystemClock())
     running = asyncio.create_task(service.run(bus))

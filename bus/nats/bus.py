@@ -19,13 +19,14 @@ from millrace.bus.nats.permissions import Part, inbox_of
 from millrace.bus.nats.pull_inbox import PullInbox
 from millrace.bus.nats.storage import NatsStorage
 from millrace.bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
-from millrace.bus.nats.topology import ensure_streams
+from millrace.bus.nats.topology import ensure_streams, require_streams
 from millrace.bus.storage import Storage
 from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,12 @@ logger = logging.getLogger(__name__)
 class NatsBus:
     """See ``bus.api.Bus``. Owns its connection; made by ``connect``."""
 
-    def __init__(self, connection: Connection, config: NatsConfig, clock: Clock) -> None:
+    def __init__(
+        self, connection: Connection, config: NatsConfig, clock: Clock, part: Part
+    ) -> None:
         self._connection = connection
         self._config = config
+        self._part = part
         self._setup: asyncio.Task[None] | None = None
         self.frames = FrameStreams(connection)
         self.control = Control(connection)
@@ -50,7 +54,8 @@ class NatsBus:
         self.storage: Storage = NatsStorage(connection, config)
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
-        connection.on_reconnect(self._set_up_again)
+        if part is not Part.OPERATOR:
+            connection.on_reconnect(self._set_up_again)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -71,11 +76,11 @@ class NatsBus:
     def _set_up_again(self) -> None:
         """The server that came back may have lost its store."""
         if self._setup is None or self._setup.done():
-            self._setup = asyncio.ensure_future(self._ensure_streams())
+            self._setup = asyncio.ensure_future(self._set_up())
 
-    async def _ensure_streams(self) -> None:
+    async def _set_up(self) -> None:
         try:
-            await ensure_streams(self._connection, self._config)
+            await _set_up(self._connection, self._config, self._part)
         except MillraceError as error:
             logger.warning("the streams could not be checked", extra={"cause": error.message})
 
@@ -86,16 +91,36 @@ async def connect(
     """A bus on the server at ``config.url``, with all streams in place.
 
     ``part`` is what this process is, which says where answers to it come: a server with
-    permissions lets nobody else read them. Raises BusForbiddenError if it may not read them.
+    permissions lets nobody else read them. It also says what the process does to streams: a
+    scheduler creates and changes them, another part of a system creates missing ones, and the
+    operator does neither. Raises BusForbiddenError if it may not read its answers.
 
     Tries for ``connect_timeout_s``, then raises BusUnavailableError; ConfigError if a stream is
-    there that cannot be made ours. Once connected, it comes back by itself for ever.
+    there that cannot be made ours, or if the operator finds no streams. Once connected, it comes
+    back by itself for ever.
     """
     connection = Connection(config, name, config.inbox_prefix or inbox_of(part))
     await connection.open()
     try:
-        await ensure_streams(connection, config)
+        await _set_up(connection, config, part)
     except BaseException:
         await connection.close()
         raise
-    return NatsBus(connection, config, clock or SystemClock())
+    return NatsBus(connection, config, clock or SystemClock(), part)
+
+
+async def _set_up(connection: Connection, config: NatsConfig, part: Part) -> None:
+    address = redact_urls(config.url)
+    try:
+        if part is Part.OPERATOR:
+            await require_streams(connection, address)
+        else:
+            await ensure_streams(connection, config, changes_existing=part is Part.SCHEDULER)
+    except BusUnavailableError as error:
+        # An error of a narrower type says what the server answered.
+        if type(error) is not BusUnavailableError or not connection.connected:
+            raise
+        raise BusUnavailableError(
+            f"The NATS server at {address} is there, but its JetStream does not answer. Enable "
+            "JetStream (nats-server -js), or correct the address."
+        ) from error

@@ -17,6 +17,8 @@ from millrace.bus.nats.connection import Connection, status_of
 from millrace.bus.storage import NATS
 from millrace.schemas.errors import BusUnavailableError, StoreFullError
 
+Json = dict[str, Any]
+
 API = "$JS.API"
 NOT_FOUND = "404"
 _END_OF_BATCH = "204"
@@ -26,6 +28,7 @@ _ANSWERS_TIMEOUT_S = 5.0
 FULL = 10077
 WRONG_LAST_SEQUENCE = 10071
 STREAM_NAME_IN_USE = 10058
+STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 CONSUMER_NOT_UNIQUE = 10100
 MESSAGE_NOT_FOUND = 10037
@@ -90,6 +93,7 @@ class StreamInfo(msgspec.Struct, frozen=True):
     """``total`` counts all subjects that were asked for, of which an answer has some; ``ts`` is
     the time of the stream's leader."""
 
+    config: Json
     state: StreamState
     total: int = 0
     ts: str = ""
@@ -240,8 +244,10 @@ async def pause(connection: Connection, stream: str, consumer: str, until: datet
     await call(connection, f"CONSUMER.PAUSE.{stream}.{consumer}", body)
 
 
-async def stream_info(connection: Connection, stream: str, body: object = None) -> StreamInfo:
-    data = await call(connection, f"STREAM.INFO.{stream}", body)
+async def stream_info(
+    connection: Connection, stream: str, body: object = None, timeout_s: float | None = None
+) -> StreamInfo:
+    data = await call(connection, f"STREAM.INFO.{stream}", body, timeout_s)
     return msgspec.json.decode(data, type=StreamInfo)
 
 
@@ -389,6 +395,3 @@ def cause_in_a_file(error: JetStreamError) -> str:
 def is_of_a_file(error: JetStreamError) -> bool:
     """Whether the server could not write to its files."""
     return error.number == _NO_STORE or bool(cause_in_a_file(error))
-
-
-Json = dict[str, Any]

@@ -102,6 +102,7 @@ def _gateway() -> Grants:
             # It asks every stream on disk whether it can be written to, and closes the queue's door
             # while one cannot (see ``bus.nats.storage``).
             *_each("STREAM.MSG.DELETE", _ON_DISK),
+            *_each("STREAM.INFO", (subjects.JOBS_STREAM,)),
             *_each("STREAM.UPDATE", (subjects.JOBS_STREAM,)),
         ),
         (
@@ -131,7 +132,7 @@ def _scheduler() -> Grants:
             subjects.ALL_QUEUE_STATUS,
             subjects.ALL_ROLE_TURNS,
             *_each("STREAM.UPDATE", subjects.STREAMS),
-            *_each("STREAM.INFO", (jobs, subjects.WORKERS_STREAM)),
+            *_each("STREAM.INFO", subjects.STREAMS),
             *_each("STREAM.MSG.GET", (jobs,)),
             *_each("STREAM.MSG.DELETE", (jobs,)),
             *_each("CONSUMER.NAMES", (jobs,)),

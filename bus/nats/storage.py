@@ -40,8 +40,10 @@ class NatsStorage:
         return ""
 
     async def admit_jobs(self, *, admit: bool) -> None:
-        body = topology.jobs_stream(self._config, self._connection.server_version)
-        if not admit:
-            body = {**body, "max_msg_size": _NOTHING_FITS}
-        request = f"STREAM.UPDATE.{subjects.JOBS_STREAM}"
-        await jetstream.call(self._connection, request, body, timeout_s=_TIMEOUT_S)
+        max_bytes = topology.ANY_SIZE if admit else _NOTHING_FITS
+        await topology.update_stream(
+            self._connection,
+            subjects.JOBS_STREAM,
+            lambda existing: {**existing, "max_msg_size": max_bytes},
+            timeout_s=_TIMEOUT_S,
+        )

@@ -1,9 +1,17 @@
-"""Streams and consumers: created if they are not there, brought up to date if they differ."""
+"""Streams and consumers: which there are, who creates them, and who changes them.
+
+Gateways, schedulers, workers and telemetry create streams that are missing. Schedulers alone change
+a stream that is there. The command line does neither.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Callable
+
+import msgspec
 
 from millrace.bus import subjects
 from millrace.bus.fleet.directory import ENTRY_TTL_S
@@ -28,6 +36,8 @@ _BOUNDED_SINCE = (2, 15)
 DEAD_MAX_AGE_S = 30 * 86_400.0
 DEAD_MAX_MESSAGES = 100_000
 BRIDGE_ACK_WAIT_S = 30.0
+ANY_SIZE = -1
+_LIMITS = frozenset({"num_replicas", "max_age", "max_msgs", "max_consumers", "duplicate_window"})
 
 
 def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
@@ -56,6 +66,7 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
             retention="workqueue",
             discard="new",
             max_msgs=config.max_stored_jobs,
+            max_msg_size=ANY_SIZE,
             **({"max_consumers": MAX_JOBS_CONSUMERS} if server_version >= _BOUNDED_SINCE else {}),
             republish={"src": stored, "dest": told, "headers_only": True},
         ),
@@ -87,33 +98,54 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
     ]
 
 
-def jobs_stream(config: NatsConfig, server_version: tuple[int, int]) -> Json:
-    """The configuration of the stream of jobs."""
-    [body] = [one for one in streams(config, server_version) if one["name"] == subjects.JOBS_STREAM]
-    return body
-
-
 def names_on_disk(config: NatsConfig, server_version: tuple[int, int]) -> list[str]:
     """The streams that are kept in files."""
     return [one["name"] for one in streams(config, server_version) if one["storage"] == "file"]
 
 
-async def ensure_streams(connection: Connection, config: NatsConfig) -> None:
-    """Raises ConfigError if a stream is there that cannot be changed into ours."""
-    wanted = streams(config, connection.server_version)
-    await asyncio.gather(*(_ensure_stream(connection, body) for body in wanted))
+async def require_streams(connection: Connection, address: str) -> None:
+    """Raises ConfigError if Millrace's streams are not on this server. Creates nothing."""
+    try:
+        await jetstream.stream_info(connection, subjects.JOBS_STREAM)
+    except BusForbiddenError:
+        return  # A tenant's service may publish without seeing streams.
+    except JetStreamError as error:
+        if error.number != jetstream.STREAM_NOT_FOUND:
+            raise
+        raise ConfigError(
+            f"No Millrace system uses the NATS server at {address}: it has no stream "
+            f"{subjects.JOBS_STREAM}, which a scheduler, a gateway, a worker or telemetry creates "
+            "when it starts. Start the system, or correct the address."
+        ) from error
 
 
-async def _ensure_stream(connection: Connection, body: Json) -> None:
-    """Who may not make or change streams takes them as they are: others see to them."""
-    name = body["name"]
+async def ensure_streams(
+    connection: Connection, config: NatsConfig, *, changes_existing: bool
+) -> None:
+    """Create the streams that are missing; with ``changes_existing`` also bring those up to date
+    that are there. Raises ConfigError if a stream is there that cannot be changed into ours."""
+    version = connection.server_version
+    defaults = streams(NatsConfig(), version)
+    await asyncio.gather(
+        *(
+            _ensure_stream(connection, wanted, default if changes_existing else None)
+            for wanted, default in zip(streams(config, version), defaults, strict=True)
+        )
+    )
+
+
+async def _ensure_stream(connection: Connection, wanted: Json, default: Json | None) -> None:
+    """``default`` is the configuration without any setting; None: leave an existing stream as it
+    is. A process without the permission takes the streams as they are."""
+    name = wanted["name"]
     try:
         try:
-            await jetstream.call(connection, f"STREAM.CREATE.{name}", body)
+            await jetstream.call(connection, f"STREAM.CREATE.{name}", wanted)
         except JetStreamError as error:
             if error.number != jetstream.STREAM_NAME_IN_USE:
                 raise
-            await _update_stream(connection, body)
+            if default is not None:
+                await _update_stream(connection, wanted, default)
     except BusForbiddenError:
         logger.info("a stream is left to those who may change it", extra={"stream": name})
     except JetStreamError as error:
@@ -122,17 +154,59 @@ async def _ensure_stream(connection: Connection, body: Json) -> None:
         raise ConfigError(f"the stream {name} cannot be set up: {error.reason}") from error
 
 
-async def _update_stream(connection: Connection, body: Json) -> None:
-    name = body["name"]
+async def _update_stream(connection: Connection, wanted: Json, default: Json) -> None:
+    name = wanted["name"]
     try:
-        await jetstream.call(connection, f"STREAM.UPDATE.{name}", body)
+        await update_stream(connection, name, lambda existing: updated(existing, wanted, default))
     except JetStreamError as error:
         if not jetstream.is_of_a_file(error):
             raise
         # It goes on as it is: what was accepted is to end.
         logger.warning("a stream cannot be updated", extra={"stream": name, "cause": error.reason})
-    else:
-        logger.info("a stream's configuration was updated", extra={"stream": name})
+
+
+async def update_stream(
+    connection: Connection,
+    stream: str,
+    change: Callable[[Json], Json],
+    timeout_s: float | None = None,
+) -> None:
+    """Give a stream the configuration that ``change`` makes of the one it has. Sends nothing if
+    both are the same."""
+    existing = (await jetstream.stream_info(connection, stream, timeout_s=timeout_s)).config
+    # As JSON, so that a tuple equals a list.
+    wanted: Json = msgspec.json.decode(msgspec.json.encode(change(existing)))
+    changed = {key for key in wanted if (wanted[key] or None) != (existing.get(key) or None)}
+    if not changed:
+        return
+    await jetstream.call(connection, f"STREAM.UPDATE.{stream}", wanted, timeout_s=timeout_s)
+    logger.info(
+        "a stream's configuration was updated",
+        extra={"stream": stream, "changed": ", ".join(sorted(changed))},
+    )
+
+
+def updated(existing: Json, wanted: Json, default: Json) -> Json:
+    """The configuration that a stream gets. What we do not set stays. A limit that has its default
+    value only ever grows; a setting that differs from its default applies as it is."""
+    merged = dict(existing)
+    for key, value in wanted.items():
+        kept = existing.get(key)
+        if key in _LIMITS and value == default[key] and _size(kept) > _size(value):
+            logger.info(
+                "a stream keeps a limit that is above the default",
+                extra={"stream": wanted["name"], "limit": key, "kept": kept, "default": value},
+            )
+        else:
+            merged[key] = value
+    if merged["max_age"]:
+        merged["duplicate_window"] = min(merged["duplicate_window"], merged["max_age"])
+    return merged
+
+
+def _size(limit: float | None) -> float:
+    """The server writes 0, -1 or nothing for no limit."""
+    return limit if limit and limit > 0 else math.inf
 
 
 async def ensure_jobs_consumer(

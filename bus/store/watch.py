@@ -90,6 +90,8 @@ class StoreWatch:
         self._folders = folders_of(config)
         self._short: set[str] = set()
         self._closed_s: float | None = None
+        # Not known at first: a gateway that closed the queue may have been killed since.
+        self._is_open = False
         self._asked_s = float("-inf")
         self._told: dict[str, str] = {}
         self._tasks = Tasks()
@@ -197,9 +199,11 @@ class StoreWatch:
             if self._closed_s is None or now_s - self._closed_s >= _ASSERT_EVERY_S:
                 await storage.admit_jobs(admit=False)
                 self._closed_s = now_s
-        elif self._closed_s is not None and not self.is_short(NATS):
+                self._is_open = False
+        elif not (self._is_open or self.is_short(NATS)):
             await storage.admit_jobs(admit=True)
             self._closed_s = None
+            self._is_open = True
 
     def _tell(self) -> None:
         troubles = self.troubles()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millrace.cli.analytics.store import NoStoreError, ask_embedded, ask_server
-from millrace.cli.endpoints import add_data_argument, locate, read_endpoints
+from millrace.cli.analytics.store import NoDatabaseError, ask_store
+from millrace.cli.endpoints import add_data_argument
 from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _store_of(arguments)
     where = config.url or config.path
     if arguments.dry_run:
-        names = _pending(config)
+        names = _pending(config, arguments.data)
         title = f"Would run on {where}:"
     else:
         names = asyncio.run(_migrate(config))
@@ -72,9 +72,7 @@ def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
             f"{arguments.config} names no store: set clickhouse.url or clickhouse.path in it."
         )
     data: Path = arguments.data
-    if supervising(data) is not None:
-        if arguments.dry_run:
-            return _served_store(data)
+    if supervising(data) is not None and not arguments.dry_run:
         raise MillraceError(
             f"Millrace runs on {data}, and its telemetry has brought the store up to date when it "
             "started; see it with --dry-run, or stop it first (millrace down) to migrate by hand"
@@ -85,14 +83,6 @@ def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
             "MILLRACE_CLICKHOUSE__URL."
         )
     return msgspec.structs.replace(config, path=str(data / "clickhouse"))
-
-
-def _served_store(data: Path) -> ClickHouseConfig:
-    """The store of the system that runs, by the address at which its telemetry answers: no other
-    process can open the folder meanwhile. Raises NoStoreError while it is starting."""
-    if read_endpoints(data) is None:
-        raise NoStoreError(f"Millrace is starting on {data}; its store answers when it is ready")
-    return locate(data).clickhouse
 
 
 async def _migrate(config: ClickHouseConfig) -> list[str]:
@@ -106,24 +96,23 @@ async def _migrate(config: ClickHouseConfig) -> list[str]:
         await store.close()
 
 
-def _pending(config: ClickHouseConfig) -> list[str]:
+def _pending(config: ClickHouseConfig, data: Path) -> list[str]:
     """The migrations that the store lacks; nothing is made, nor changed."""
     from millrace.telemetry.store.migrate import lacking
 
-    return [migration.name for migration in lacking(_applied(config), config.database)]
+    return [migration.name for migration in lacking(_applied(config, data), config.database)]
 
 
-def _applied(config: ClickHouseConfig) -> set[int]:
+def _applied(config: ClickHouseConfig, data: Path) -> set[int]:
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.store.reading import QueryError
 
-    if config.path and not Path(config.path).is_dir():
+    if config.path and not Path(config.path).is_dir() and supervising(data) is None:
         return set()
     try:
-        if config.url:
-            answer = ask_server(_NUMBERS, config, {})
-        else:
-            answer = ask_embedded(_NUMBERS, Path(config.path), config.database, {})
+        answer = ask_store(_NUMBERS, config, data, {})
+    except NoDatabaseError:
+        return set()
     except QueryError as error:
         if error.number in _NOT_MADE:
             return set()

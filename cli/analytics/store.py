@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -11,8 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cli.endpoints import locate, read_endpoints, without_user
+import msgspec
+
+from millrace.cli.endpoints import locate, read_endpoints, url
+from millrace.cli.running import supervising
+from millrace.runtime.settings import load_config
 from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.telemetry.store.store_folder import is_taken
 
 if TYPE_CHECKING:
     from millrace.cli.analytics.rows import Rows
@@ -23,33 +31,106 @@ Value = str | int | float
 
 _WIRE_FORMAT = "JSONCompact"
 _TIMEOUT_S = 60.0
+# A system may take so long to start on a busy machine.
+_WAIT_S = 60.0
+_SILENT_S = 1.0
+_LOOK_EVERY_S = 0.2
+# ClickHouse's code.
+_UNKNOWN_DATABASE = 81
 
 
 class NoStoreError(MillraceError, code="store_unavailable", retryable=True):
     """Neither a running store nor a folder of one."""
 
 
+class NotListeningError(NoStoreError):
+    """Nothing listens at the address of a server."""
+
+
+class NoDatabaseError(NoStoreError):
+    """The folder of a store has no database so far."""
+
+
+class _TakenError(Exception):
+    """Another process has the folder of the store open."""
+
+
 def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> bytes:
-    """The JSONCompact answer to a reading statement: of the server, or of the embedded store if
-    none is configured, or if that of the system on ``data`` has ended. Raises NoStoreError, and
-    QueryError if the engine refuses the query."""
-    config = locate(data).clickhouse
-    store = Path(config.path or data / "clickhouse")
-    given = parameters or {}
+    """The JSONCompact answer to a reading statement, of the store that ``MILLRACE_*`` variables
+    name, else of the system on ``data``. Raises what ``ask_store`` does."""
+    return ask_store(sql, load_config(None, os.environ).clickhouse, data, parameters or {})
+
+
+def ask_store(sql: str, config: ClickHouseConfig, data: Path, given: Mapping[str, Value]) -> bytes:
+    """The answer of the server that ``config`` names, else of the store in the folder that it
+    names, else of the store in ``data``.
+
+    While a system has the folder, only its telemetry is asked: it is waited for, for a bounded
+    time. The folder is opened once no process has it. Raises NoStoreError, and QueryError if the
+    engine refuses the query.
+    """
     if config.url:
-        try:
-            return ask_server(sql, config, given)
-        except NoStoreError:
-            ran_here = read_endpoints(data)
-            is_ours = ran_here is not None and config.url == without_user(ran_here.clickhouse)
-            if not is_ours or not store.is_dir():
-                raise
-    if not store.is_dir():
+        return ask_server(sql, config, given)
+    folder = Path(config.path or data / "clickhouse")
+    is_of_system = folder.resolve() == (data / "clickhouse").resolve()
+    began_s, is_told = time.monotonic(), False
+    while True:
+        runs = is_of_system and supervising(data) is not None
+        if runs or is_taken(folder):
+            server = _server_of(config, data if is_of_system else None)
+            if server is not None:
+                with contextlib.suppress(NotListeningError):
+                    return ask_server(sql, server, given)
+        else:
+            with contextlib.suppress(_TakenError):
+                return _ask_folder(sql, folder, config.database, data, given)
+        waited_s = time.monotonic() - began_s
+        owner = f"the system on {data}" if runs else f"the process that has the store {folder}"
+        if waited_s > _WAIT_S:
+            raise NoStoreError(
+                f"{owner} did not answer within {_WAIT_S:.0f} s. See millrace status and the log "
+                "of telemetry, and try again."
+            )
+        if waited_s > _SILENT_S and not is_told:
+            print(f"millrace: waiting for {owner} to answer", file=sys.stderr, flush=True)
+            is_told = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _server_of(config: ClickHouseConfig, data: Path | None) -> ClickHouseConfig | None:
+    """Where the telemetry of the system on ``data`` answers, else that of ``config``; None while
+    that is not known."""
+    if data is not None and read_endpoints(data) is not None:
+        return locate(data).clickhouse
+    if not config.path:
+        return None
+    return msgspec.structs.replace(config, url=url(config.serve_host, config.serve_port))
+
+
+def _ask_folder(
+    sql: str, folder: Path, database: str, data: Path, given: Mapping[str, Value]
+) -> bytes:
+    """The answer of a store that no process has open. Raises _TakenError if one was quicker."""
+    from millrace.telemetry.store.reading import QueryError
+
+    if not folder.is_dir():
         raise NoStoreError(
             f"nothing runs on {data} and no store is there; start it with millrace up --data "
             f"{data}, or name a server in MILLRACE_CLICKHOUSE__URL"
         )
-    return ask_embedded(sql, store, config.database, given)
+    try:
+        return ask_embedded(sql, folder, database, given)
+    except NoStoreError as error:
+        if is_taken(folder):
+            raise _TakenError from error
+        raise
+    except QueryError as error:
+        if error.number == _UNKNOWN_DATABASE:
+            raise NoDatabaseError(
+                f"the store {folder} has no database {database} so far: no telemetry has run on "
+                f"it. Start it with millrace up --data {data}."
+            ) from error
+        raise
 
 
 def saved_query(name: str) -> SavedQuery:
@@ -75,8 +156,9 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
     """The answer of the server at ``config.url``. Raises as ``ask`` does."""
+    from millrace.runtime.addresses import open_directly
     from millrace.runtime.tls import client_context
-    from millrace.telemetry.store.clickhouse_server import raise_refusal
+    from millrace.telemetry.store.clickhouse_server import raise_refusal, server_address
     from millrace.telemetry.store.reading import QueryError, escaped
 
     parameters = {
@@ -85,23 +167,24 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
         "readonly": "1",
         **{f"param_{name}": escaped(str(value)) for name, value in given.items()},
     }
-    url = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
-    if not url.startswith(("http://", "https://")):
-        raise MillraceError(f"clickhouse.url must look like http://host:8123, got {config.url!r}")
+    is_tls = server_address(config).scheme == "https"
+    address = f"{config.url.rstrip('/')}/?{urllib.parse.urlencode(parameters)}"
     headers = {"X-ClickHouse-User": config.username, "X-ClickHouse-Key": config.password}
-    request = urllib.request.Request(url, data=sql.encode(), headers=headers)  # noqa: S310 (checked)
-    context = client_context("clickhouse", config) if url.startswith("https://") else None
+    request = urllib.request.Request(  # noqa: S310 (checked)
+        address, data=sql.encode(), headers=headers
+    )
+    context = client_context("clickhouse", config) if is_tls else None
     try:
-        with urllib.request.urlopen(  # noqa: S310
-            request, timeout=_TIMEOUT_S, context=context
-        ) as answer:
+        with open_directly(request, timeout_s=_TIMEOUT_S, context=context) as answer:
             body: bytes = answer.read()
     except urllib.error.HTTPError as error:
         raise QueryError.of(error.read().decode(errors="replace")) from error
     except OSError as error:
         raise_refusal(error, config)
         reason = getattr(error, "reason", error)
-        raise NoStoreError(f"no ClickHouse answers at {config.url}: {reason}") from error
+        is_absent = isinstance(reason, ConnectionRefusedError | ConnectionResetError)
+        kind = NotListeningError if is_absent else NoStoreError
+        raise kind(f"no ClickHouse answers at {config.url}: {reason}") from error
     return body
 
 

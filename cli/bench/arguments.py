@@ -17,6 +17,7 @@ from millrace.cli.load_arguments import (
     parse_slo,
     seconds,
 )
+from millrace.cli.numbers import whole_number
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,9 +75,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="SHAPE",
         help="of --rate: the shape of gamma distributed gaps; 1 is Poisson, lower is burstier",
     )
-    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: clients")
+    group.add_argument("--concurrency", type=whole_number, metavar="N", help="closed loop: clients")
     group.add_argument("--duration", metavar="TIME", help="such as 30s or 5m (default: 30s)")
-    group.add_argument("--requests", type=int, metavar="N", help="stop after so many instead")
+    group.add_argument(
+        "--requests", type=whole_number, metavar="N", help="stop after so many instead"
+    )
     group.add_argument(
         "--warm-up", default="0s", metavar="TIME", help="load before it that is not counted"
     )
@@ -87,7 +90,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="how long to wait for answers after the load (default: %(default)s)",
     )
     group.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="load processes (default: 1)"
+        "--processes", type=whole_number, default=1, metavar="N", help="load processes (default: 1)"
     )
     group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths")
 
@@ -113,7 +116,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--shared-prefix-tokens",
-        type=int,
+        type=whole_number,
         default=0,
         metavar="N",
         help="of the input: tokens that all prompts begin with",
@@ -162,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
+    from millrace.bench.arrivals import check_number_of_arrivals
     from millrace.bench.settings import Api, Settings, target_of
     from millrace.bench.spread import parse_spread
 
@@ -173,6 +177,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         duration_s = _DEFAULT_DURATION_S if asked is None else seconds("--duration", asked)
         if duration_s <= 0:
             raise ConfigError("--duration must be more than nothing")
+        if arguments.rate is not None:
+            check_number_of_arrivals(arguments.rate, duration_s)
     key = arguments.api_key
     return Settings(
         url=arguments.url,

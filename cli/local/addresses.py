@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import ssl
 import urllib.error
-import urllib.request
 from urllib.parse import urlsplit
 
+from millrace.cli.endpoints import LOOPBACK, url
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import GatewayConfig
-
-LOOPBACK = "127.0.0.1"
 
 
 async def listens(port: int) -> bool:
@@ -38,9 +36,9 @@ async def answers(address: str, gateway: str | None = None) -> bool:
 
     def get() -> bool:
         try:
-            with urllib.request.urlopen(  # noqa: S310 (our own address)
+            with open_directly(
                 address,
-                timeout=2.0,
+                timeout_s=2.0,
                 context=_any_certificate() if address.startswith("https:") else None,
             ) as answer:
                 return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
@@ -61,18 +59,3 @@ def front_url(gateway: GatewayConfig) -> str:
     """Where a local client reaches the gateways."""
     address = url(gateway.host, gateway.port)
     return address.replace("http://", "https://", 1) if gateway.certificate_file else address
-
-
-def url(host: str, port: int) -> str:
-    """An address that a local client can open, also for a server that listens on all."""
-    everywhere = ipaddress.ip_address(host).is_unspecified if _is_ip(host) else False
-    shown = LOOPBACK if everywhere else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from millrace.cli.local.control import PartReport
 from millrace.cli.local.machine_memory import memory_of_session
 from millrace.cli.local.supervisor import PartView, how_it_ended
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.control import WorkerStatus
 
 _ANSWERS_WITHIN_S = 2.0
@@ -35,9 +35,7 @@ async def health_at(address: str) -> Health:
 
     def get() -> Health:
         try:
-            with urllib.request.urlopen(
-                f"http://{address}/healthz", timeout=_ANSWERS_WITHIN_S
-            ) as answer:
+            with open_directly(f"http://{address}/healthz", timeout_s=_ANSWERS_WITHIN_S) as answer:
                 body = answer.read()
         except urllib.error.HTTPError as error:
             body = error.read()

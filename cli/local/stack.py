@@ -13,9 +13,10 @@ import msgspec
 
 from millrace.bus import nats as nats_bus
 from millrace.bus.fleet.adapters import AdapterStore
-from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, Endpoints
+from millrace.bus.nats.permissions import Part
+from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
-from millrace.cli.local.addresses import LOOPBACK, answers, front_url, listens, port_of, url
+from millrace.cli.local.addresses import answers, front_url, listens, port_of
 from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import KNOWN_FILE
@@ -130,7 +131,9 @@ class Stack:
         self.live.changes.write()
         await self._start_servers(config)
         await self._offer_adapters(config)
-        self.system_state.bus = bus = await nats_bus.connect(config.nats, "millrace-up")
+        # It sets the streams up as a scheduler does: the NATS server is its own.
+        bus = await nats_bus.connect(config.nats, "millrace-up", part=Part.SCHEDULER)
+        self.system_state.bus = bus
         await bus.workers.watch(self._pool.note)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
@@ -148,7 +151,8 @@ class Stack:
         if config.scheduler.autoscale.max_workers:
             await self._pool.start_scaling(bus, config.scheduler.autoscale.max_workers)
         store = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
-        user = f"{quote(config.clickhouse.username)}:{quote(config.clickhouse.password, safe='')}"
+        who = (config.clickhouse.username, config.clickhouse.password)
+        user = ":".join(quote(text, safe="") for text in who)
         self.system_state.endpoints = Endpoints(
             http=front_url(config.gateway),
             nats=config.nats.url,

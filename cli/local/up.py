@@ -25,6 +25,7 @@ from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
 from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
+from millrace.cli.numbers import whole_number
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -64,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     where.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
     where.add_argument(
         "--port",
-        type=int,
+        type=whole_number,
         help="port of the gateway, which must be free; 0: any that is (default: 8000, or the next "
         "free one)",
     )
@@ -117,10 +118,13 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         help="have schedulers change the roles that --workers gives, by the load of each",
     )
     group.add_argument(
-        "--gateways", type=int, default=1, help="gateways that share the port (default: 1)"
+        "--gateways", type=whole_number, default=1, help="gateways that share the port (default: 1)"
     )
     group.add_argument(
-        "--schedulers", type=int, default=1, help="schedulers that share the work (default: 1)"
+        "--schedulers",
+        type=whole_number,
+        default=1,
+        help="schedulers that share the work (default: 1)",
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from millrace.cli.engine_arguments import add_ranks, told_ranks
+from millrace.cli.numbers import whole_number
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
@@ -117,12 +118,12 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
     group = parser.add_argument_group("the engine")
     group.add_argument(
         "--max-batch",
-        type=int,
+        type=whole_number,
         help=f"{what} that run at a time (default: 64 on a CPU, 256 on a GPU)",
     )
     group.add_argument(
         "--max-batch-tokens",
-        type=int,
+        type=whole_number,
         help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
     )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -133,7 +134,9 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
         "checkpoint is)",
     )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    group.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    group.add_argument(
+        "--threads", type=whole_number, default=0, help="0 (the default) uses all cores"
+    )
     add_ranks(group)
     group.add_argument(
         "--kernels",

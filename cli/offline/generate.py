@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 import msgspec
 
 from millrace.cli.adapter_options import Adapters, add_adapter_option, read_adapters
+from millrace.cli.numbers import whole_number
 from millrace.cli.offline.engine_options import (
     DEFAULTS,
     BadLine,
@@ -69,18 +70,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--kv-cache-bytes",
-        type=int,
+        type=whole_number,
         help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
     )
     memory.add_argument(
         "--num-blocks",
-        type=int,
+        type=whole_number,
         default=DEFAULTS.num_blocks,
         help="blocks of keys and values, instead of --kv-cache-bytes",
     )
     memory.add_argument(
         "--host-cache-bytes",
-        type=int,
+        type=whole_number,
         default=DEFAULTS.host_cache_bytes,
         help="memory for blocks of preempted and idle requests (default: %(default)s)",
     )

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from millrace.cli.numbers import whole_number
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
@@ -35,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--group",
-        type=int,
+        type=whole_number,
         default=_GROUP_INPUTS,
         metavar="INPUTS",
         help="inputs that share a scale in int4, a multiple of 32; fewer, or all, where that does "
@@ -50,13 +51,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=whole_number,
         default=_NUM_SAMPLES,
         metavar="N",
         help="how many lines of it count, each up to 1024 tokens (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, default=0, help="0 (the default) uses all cores")
+    parser.add_argument(
+        "--threads", type=whole_number, default=0, help="0 (the default) uses all cores"
+    )
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
     parser.set_defaults(handler=run)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.load_arguments import seconds
+from millrace.cli.numbers import whole_number
 from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError, ParameterError
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "-n",
         "--lines",
         metavar="N",
-        type=int,
+        type=whole_number,
         help=f"the last N lines in all (default: {_USUAL_LINES}, or all with --since)",
     )
     parser.add_argument("--raw", action="store_true", help="the lines as they are in the files")
@@ -117,8 +118,8 @@ def _since_s(text: str | None) -> float:
     if text is None:
         return 0.0
     try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
+        return datetime.fromisoformat(text).timestamp()  # without a zone: of this machine's
+    except (ValueError, OverflowError):
         try:
             return time.time() - seconds("--since", text)
         except ConfigError as error:
@@ -126,4 +127,3 @@ def _since_s(text: str | None) -> float:
                 f"--since: {text!r} is neither a time such as 10m or 2h nor a moment such as "
                 "2026-11-25T10:00:00+00:00"
             ) from error
-    return moment.timestamp()  # without a zone: of this machine's

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 from millrace.cli.endpoints import add_data_argument
+from millrace.cli.engine_arguments import split_arguments
+from millrace.cli.numbers import whole_number
 from millrace.cli.operate import rollouts
 from millrace.cli.operate.asking import ask_system, change, from_anywhere
 from millrace.cli.running import supervising
@@ -49,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a model of the catalogue, a folder in Hugging Face layout, a GGUF file or a hub id "
         "(default: the model NAME of the catalogue)",
     )
-    add.add_argument("--workers", type=int, default=1, help="how many (default: %(default)s)")
+    add.add_argument(
+        "--workers", type=whole_number, default=1, help="how many (default: %(default)s)"
+    )
     add.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
@@ -126,7 +129,7 @@ def _add(arguments: argparse.Namespace) -> int:
             engine=arguments.engine and EngineKind(arguments.engine),
             engine_url=arguments.engine_url,
             engine_command=from_anywhere(arguments.engine_command),
-            engine_arguments=tuple(shlex.split(arguments.engine_arguments)),
+            engine_arguments=split_arguments(arguments.engine_arguments),
             quantization=arguments.quantization,
         ),
     )

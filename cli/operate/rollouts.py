@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from millrace.cli.load_arguments import seconds
+from millrace.cli.numbers import whole_number
 from millrace.cli.operate.asking import change, from_anywhere
 from millrace.cli.store_access import (
     add_store_arguments,
@@ -45,7 +46,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME|PATH",
         help="serve the version first, as millrace models add does (default: it is served already)",
     )
-    promote.add_argument("--workers", type=int, default=1, help="with --model (default: 1)")
+    promote.add_argument(
+        "--workers", type=whole_number, default=1, help="with --model (default: 1)"
+    )
     promote.add_argument(
         "--canary", type=float, default=100.0, metavar="PERCENT", help="first share (default: all)"
     )
@@ -64,7 +67,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     promote.add_argument(
         "--min-requests",
-        type=int,
+        type=whole_number,
         default=10,
         metavar="N",
         help="how many requests of the version have to end before more follow (default: 10)",

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
-from millrace.schemas.errors import ConfigError
+from millrace.cli.numbers import whole_number
+from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:
     from millrace.schemas.jobs import Job
@@ -34,7 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
     prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
     what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
-    what.add_argument("--max-tokens", type=int, help="default: what the model's window leaves")
+    what.add_argument(
+        "--max-tokens", type=whole_number, help="default: what the model's window leaves"
+    )
     what.add_argument("--temperature", type=float, help="default: the model's")
     what.add_argument("--seed", type=int, help="default: drawn from the request id")
     what.add_argument("--tier", choices=TIERS, default="free", help="default: %(default)s")
@@ -77,25 +80,30 @@ def build_job(arguments: argparse.Namespace) -> Job:
 
     prompt = _read_prompt(arguments)
     request_id = f"job-{uuid.uuid4().hex}"
-    return Job(
-        request_id=request_id,
-        model=arguments.model,
-        model_requested=_requested(arguments),
-        adapter=arguments.adapter,
-        prompt=prompt if arguments.raw else None,
-        messages=None if arguments.raw else (ChatMessage("user", prompt),),
-        sampling=SamplingOptions(
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            seed=arguments.seed,
-        ),
-        reply=own_reply(arguments.tenant, request_id) if arguments.stream else "",
-        store_result=True,
-        tenant=arguments.tenant,
-        tier=Tier(arguments.tier),
-        source=Source.NATS,
-        received_ns=time.time_ns(),
-    )
+    try:
+        return Job(
+            request_id=request_id,
+            model=arguments.model,
+            model_requested=_requested(arguments),
+            adapter=arguments.adapter,
+            prompt=prompt if arguments.raw else None,
+            messages=None if arguments.raw else (ChatMessage("user", prompt),),
+            sampling=SamplingOptions(
+                max_tokens=arguments.max_tokens,
+                temperature=arguments.temperature,
+                seed=arguments.seed,
+            ),
+            reply=own_reply(arguments.tenant, request_id) if arguments.stream else "",
+            store_result=True,
+            tenant=arguments.tenant,
+            tier=Tier(arguments.tier),
+            source=Source.NATS,
+            received_ns=time.time_ns(),
+        )
+    except ValueError as error:
+        # A model with an adapter is named by both.
+        why = str(error).replace("model_requested", "--model and --adapter together")
+        raise ParameterError("job", f"the job is not valid: {why}") from error
 
 
 def _requested(arguments: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.load_arguments import SPREAD, add_report_arguments, check_folders
+from millrace.cli.numbers import whole_number
 from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
@@ -70,7 +71,7 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
         "by a plus sign; several are compared (default: %(default)s, which is fair+affine)",
     )
     group.add_argument("--config", metavar="FILE", help="settings of scheduler and worker")
-    group.add_argument("--max-queued-jobs", type=int, metavar="N", help="more are shed")
+    group.add_argument("--max-queued-jobs", type=whole_number, metavar="N", help="more are shed")
     group.add_argument(
         "--autoscale", metavar="MIN:MAX", help="as many workers as the scheduler's autoscaler wants"
     )
@@ -108,9 +109,11 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--step-ms", type=float, metavar="MS", help="of a step that decodes")
     group.add_argument("--step-ms-per-sequence", type=float, metavar="MS")
     group.add_argument("--step-ms-per-kv-token", type=float, metavar="MS")
-    group.add_argument("--max-num-sequences", type=int, metavar="N", help="default: 256")
-    group.add_argument("--max-batch-tokens", type=int, metavar="N", help="default: 4096")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="of 16 tokens; default: 16384")
+    group.add_argument("--max-num-sequences", type=whole_number, metavar="N", help="default: 256")
+    group.add_argument("--max-batch-tokens", type=whole_number, metavar="N", help="default: 4096")
+    group.add_argument(
+        "--num-blocks", type=whole_number, metavar="N", help="of 16 tokens; default: 16384"
+    )
     group.add_argument(
         "--start-time", metavar="TIME", help="from a worker's start to its first job"
     )
@@ -172,7 +175,7 @@ def _add_synthesise(
         help=f"likewise {SPREAD} (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="what every request states"
+        "--max-tokens", type=whole_number, default=0, metavar="N", help="what every request states"
     )
     parser.add_argument("--deadline", metavar="TIME", help="of every request")
     parser.add_argument("--burstiness", type=float, default=0.2, metavar="SHAPE", help="of bursty")
@@ -180,8 +183,12 @@ def _add_synthesise(
     parser.add_argument("--period", default="24h", metavar="TIME", help="of diurnal")
     parser.add_argument("--turns", type=float, default=5.0, metavar="N", help="of multiturn")
     parser.add_argument("--think-time", default="20s", metavar="TIME", help="between turns")
-    parser.add_argument("--system-prompts", type=int, default=0, metavar="N", help="shared ones")
-    parser.add_argument("--system-tokens", type=int, default=500, metavar="N", help="in each")
+    parser.add_argument(
+        "--system-prompts", type=whole_number, default=0, metavar="N", help="shared ones"
+    )
+    parser.add_argument(
+        "--system-tokens", type=whole_number, default=500, metavar="N", help="in each"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -229,5 +236,9 @@ def run_synthesise(arguments: argparse.Namespace) -> int:
     from millrace.simulation.traces.trace import write_trace
 
     recipe: Recipe = recipe_of(arguments)
-    write_trace(synthesise(recipe), sys.stdout)
+    try:
+        trace = synthesise(recipe)
+    except ValueError as error:
+        raise ConfigError(f"no trace can be made of this: {error}") from error
+    write_trace(trace, sys.stdout)
     return 0

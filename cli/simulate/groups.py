@@ -7,6 +7,7 @@ import math
 
 import msgspec
 
+from millrace.cli.numbers import whole_number
 from millrace.schemas.errors import ConfigError
 from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
 
@@ -17,7 +18,7 @@ def add_group(group: argparse._ArgumentGroup) -> None:
     """Declare them."""
     group.add_argument(
         "--tensor-parallel",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="devices that compute each layer together; the times of steps and prompts, which are "
         "of one device, are divided by it, and what is exchanged is added (docs/parallelism.md)",

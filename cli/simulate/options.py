@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from millrace.bench.arrivals import check_number_of_arrivals
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.cli.load_arguments import parse_slo, seconds
@@ -202,10 +203,12 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     if not 0 <= arguments.seed < 1 << 32:
         raise ConfigError("--seed must be between 0 and 2^32 - 1")
     deadline = arguments.deadline
+    duration_s = _above_0("--duration", arguments.duration)
+    check_number_of_arrivals(arguments.rate, duration_s)
     return Recipe(
         kind=Kind(arguments.kind),
         rate_per_s=arguments.rate,
-        duration_s=_above_0("--duration", arguments.duration),
+        duration_s=duration_s,
         tenants=parse_tenants(arguments.tenants),
         input_tokens=parse_spread(arguments.input_tokens),
         output_tokens=parse_spread(arguments.output_tokens),

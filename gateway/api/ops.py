@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from millrace.runtime.redis.link import RedisUnreachableError, reachable
 from millrace.runtime.retry import retry
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.models.rollouts import RolloutReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +75,19 @@ class OpsApi:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._counts = msgspec.json.Decoder(tuple[_Count])
+        self._counts = msgspec.json.Decoder(tuple[_Count], strict=False)
         self._told = msgspec.json.Decoder(list[Alert])
 
     def routes(self) -> list[Route]:
         return [Route("/ops/api/{query}", self.query, methods=["GET"])]
 
     async def query(self, request: Request) -> Response:
-        """Rows of a saved query, as telemetry gave them: CSV for a name that ends in ``.csv`` or a
-        caller that accepts nothing else. ``requests.csv`` is each request of a range, row by row;
-        ``alerts`` is how the alerts stand, as this gateway and telemetry see it, ``rollouts`` how
-        rollouts of versions do, as schedulers say. Objectives that are not given are those of the
-        configuration.
+        """Rows of a saved query, as telemetry gave them: JSON with 64-bit integers as strings, CSV
+        for a name that ends in ``.csv`` or a caller that accepts nothing else.
+
+        ``requests.csv`` is each request of a range, row by row; ``alerts`` is how the alerts stand,
+        as this gateway and telemetry see it, ``rollouts`` how rollouts of versions do, as
+        schedulers say. Objectives that are not given are those of the configuration.
 
         Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
         TelemetryUnavailableError.
@@ -132,7 +135,7 @@ class OpsApi:
             reports = await RolloutStore(reachable(self._gateway.redis)).reports()
         except RedisUnreachableError:
             reports = []
-        return msgspec.json.encode(reports)
+        return msgspec.json.encode([_as_row(one) for one in reports])
 
     async def _export(self, params: dict[str, str]) -> Response:
         """All pages of the range, one after the other; what it ends at is fixed at the start."""
@@ -223,6 +226,13 @@ class OpsApi:
             if _RELATIVE.fullmatch(text):
                 fixed[name] = int(self._gateway.clock.now_ns() // 10**9) + int(text)
         return fixed
+
+
+def _as_row(report: RolloutReport) -> dict[str, Any]:
+    """As rows have 64-bit integers: times in nanoseconds are text."""
+    row: dict[str, Any] = msgspec.to_builtins(report)
+    times = {name: str(value) for name, value in row["rollout"].items() if name.endswith("_ns")}
+    return {**row, "rollout": row["rollout"] | times}
 
 
 def _single_values(request: Request) -> dict[str, str]:

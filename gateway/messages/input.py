@@ -9,7 +9,12 @@ import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.messages.history import History, history_of
-from millrace.gateway.request.message_fields import in_words, refuse_unhonoured, respelled
+from millrace.gateway.request.message_fields import (
+    in_words,
+    refuse_unhonoured,
+    respelled,
+    words_in_words,
+)
 from millrace.gateway.request.offered.chat_tools import unknown_type
 from millrace.gateway.request.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
 from millrace.gateway.request.offered.freeform_tools import CUSTOM
@@ -68,8 +73,9 @@ def generation_request_of(request: MessagesRequest) -> GenerationRequest:
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
     field = in_words(parsed.grammar_field, _RESPELLED)
+    words = words_in_words(parsed.words, _RESPELLED)
     notices = bounded((*parsed.notices, *history.notices))
-    return msgspec.structs.replace(parsed, grammar_field=field, notices=notices)
+    return msgspec.structs.replace(parsed, grammar_field=field, words=words, notices=notices)
 
 
 def _chat_request(request: MessagesRequest, history: History) -> ChatCompletionRequest:

@@ -376,7 +376,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             _ROWS,
             description="The query's parameters are the fields of the query string. With .csv "
             "after its name, or for an Accept header of text/csv, the rows come as CSV (RFC 4180). "
-            "requests.csv is every request of a range, row by row, up to 100,000 of them.",
+            "requests.csv is every request of a range, row by row, up to 100,000 of them. In JSON "
+            "64-bit integers are strings.",
             own_errors=(400,),
         ),
     ),

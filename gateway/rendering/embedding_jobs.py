@@ -142,11 +142,14 @@ def _prepare(
         return _fitting(base, _shortened(one, model), model, seeds)
     except ParameterError as error:
         fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: one.pair}
-        at_fault = fields.get(error.param)
+        field = error.param.partition("[")[0]
+        at_fault = fields.get(field)
         if at_fault is None:
             raise
-        message = error.message.replace(error.param, at_fault.where, 1)
-        raise ParameterError(at_fault.where, message) from error
+        param, message = (
+            text.replace(field, at_fault.where, 1) for text in (error.param, error.message)
+        )
+        raise ParameterError(param, message) from error
 
 
 def _parts(one: Input) -> tuple[Input, ...]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
+from millrace.gateway.request.message_fields import respelled
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
@@ -20,6 +21,8 @@ from millrace.schemas.jobs import Job, Source, Tier
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
 from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolMode
+
+_PROMPT = "prompt"
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:
@@ -100,8 +103,13 @@ class JobMaker:
         there is one. Choices differ in their seeds only; ``base`` says everything that is not in
         the ask, and the request's id."""
         jobs: list[Job] = []
-        for job in _with_each_prompt(base, request):
-            first = await self.prepare(job, request, model, caller)
+        for number, job in enumerate(_with_each_prompt(base, request)):
+            try:
+                first = await self.prepare(job, request, model, caller)
+            except ParameterError as error:
+                if not request.other_prompts or error.param.partition("[")[0] != _PROMPT:
+                    raise
+                raise respelled(error, {_PROMPT: f"{_PROMPT}[{number}]"}) from error
             seed = first.sampling.seed or 0
             for choice in range(request.jobs_per_prompt):
                 if not jobs:
@@ -139,10 +147,9 @@ class JobMaker:
             length = num_characters_with(request.chat_template, num_characters(job))
             job = await self._prompts.run(job.tenant, length, prepare)
         except ParameterError as error:
-            if error.param != "prompt_token_ids":
-                raise
             # Token ids come in the field that also takes text.
-            raise ParameterError("prompt", error.message) from error
+            words = {"prompt_token_ids": _PROMPT, **request.words}
+            raise respelled(error, words) from error
         if caller.context_tokens is None:
             return job
         return _within_context(job, request.sampling.max_tokens, caller.context_tokens)

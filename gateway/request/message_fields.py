@@ -137,6 +137,11 @@ def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError
     return ParameterError(in_words(error.param, words), in_words(error.message, words))
 
 
+def words_in_words(words: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """The words of an API that has others for some of them."""
+    return {**others, **{ours: in_words(theirs, others) for ours, theirs in words.items()}}
+
+
 def in_words(text: str, words: Mapping[str, str]) -> str:
     """The text with the names of fields that an API has others for."""
     for ours, theirs in words.items():

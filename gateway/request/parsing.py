@@ -15,6 +15,7 @@ from millrace.gateway.request.message_fields import (
     check_metadata,
     priority_of,
     refuse_unhonoured,
+    respelled,
 )
 from millrace.gateway.request.offered.chat_tools import offered_of_chat
 from millrace.gateway.request.offered.offered_tools import OfferedTools
@@ -231,6 +232,7 @@ def _generation_request(
         metadata=request.metadata or {},
         sampling=sampling,
         grammar_field="" if asked_grammar is None else asked_grammar.field,
+        words=_words(request),
         tells_prompt_logprobs=request.prompt_logprobs is not None,
         tells_token_ids=bool(getattr(request, "return_token_ids", None)),
         **fields,
@@ -272,7 +274,23 @@ def _sampling(
     }
     if isinstance(request, ChatFields):
         given["max_reasoning_tokens"] = _budget(request)
-    return SamplingOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        return SamplingOptions(**options)  # type: ignore[arg-type]
+    except ParameterError as error:
+        raise respelled(error, _words(request)) from error
+
+
+def _words(request: GenerationFields) -> dict[str, str]:
+    """What the fields of this request are called that options of sampling call otherwise."""
+    if not isinstance(request, ChatFields):
+        return {}
+    words = {"max_reasoning_tokens": "thinking_token_budget"}
+    if request.top_logprobs is not None:
+        words["logprobs"] = "top_logprobs"
+    if request.max_completion_tokens is not None:
+        words["max_tokens"] = "max_completion_tokens"
+    return words
 
 
 def _seed(given: int | None) -> int | None:
@@ -317,26 +335,28 @@ _Prompts = tuple[str | None, tuple[int, ...] | None, tuple[str | tuple[int, ...]
 
 def _prompts(prompt: Any) -> _Prompts:
     """Text or token ids, and further prompts, out of the four shapes that OpenAI's API knows."""
-    if isinstance(prompt, list) and prompt and not _are_token_ids(prompt):
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
         if len(prompt) > _MAX_PROMPTS:
             raise ParameterError("prompt", f"At most {_MAX_PROMPTS} prompts are taken.")
-        first, *others = [_prompt(one) for one in prompt]
+        first, *others = [_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
     else:
-        first, others = _prompt(prompt), []
+        first, others = _prompt(prompt, "prompt"), []
     text, token_ids = (first, None) if isinstance(first, str) else (None, first)
     return text, token_ids, tuple(others)
 
 
-def _prompt(prompt: Any) -> str | tuple[int, ...]:
+def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and prompt and _are_token_ids(prompt):
-        return tuple(prompt)
-    raise ParameterError("prompt", "prompt must be text, a list of token ids, or a list of these.")
-
-
-def _are_token_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
+    if not isinstance(prompt, list) or not prompt:
+        shapes = "text or a list of token ids" + ("" if "[" in where else ", or a list of these")
+        raise ParameterError(where, f"{where} must be {shapes}, and no list may be empty.")
+    for i, value in enumerate(prompt):
+        if type(value) is not int:
+            raise ParameterError(
+                f"{where}[{i}]", f"{where}[{i}] must be a token id, like the rest of {where}."
+            )
+    return tuple(prompt)
 
 
 def _user(request: GenerationFields) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.message_fields import in_words, respelled
+from millrace.gateway.request.message_fields import in_words, respelled, words_in_words
 from millrace.gateway.request.parsing import parse_chat
 from millrace.gateway.responses.history import messages_of
 from millrace.gateway.responses.thoughts import opened
@@ -242,9 +242,9 @@ def generation_request_of(
     except ParameterError as error:
         raise respelled(error, _RESPELLED) from error
     field = in_words(parsed.grammar_field, _RESPELLED)
-    return msgspec.structs.replace(
-        parsed, grammar_field=field, notices=bounded((*notices, *parsed.notices))
-    )
+    words = words_in_words(parsed.words, _RESPELLED)
+    notices = bounded((*notices, *parsed.notices))
+    return msgspec.structs.replace(parsed, grammar_field=field, words=words, notices=notices)
 
 
 def _same(value: Any, nothing: Any) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from millrace.runtime.addresses import exempt_loopback
 from millrace.schemas.errors import MillraceError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class StoredFolder:
 
         from obstore.store import from_url
 
+        exempt_loopback()
         try:
             return from_url(
                 address,

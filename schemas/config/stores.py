@@ -39,7 +39,8 @@ class NatsConfig(TlsFiles, frozen=True, kw_only=True):
     lost connection."""
 
     replicas: int = 1
-    """Servers of the cluster that keep a copy of each stream and bucket."""
+    """Servers of the cluster that keep a copy of each stream and bucket. A scheduler applies it to
+    streams that are there; the default, as of any limit of a stream, never shrinks one."""
 
     ack_wait_s: float = 6.0
     """The lease: how long the job of a holder that has died waits before it is delivered again."""

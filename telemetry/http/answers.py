@@ -88,13 +88,14 @@ def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
 
 
 class Answers:
-    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV. ``alerts`` is
+    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV. In JSON 64-bit
+    integers are strings, as browsers and many others round numbers above 2^53. ``alerts`` is
     no query: it is how the alerts stand that rows tell, and those of ``own_alerts``."""
 
     def __init__(self, reader: Reader, own_alerts: Callable[[], Sequence[Alert]] = tuple) -> None:
         self._reader = reader
         self._own_alerts = own_alerts
-        self._seen = msgspec.json.Decoder(tuple[_Seen, ...])
+        self._seen = msgspec.json.Decoder(tuple[_Seen, ...], strict=False)
         self._queries = load_queries()
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
@@ -113,7 +114,9 @@ class Answers:
         wants_csv = asked.format == "csv"
         output = "JSONCompactEachRowWithNames" if wants_csv else "JSONEachRow"
         try:
-            lines = await self._reader.read(query.sql, values, output)
+            lines = await self._reader.read(
+                query.sql, values, output, quotes_integers=not wants_csv
+            )
         except QueryError as error:
             logger.info("a saved query failed", extra={"query": asked.name, "reason": str(error)})
             code = _BUSY if error.number == TOO_MANY_QUERIES else error.code

@@ -30,6 +30,7 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
 from millrace.telemetry.store.reading import (
+    QUOTE_INTEGERS,
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
     EscapedText,
@@ -45,6 +46,8 @@ _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
 # Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 81, 115})
+_CANNOT_PARSE_BOOL = 467
+_BOOLEANS = {"0": False, "false": False, "1": True, "true": True}
 _PARAMETER_PREFIX = "param_"
 _CONTENT_TYPES = (
     ("JSONEachRow", "application/x-ndjson"),
@@ -132,7 +135,11 @@ class HttpInterface:
             sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
             _require_known(arguments)
             result = await self._reader.read(
-                require_reading(sql), _parameters(arguments), output_format, database or None
+                require_reading(sql),
+                _parameters(arguments),
+                output_format,
+                database or None,
+                quotes_integers=_quotes_integers(arguments),
             )
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
@@ -220,10 +227,22 @@ def _parameters(arguments: Mapping[str, str]) -> dict[str, str | int | float]:
     }
 
 
+def _quotes_integers(arguments: Mapping[str, str]) -> bool:
+    text = arguments.get(QUOTE_INTEGERS, "0").lower()
+    if text not in _BOOLEANS:
+        why = f"Cannot parse {text!r:.60} as the boolean {QUOTE_INTEGERS}: use 0 or 1."
+        raise QueryError.refusing(_CANNOT_PARSE_BOOL, f"{why} (CANNOT_PARSE_BOOL)")
+    return _BOOLEANS[text]
+
+
 def _require_known(arguments: Mapping[str, str]) -> None:
     """Settings are refused by name: the connection's own bounds hold."""
     for name in arguments:
-        if name not in _ACCEPTED and not name.startswith(_PARAMETER_PREFIX):
+        if (
+            name not in _ACCEPTED
+            and name != QUOTE_INTEGERS
+            and not name.startswith(_PARAMETER_PREFIX)
+        ):
             raise QueryError.refusing(
                 READONLY, f"Cannot modify '{name}' setting in readonly mode. (READONLY)"
             )

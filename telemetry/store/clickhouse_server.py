@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 import clickhouse_connect
+from clickhouse_connect.driver import httputil
 from clickhouse_connect.driver.client import Client
 
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
@@ -15,19 +16,33 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, CredentialsRefusedError
 from millrace.schemas.redaction import redact_urls
 
+if TYPE_CHECKING:
+    from urllib3 import PoolManager
+
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
 _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
 
 
-def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
-    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
-    fault."""
-    parts = urlsplit(config.url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+def server_address(config: ClickHouseConfig) -> SplitResult:
+    """The parts of ``clickhouse.url``. Raises ConfigError for what is no such address."""
+    try:
+        parts = urlsplit(config.url)
+        is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        is_usable = False
+    if not is_usable:
         raise ConfigError(
             f"clickhouse.url must look like http://host:8123, got {redact_urls(config.url)!r}"
         )
+    return parts
+
+
+def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
+    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
+    fault."""
+    parts = server_address(config)
     return functools.partial(
         clickhouse_connect.get_client,
         host=parts.hostname,
@@ -37,8 +52,22 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
         password=config.password,
         # Without a session, calls of several threads do not shut one another out.
         autogenerate_session_id=False,
+        # Given a pool, the client does not look for a proxy in the environment.
+        pool_mgr=_pool(config.ca_file, config.certificate_file, config.key_file),
         **_tls_options(config),
     )
+
+
+@functools.cache
+def _pool(ca_file: str, certificate_file: str, key_file: str) -> PoolManager:
+    """The connections of this process to servers that are verified, and shown who we are, by these
+    files."""
+    pool: PoolManager = httputil.get_pool_manager(
+        ca_cert=ca_file or None,
+        client_cert=certificate_file or None,
+        client_cert_key=key_file or None,
+    )
+    return pool
 
 
 def _tls_options(config: ClickHouseConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _CODE = re.compile(r"Code: (\d+)")
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", "\0": "\\0"}
 _TO_ESCAPE = re.compile(r"[\\\t\n\r\0]")
 
+QUOTE_INTEGERS = "output_format_json_quote_64bit_integers"
 Parameters = Mapping[str, str | int | float]
 
 
@@ -95,10 +96,18 @@ class Reader(ABC):
         self._num_inside = 0
 
     async def read(
-        self, sql: str, parameters: Parameters, output_format: str, database: str | None = None
+        self,
+        sql: str,
+        parameters: Parameters,
+        output_format: str,
+        database: str | None = None,
+        *,
+        quotes_integers: bool = False,
     ) -> bytes:
         """The result in the asked format, unless the query says FORMAT. A parameter's text is what
-        it is, unless it is an EscapedText. Raises QueryError, at once when too many wait already.
+        it is, unless it is an EscapedText. With ``quotes_integers`` formats of JSON have 64-bit
+        integers as strings: most readers of JSON round numbers above 2^53. Raises QueryError, at
+        once when too many wait already.
         """
         if self._num_inside >= self._limits.max_running + self._limits.max_waiting:
             raise QueryError.refusing(
@@ -108,14 +117,19 @@ class Reader(ABC):
             )
         self._num_inside += 1
         call = asyncio.get_running_loop().run_in_executor(
-            self._pool, self._run, sql, parameters, output_format, database
+            self._pool, self._run, sql, parameters, output_format, database, quotes_integers
         )
         call.add_done_callback(self._leave)
         return await call
 
     @abstractmethod
     def _run(
-        self, sql: str, parameters: Parameters, output_format: str, database: str | None
+        self,
+        sql: str,
+        parameters: Parameters,
+        output_format: str,
+        database: str | None,
+        quotes_integers: bool,
     ) -> bytes:
         """As ``read``, in one of ``max_running`` threads."""
 
@@ -138,7 +152,12 @@ class ServerReader(Reader):
         self._local = threading.local()
 
     def _run(
-        self, sql: str, parameters: Parameters, output_format: str, database: str | None
+        self,
+        sql: str,
+        parameters: Parameters,
+        output_format: str,
+        database: str | None,
+        quotes_integers: bool,
     ) -> bytes:
         try:
             if not hasattr(self._local, "client"):
@@ -146,7 +165,7 @@ class ServerReader(Reader):
             result: bytes = self._local.client.raw_query(
                 sql,
                 parameters=dict(parameters),
-                settings=self._settings,
+                settings={**self._settings, QUOTE_INTEGERS: int(quotes_integers)},
                 fmt=output_format,
                 transport_settings={"database": database} if database else None,
             )

@@ -9,6 +9,7 @@ from chdb import ChdbError
 
 from millrace.telemetry.store.embedded_engine import connect, connect_again
 from millrace.telemetry.store.reading import (
+    QUOTE_INTEGERS,
     Parameters,
     QueryError,
     Reader,
@@ -29,34 +30,56 @@ _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 class EmbeddedReader(Reader):
     """A pool of read-only connections to the store that this process has open.
 
-    ``readonly`` is set last on each connection and cannot be unset on it.
+    ``readonly`` is set last on each connection and cannot be unset on it, so that connections that
+    quote 64-bit integers are others.
     """
 
     def __init__(self, path: str, database: str, limits: ReadLimits) -> None:
         super().__init__(limits)
         self._database = database
-        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._path = path
         self._known: dict[str, str] = {}
+        # By whether they quote integers. One is open from the start: the engine lives as long.
+        self._idle: dict[bool, queue.SimpleQueue[Any]] = {
+            quotes: queue.SimpleQueue() for quotes in (False, True)
+        }
+        self._idle[False].put(self._set_up(connect(path, database), quotes_integers=False))
+
+    def _set_up(self, connection: Any, *, quotes_integers: bool) -> Any:
         settings = {
-            **limits.settings(),
+            **self._limits.settings(),
+            QUOTE_INTEGERS: int(quotes_integers),
             "allow_introspection_functions": 0,
             "allow_ddl": 0,
             "readonly": 1,
         }
-        for number in range(limits.max_running):
-            connection = connect_again(path) if number else connect(path, database)
-            for name, value in settings.items():
-                connection.query(f"SET {name} = {value!r}")
-            self._idle.put(connection)
+        for name, value in settings.items():
+            connection.query(f"SET {name} = {value!r}")
+        return connection
+
+    def _connection(self, *, quotes_integers: bool) -> Any:
+        """One that no other thread has; there are never more of a kind than threads."""
+        try:
+            return self._idle[quotes_integers].get_nowait()
+        except queue.Empty:
+            return self._set_up(connect_again(self._path), quotes_integers=quotes_integers)
 
     def _run(
-        self, sql: str, parameters: Parameters, output_format: str, database: str | None
+        self,
+        sql: str,
+        parameters: Parameters,
+        output_format: str,
+        database: str | None,
+        quotes_integers: bool,
     ) -> bytes:
         if output_format.lower() in _OBJECTS:
             raise QueryError.refusing(
                 _UNKNOWN_FORMAT, f"Unknown format {output_format}. (UNKNOWN_FORMAT)"
             )
-        connection = self._idle.get()
+        try:
+            connection = self._connection(quotes_integers=quotes_integers)
+        except (ChdbError, RuntimeError) as error:
+            raise QueryError.of(str(error)) from error
         values = {
             name: escaped(value) if isinstance(value, str) else value
             for name, value in parameters.items()
@@ -69,7 +92,7 @@ class EmbeddedReader(Reader):
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         finally:
-            self._idle.put(connection)
+            self._idle[quotes_integers].put(connection)
         return result or b""
 
     def _checked(self, connection: Any, sql: str) -> str:
@@ -85,8 +108,9 @@ class EmbeddedReader(Reader):
 
     async def close(self) -> None:
         await super().close()
-        for _ in range(self._limits.max_running):
-            self._idle.get().close()
+        for idle in self._idle.values():
+            while not idle.empty():
+                idle.get().close()
 
 
 def _normal_form(connection: Any, sql: str) -> str:

@@ -25,6 +25,7 @@ from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.redaction import redact_urls
 from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
 from millrace.telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
+from millrace.telemetry.store.store_folder import is_taken
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
@@ -48,6 +49,10 @@ class StoreUnavailableError(
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
         self.is_full = is_full
+
+
+class StoreTakenError(StoreUnavailableError):
+    """Another process has the folder of an embedded store open."""
 
 
 class RejectedRowsError(MillraceError, code="rejected_rows"):
@@ -94,15 +99,20 @@ class Store:
         """Connect and create the database if it is not there.
 
         Raises ConfigError for a configuration that names no store or two, StoreUnavailableError
-        when the store cannot be opened (a path that another process owns, a server that is
-        unreachable), UntrustedServerError or CredentialsRefusedError if the server shows that it
-        never will be.
+        when the store cannot be opened (StoreTakenError for a path that another process has, a
+        server that is unreachable), UntrustedServerError or CredentialsRefusedError if the server
+        shows that it never will be.
         """
         if bool(config.url) == bool(config.path):
             raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
         connect: Callable[..., Client]
         if config.path:
             await asyncio.to_thread(Path(config.path).mkdir, parents=True, exist_ok=True)
+            if is_taken(Path(config.path)):
+                raise StoreTakenError(
+                    f"another process has the store at {config.path} open: a telemetry process, or "
+                    "a command that reads it. End it first."
+                )
             connect = functools.partial(_connect_embedded, config)
         else:
             connect = server_connect(config)

@@ -16,6 +16,7 @@ from millrace.bus.codec import CONTENT_TYPE, Codec, is_json
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import DeadJob
 from tests.support.nats.streams import delete_streams
@@ -92,7 +93,7 @@ class OnNats:
         return self._client
 
     async def connect(self, name: str = "test") -> Bus:
-        bus = await connect(self.config, name)
+        bus = await connect(self.config, name, part=Part.SCHEDULER)
         self._buses.append(bus)
         return bus
 

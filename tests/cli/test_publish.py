@@ -11,6 +11,7 @@ import pytest
 
 from millrace.bus import nats
 from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
 from millrace.cli.main import main
 from millrace.cli.requests.answers import StreamPrinter
 from millrace.schemas.config import NatsConfig
@@ -32,7 +33,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 async def bus(nats_config: NatsConfig) -> AsyncIterator[Bus]:
-    bus = await nats.connect(nats_config, "test")
+    bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     yield bus
     await bus.close()
 

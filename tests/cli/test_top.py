@@ -25,6 +25,7 @@ from msgspec import structs
 
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.cli.main import main
 from millrace.cli.top.view import Snapshot, TenantRow, Totals, WorkerRow, as_text, view
 from millrace.runtime.text_table import plain_text
@@ -169,7 +170,7 @@ def test_lines_are_cut_to_the_width(problem: str, width: int, expected: str) -> 
 
 @contextlib.asynccontextmanager
 async def system(server: NatsServer) -> AsyncIterator[NatsBus]:
-    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    bus = await nats.connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
 
     async def answer(query: TelemetryQuery) -> TelemetryAnswer:
         rows: Any = {
@@ -222,7 +223,9 @@ async def test_once_as_plain_text(nats_server: NatsServer) -> None:
 
 
 @pytest.mark.usefixtures("nats_config")  # without what other tests announced
-async def test_a_bus_without_a_system(nats_server: NatsServer) -> None:
+async def test_a_bus_on_which_nothing_runs(nats_server: NatsServer) -> None:
+    before = await nats.connect(NatsConfig(url=nats_server.url), "test", part=Part.SCHEDULER)
+    await before.close()
     ran = await asyncio.to_thread(
         subprocess.run, command(nats_server, "--once"), capture_output=True, text=True, check=False
     )

@@ -72,6 +72,22 @@ def _env(worker: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one.get("value", "a-pod") for one in _container(_template(worker))["env"]}
 
 
+def _pods(tree: Any) -> list[dict[str, Any]]:
+    """The specification of every pod in a manifest."""
+    if isinstance(tree, list):
+        return [pod for one in tree for pod in _pods(one)]
+    if not isinstance(tree, dict):
+        return []
+    return ([tree] if "containers" in tree else []) + _pods(list(tree.values()))
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.name)
+def test_no_pod_gets_the_variables_of_services(file: Path) -> None:
+    pods = _pods(list(yaml.safe_load_all(file.read_text())))
+    assert pods or file.name == "keda.yaml"
+    assert all(pod["enableServiceLinks"] is False for pod in pods)
+
+
 def _settings(worker: dict[str, Any]) -> Config:
     """Files have in them what they are named by."""
     return load_config(

@@ -19,6 +19,7 @@ from pathlib import Path
 from playwright.async_api import Page, expect
 
 from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.runtime.addresses import open_directly
 from tests.support.chromium import chromium
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
@@ -63,13 +64,13 @@ def _ask(url: str, question: str) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60.0) as answer:
+    with open_directly(request, timeout_s=60.0) as answer:
         answer.read()
 
 
 def _num_stored(url: str) -> int:
     path = f"{url}/ops/api/totals?from_s=-900&to_s=0"
-    with urllib.request.urlopen(path, timeout=10.0) as answer:
+    with open_directly(path, timeout_s=10.0) as answer:
         return int(json.loads(answer.read())[0]["requests"])
 
 

@@ -9,7 +9,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import yaml
 from millrace.bus import nats as nats_bus
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
@@ -137,7 +137,7 @@ class GuardedSystem:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:
+        with open_directly(url, timeout_s=1.0) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -169,6 +169,9 @@ async def guarded_system(directory: Path) -> AsyncIterator[GuardedSystem]:
                 engine=EngineConfig(kind=EngineKind.SIMULATED, simulation=simulation)
             ),
         )
+        # The operator finds streams, and creates none.
+        scheduler = nats.config_of("scheduler")
+        await (await nats_bus.connect(scheduler, "test", part=Part.SCHEDULER)).close()
         bus = await nats_bus.connect(nats.config_of("operator"), "test", part=Part.OPERATOR)
         stack.push_async_callback(bus.close)
         system = GuardedSystem(directory, nats, config, bus)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.e2e.clients import ask_sse
-from tests.support.system import System
+from tests.support.system import FOREIGN_VARIABLES, System
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e
@@ -32,6 +32,7 @@ def _cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=60.0,
         check=False,
+        env=os.environ | FOREIGN_VARIABLES,
     )
 
 
@@ -69,6 +70,21 @@ def test_sql_reads_the_running_store(system: System) -> None:
     assert json.loads(rows.stdout) == [{"one": 1, "letter": "a"}]
     refused = _cli("sql", "DROP TABLE requests", "--data", str(system.data))
     assert refused.returncode != 0
+
+
+def test_other_commands_reach_the_running_system(system: System) -> None:
+    """Whatever proxies the shell has."""
+    where = ("--data", str(system.data))
+    used = _cli("usage", "--from", "2020-01-01", "--format", "json", *where)
+    assert used.returncode == 0, used.stderr
+    assert json.loads(used.stdout)["from"].startswith("2020-01-01")
+    migrations = _cli("migrate", "--dry-run", *where)
+    assert migrations.returncode == 0, migrations.stderr
+    assert "are up to date" in migrations.stdout
+    status = _cli("status", *where)
+    assert status.returncode == 0, status.stdout
+    top = _cli("top", "--once", *where)
+    assert "No figures of telemetry" not in top.stdout
 
 
 def test_publish_streams_and_fetches_later(system: System) -> None:

@@ -13,6 +13,7 @@ import pytest
 from playwright.async_api import expect
 
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from tests.gateway.test_process import ready
 from tests.support.chromium import chromium
@@ -39,7 +40,7 @@ class Valve(asyncio.Event):
 
 @pytest.fixture
 async def worker(nats_config: NatsConfig) -> AsyncIterator[EchoWorker]:
-    bus = await nats.connect(nats_config, "test")
+    bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     made = EchoWorker(bus, "tiny", script=lambda _job: "abcdefgh")
     await made.start()
     yield made

@@ -16,6 +16,7 @@ import pytest
 
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from tests.support.echo_worker import EchoWorker
 from tests.support.engine.checkpoints_made import write_checkpoint
@@ -28,7 +29,7 @@ Start = Callable[[int], Awaitable[asyncio.subprocess.Process]]
 
 @pytest.fixture
 async def bus(nats_config: NatsConfig) -> AsyncIterator[NatsBus]:
-    connected = await nats.connect(nats_config, "test")
+    connected = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     yield connected
     await connected.close()
 

@@ -92,6 +92,7 @@ def test_unknown_model_lists_the_names(tmp_path: Path) -> None:
         ("models: {x: {source: ./a, tiers: []}}", ["model x", "tiers"]),
         ("models: {x: {source: ./a, context_window_tokens: 0}}", ["context_window_tokens"]),
         ("models: {auto: {source: ./a}}", ["auto", "reserved"]),
+        ("models: {..: {source: ./a}}", ["..", "reserved"]),
         ("models: {'a b': {source: ./a}}", ["'a b'"]),
         ("models: {7: {source: ./a}}", ["7"]),
         ("models: {}\nmodel: {}", ["unknown keys: model;"]),

@@ -242,8 +242,8 @@ def test_what_is_set_stays(served: ServedModel) -> None:
         ({"prompt_token_ids": ()}, "prompt_token_ids"),
         ({"messages": ()}, "messages"),
         ({"messages": (ChatMessage("wizard", "x"),)}, "messages"),
-        ({"prompt_token_ids": (3, 10_000)}, "prompt_token_ids"),
-        ({"prompt_token_ids": (-1, 3)}, "prompt_token_ids"),
+        ({"prompt_token_ids": (3, 10_000)}, "prompt_token_ids[1]"),
+        ({"prompt_token_ids": (-1, 3)}, "prompt_token_ids[0]"),
         (
             {"prompt": "mill", "sampling": SamplingParams(stop_token_ids=(10_000,))},
             "stop_token_ids",
@@ -256,7 +256,7 @@ def test_what_is_set_stays(served: ServedModel) -> None:
         ({"prompt": "mill", "sampling": SamplingParams(n=2)}, "n"),
         ({"prompt": "mill", "tools": (ToolDefinition(name="f"),)}, "tools"),
         ({"prompt": "", "pooling": Pooling.LAST}, "prompt"),
-        ({"prompt_token_ids": (10_000,), "pooling": Pooling.LAST}, "prompt_token_ids"),
+        ({"prompt_token_ids": (10_000,), "pooling": Pooling.LAST}, "prompt_token_ids[0]"),
         ({"messages": (ChatMessage("user", "mill"),), "pooling": Pooling.LAST}, "messages"),
         *(
             (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import Config, NatsConfig
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.redaction import redact_urls
 
 
 def test_defaults() -> None:
@@ -208,3 +210,117 @@ def test_a_setting_that_was_renamed_says_what_took_its_place(
     env = {} if by_file else {"MILLRACE_WORKER__PREFIXES_PER_TENANT": "true"}
     with pytest.raises(ConfigError, match=r'worker\.prefix_scope, which is "tenant".*"shared"'):
         load_config(str(path), env)
+
+
+_SERVICES = {
+    "MILLRACE": "10.96.0.1",
+    "MILLRACE_GATEWAY": "fd00::1",
+    "MILLRACE_GATEWAY_HTTP2": "10.96.0.1",
+    # A Service may have two dashes in its name.
+    "MILLRACE__GATEWAY": "10.96.0.1",
+    "MILLRACE_NATS": "10.96.0.1",
+}
+
+
+@pytest.mark.parametrize(("service", "host"), _SERVICES.items())
+def test_variables_of_kubernetes_services_are_ignored(service: str, host: str) -> None:
+    variables = {
+        f"{service}_SERVICE_HOST": host,
+        f"{service}_SERVICE_PORT": "8000",
+        f"{service}_SERVICE_PORT_HTTP": "8000",
+        f"{service}_SERVICE_PORT_GRPC_WEB": "8001",
+        f"{service}_PORT": f"tcp://{host}:8000",
+        f"{service}_PORT_8000_TCP": f"tcp://{host}:8000",
+        f"{service}_PORT_8000_TCP_PROTO": "tcp",
+        f"{service}_PORT_8000_TCP_PORT": "8000",
+        f"{service}_PORT_8000_TCP_ADDR": host,
+        f"{service}_PORT_53_UDP": f"udp://{host}:53",
+        f"{service}_PORT_53_UDP_PROTO": "udp",
+    }
+    config = load_config(None, variables | {"MILLRACE_GATEWAY__PORT": "9000"})
+    assert config == load_config(None, {"MILLRACE_GATEWAY__PORT": "9000"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MILLRACE_GATEWAY_PORT", "8000"),  # for MILLRACE_GATEWAY__PORT
+        ("MILLRACE_PORT", "8000"),
+        ("MILLRACE_METRICS_PORT", "9464"),
+        ("MILLRACE_CLICKHOUSE_SERVE_PORT", "8123"),
+        ("MILLRACE_SERVICE_HOST", "gateway"),
+        ("MILLRACE_GATEWAY_HOST", "0.0.0.0"),
+        ("MILLRACE_GATEWAY__PORTS", "tcp://10.0.0.1:8000"),
+        ("MILLRACE_NATS_URL", "nats://10.0.0.1:4222"),
+        # A Service named millrace-clickhouse--serve would set it: the setting wins.
+        ("MILLRACE_CLICKHOUSE__SERVE_PORT", "tcp://10.0.0.1:8123"),
+    ],
+)
+def test_what_only_resembles_them_is_an_error(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_config(None, {name: value})
+
+
+_MASTER = {"MILLRACE_REDIS__SENTINELS": {"MILLRACE_REDIS__SENTINEL_MASTER": "m"}}
+_URLS = {
+    "nats.url": "nats://user:{}@n1:4222",
+    "redis.url": "redis://user:{}@r1:6379/0",
+    "tracing.endpoint": "https://user:{}@collector:4318",
+    "worker.engine.url": "http://user:{}@engine:8000/v1",
+}
+
+
+@pytest.mark.parametrize("end", ["#", "?", "/", "[", "]", "\t"])
+@pytest.mark.parametrize(("setting", "url"), _URLS.items())
+def test_a_password_in_an_address_has_to_be_encoded(setting: str, url: str, end: str) -> None:
+    password = f"xq7{end}zw9"
+    variable = f"MILLRACE_{setting.upper().replace('.', '__')}"
+    with pytest.raises(ConfigError, match="Percent-encode the user name and the password") as told:
+        load_config(None, {variable: url.format(password)})
+    assert setting in told.value.message
+    assert "xq7" not in told.value.message
+    assert "zw9" not in told.value.message
+    assert load_config(None, {variable: url.format(quote(password, safe=""))})
+
+
+@pytest.mark.parametrize("password", ["p@ss", "p:ss", "p%ss", "p&ss=", "p+ss", "100%25", "pä ss"])
+@pytest.mark.parametrize(("setting", "url"), _URLS.items())
+def test_what_ends_no_password_is_left_alone(setting: str, url: str, password: str) -> None:
+    load_config(None, {f"MILLRACE_{setting.upper().replace('.', '__')}": url.format(password)})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MILLRACE_NATS__URL", "nats://user:xq7,zw9@n1:4222", "comma in a password"),
+        ("MILLRACE_NATS__URL", "nats://user:99,zw9@n1,nats://n2", "comma in a password"),
+        ("MILLRACE_NATS__URL", "nats://n1:4222,nats://user:xq7#zw9@n2", "nats.url has '#'"),
+        ("MILLRACE_CLICKHOUSE__URL", "http://user:xq7#zw9@c1:8123", "clickhouse.username and"),
+        ("MILLRACE_KAFKA__BOOTSTRAP_SERVERS", "user:xq7#zw9@k1:9092", "kafka.user and"),
+        ("MILLRACE_REDIS__SENTINELS", "user:zw9@s1:26379", "is not host:port"),
+    ],
+)
+def test_other_places_of_a_password(variable: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as told:
+        load_config(None, {variable: value, **_MASTER.get(variable, {})})
+    assert "zw9" not in told.value.message
+    assert "99" not in told.value.message
+
+
+def test_several_servers_need_no_scheme() -> None:
+    for url in ("n1:4222,n2:4222", "n1:4222,user:secret@n2:4222", "nats://n1,nats://u:p@n2"):
+        assert load_config(None, {"MILLRACE_NATS__URL": url}).nats.url == url
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("nats://u:p@n1:4222,nats://n2", "nats://***@n1:4222,nats://n2"),
+        ("nats://u:p,q@n1:4222,nats://n2", "nats://***@n1:4222,nats://n2"),
+        ("redis://:p#w@r1:6379/0", "redis://***@r1:6379/0"),
+        ("n1:4222,u:p@n2:4222", "***@n2:4222"),
+        ("n1:4222,n2:4222", "n1:4222,n2:4222"),
+    ],
+)
+def test_addresses_are_shown_without_user_data(text: str, shown: str) -> None:
+    assert redact_urls(text) == shown

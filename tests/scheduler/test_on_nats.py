@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 
 from millrace.bus.api import Bus
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.runtime.clock import SystemClock
 from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
@@ -44,14 +45,14 @@ def config(server: NatsServer) -> NatsConfig:
 
 @pytest.fixture
 async def bus(config: NatsConfig) -> AsyncIterator[Bus]:
-    bus = await connect(config, "client")
+    bus = await connect(config, "client", part=Part.SCHEDULER)
     yield bus
     await bus.close()
 
 
 @pytest.fixture
 async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
-    bus = await connect(config, "scheduler")
+    bus = await connect(config, "scheduler", part=Part.SCHEDULER)
     # On the real clock of a busy machine an answer may take a while.
     settings = msgspec.structs.replace(CONFIG, dispatch_timeout_s=2.0, resume_timeout_s=1.0)
     catalogue = ModelCatalogue(["m"], load_fake)
@@ -66,7 +67,7 @@ async def scheduler(config: NatsConfig) -> AsyncIterator[Scheduler]:
 
 
 async def worker_on(config: NatsConfig, name: str, num_slots: int = 4) -> ScriptedWorker:
-    bus = await connect(config, name)
+    bus = await connect(config, name, part=Part.SCHEDULER)
     return await ScriptedWorker(bus, SystemClock(), name, num_slots=num_slots).start()
 
 

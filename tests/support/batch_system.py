@@ -16,6 +16,7 @@ from openai.types import Batch
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.nats.permissions import Part
 from millrace.gateway.core import Backends, Gateway
 from millrace.gateway.server import Server, listen
 from millrace.runtime.clock import SystemClock
@@ -50,7 +51,7 @@ def on_nats(url: str) -> Connect:
     config = msgspec.structs.replace(NATS, url=url)
 
     async def connect(name: str) -> Bus:
-        return await nats.connect(config, name)
+        return await nats.connect(config, name, part=Part.SCHEDULER)
 
     return connect
 

@@ -119,8 +119,10 @@ class ByteModel:
         elif job.prompt is not None:
             token_ids = tuple(self.tokenizer.encode(job.prompt + (job.text_pair or "")))
         assert token_ids is not None
-        if any(not 0 <= token_id <= 255 for token_id in token_ids):
-            raise ParameterError("prompt_token_ids", "a token id is not in the vocabulary")
+        for i, token_id in enumerate(token_ids):
+            if not 0 <= token_id <= 255:
+                param = f"prompt_token_ids[{i}]"
+                raise ParameterError(param, f"{param} is not in the vocabulary")
         num_kept = num_kept_tokens(job, CONTEXT_WINDOW_TOKENS)
         token_ids = token_ids if num_kept is None else token_ids[-num_kept:]
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)

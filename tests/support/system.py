@@ -17,12 +17,36 @@ from typing import Any
 
 import psutil
 
+from millrace.runtime.addresses import open_directly
+
 _POLL_S = 0.05
+# Variables that a shell or Kubernetes may set, and that no part of a system may follow.
+_DEAD = "http://127.0.0.1:9"
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "WS_PROXY", "WSS_PROXY", "FTP_PROXY")
+
+DEAD_PROXIES = {
+    **dict.fromkeys(_PROXIES, _DEAD),
+    **dict.fromkeys(map(str.lower, _PROXIES), _DEAD),
+    "NO_PROXY": "",
+    "no_proxy": "",
+}
+SERVICE_LINKS = {
+    "MILLRACE_SERVICE_HOST": "10.96.0.1",
+    "MILLRACE_SERVICE_PORT": "8000",
+    "MILLRACE_SERVICE_PORT_HTTP": "8000",
+    "MILLRACE_PORT": "tcp://10.96.0.1:8000",
+    "MILLRACE_PORT_8000_TCP": "tcp://10.96.0.1:8000",
+    "MILLRACE_PORT_8000_TCP_PROTO": "tcp",
+    "MILLRACE_PORT_8000_TCP_PORT": "8000",
+    "MILLRACE_PORT_8000_TCP_ADDR": "10.96.0.1",
+    "MILLRACE_GATEWAY_PORT": "tcp://10.96.0.2:8000",
+}
+FOREIGN_VARIABLES = {**DEAD_PROXIES, **SERVICE_LINKS}
 
 
 @dataclass
 class System:
-    """A running ``millrace up``."""
+    """A running ``millrace up``, in an environment with variables that it must not follow."""
 
     data: Path
     arguments: tuple[str, ...] = ()
@@ -50,7 +74,7 @@ class System:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.folder,
-                env=os.environ | self.environment,
+                env={**os.environ, **FOREIGN_VARIABLES, **self.environment},
             )
         deadline = time.monotonic() + self.starts_within_s
         while not self._endpoints_file.exists():
@@ -123,7 +147,7 @@ class System:
                 "X-ClickHouse-Key": url.password or "",
             },
         )
-        with urllib.request.urlopen(request, timeout=10.0) as answer:
+        with open_directly(request, timeout_s=10.0) as answer:
             return [json.loads(line) for line in answer.read().splitlines() if line]
 
     def output(self) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
@@ -111,5 +112,5 @@ class TelemetryProcess:
         request = urllib.request.Request(
             f"{self.url}{path}", headers={"X-ClickHouse-Key": PASSWORD}
         )
-        with urllib.request.urlopen(request, timeout=5.0) as answer:
+        with open_directly(request, timeout_s=5.0) as answer:
             return bytes(answer.read())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import os
 import secrets
@@ -13,12 +14,14 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from millrace.bus import subjects
 from millrace.bus.memory import MemoryBroker, MemoryBus
-from millrace.schemas.config import KafkaConfig
+from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig
+from millrace.telemetry.__main__ import open_service
 from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
-from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.store import Store, StoreTakenError
 from millrace.telemetry.supervision import keep_running
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import free_port
@@ -46,6 +49,26 @@ async def test_a_failed_part_starts_again_and_waits_longer_each_time() -> None:
     await task
     waits = [round(b - a, 3) for a, b in itertools.pairwise(starts)]
     assert waits == [0.2, 0.4, 0.8, 1.6]
+
+
+async def test_a_folder_that_a_command_reads_is_waited_for(tmp_path: Path) -> None:
+    """The engine is not asked meanwhile, which would complain on its own."""
+    (tmp_path / "status").write_text("PID: 1\n")
+    clock = ManualClock()
+    config = Config(clickhouse=ClickHouseConfig(path=str(tmp_path)))
+    with (tmp_path / "status").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        opening = asyncio.create_task(open_service(config, clock))
+        while clock.monotonic() < 40.0:
+            await eventually(lambda: clock.num_sleepers == 1)
+            await clock.advance(0.5)
+        assert not opening.done()
+        while clock.monotonic() < 50.0 and not opening.done():
+            await eventually(lambda: clock.num_sleepers == 1 or opening.done())
+            await clock.advance(0.5)
+        with pytest.raises(StoreTakenError, match="another process has the store at"):
+            await opening
+    assert [one.name for one in tmp_path.iterdir()] == ["status"]
 
 
 async def test_the_sink_waits_for_a_store_that_is_away(

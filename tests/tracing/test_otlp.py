@@ -15,6 +15,7 @@ from millrace.runtime.otlp import OtlpSink
 from millrace.runtime.tracing import Span, SpanEvent, SpanKind, Tracing
 from millrace.runtime.tracing_setup import open_tracing
 from millrace.schemas.config import TracingConfig
+from tests.support.system import DEAD_PROXIES
 from tests.support.waiting import eventually
 from tests.tracing.collector import Collector
 
@@ -78,6 +79,17 @@ async def test_a_span_arrives_as_it_was_told(collector: Collector) -> None:
     assert resource["service.name"] == "millrace-gateway"
     assert resource["service.instance.id"] == "gateway-1"
     assert resource["service.version"]
+
+
+async def test_a_collector_of_this_machine_is_reached_without_the_proxies_of_the_shell(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in DEAD_PROXIES.items():
+        monkeypatch.setenv(name, value)
+    tracing = _tracing(collector.endpoint)
+    tracing.tell(_span(tracing))
+    await tracing.close()
+    assert [span.name for span in collector.spans] == ["work"]
 
 
 async def test_spans_arrive_soon_without_being_asked_for(collector: Collector) -> None:

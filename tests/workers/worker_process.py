@@ -16,6 +16,7 @@ from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.codec import RECORD
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig, RedisConfig
 from millrace.schemas.control import Dispatch, Ended, WorkerCommand, WorkerReply, WorkerStatus
 from millrace.schemas.frames import TERMINAL_FRAMES, Delta, Frame
@@ -133,7 +134,7 @@ class HandScheduler:
 
 @asynccontextmanager
 async def hand_scheduler(config: NatsConfig) -> AsyncIterator[HandScheduler]:
-    bus = await nats.connect(config, "test")
+    bus = await nats.connect(config, "test", part=Part.SCHEDULER)
     scheduler = HandScheduler(bus)
     await bus.frames.subscribe("gw", scheduler.on_frame)
     await bus.workers.watch(scheduler.statuses.append)

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from millrace.schemas.errors import MillraceError
+from millrace.schemas.redaction import redact_urls
 
 _ANSWER_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -166,4 +167,6 @@ def _shown(answer: bytes) -> str:
 
 
 def _unreachable(url: str, error: BaseException) -> ServerUnreachableError:
-    return ServerUnreachableError(f"The server at {url} cannot be reached: {error or 'time is up'}")
+    return ServerUnreachableError(
+        f"The server at {redact_urls(url)} cannot be reached: {error or 'time is up'}"
+    )

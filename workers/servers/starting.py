@@ -12,10 +12,12 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.registry.served import ServedModel
 from millrace.registry.source import gguf_file
 from millrace.runtime.clock import Clock
+from millrace.runtime.connection_settings import check_user_data
 from millrace.runtime.tasks import outcome_unless
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import PROMISES, EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
+from millrace.schemas.redaction import redact_urls
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from millrace.workers.servers.dialect import Dialect, ServerAddress, ServerFacts
@@ -72,8 +74,9 @@ async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
     config = dialect.config
     if not config.url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"worker.engine.url is {config.url!r}; it starts with http:// or https://."
+            f"worker.engine.url is {redact_urls(config.url)!r}; it starts with http:// or https://."
         )
+    check_user_data("worker.engine.url", config.url)
     for name in ("command", "arguments"):
         if getattr(config, name):
             raise ConfigError(
@@ -88,8 +91,8 @@ async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
     except TimeoutError:
         await client.close()
         raise EngineFailedError(
-            f"No {dialect.kind} server answers at {config.url}{dialect.health_path} within "
-            f"{config.start_timeout_s:g} s."
+            f"No {dialect.kind} server answers at {redact_urls(config.url)}{dialect.health_path} "
+            f"within {config.start_timeout_s:g} s."
         ) from None
     except BaseException:
         await client.close()
@@ -165,7 +168,7 @@ async def _until_healthy(dialect: Dialect, client: ServerClient, clock: Clock) -
 
 def _is_another(dialect: Dialect, client: ServerClient, error: MillraceError) -> EngineFailedError:
     return EngineFailedError(
-        f"What listens at {client.url} is no {dialect.kind} server: {error.message}"
+        f"What listens at {redact_urls(client.url)} is no {dialect.kind} server: {error.message}"
     )
 
 

@@ -1,5 +1,6 @@
 // Questions to the gateway: rows of saved queries, and files of them.
 
+import { exactNumber } from "./integers.js";
 import { make } from "/static/dom.js";
 import { fetchWithKey } from "/static/key.js";
 
@@ -39,9 +40,10 @@ async function rowsOf(name, params, signal) {
 // 2026-11-01T08:30:00.123456Z, of which Date keeps the milliseconds.
 const TIME = /^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.(\d+))?Z$/;
 
-/** A row whose times are numbers, as charts and spans want them: `t` in seconds, `done_at` as `done_us`. */
+/** A row whose whole numbers and times are numbers, as charts and spans want them: `t` in seconds, `done_at` as `done_us`. */
 function withNumbers(row) {
   for (const [name, value] of Object.entries(row)) {
+    row[name] = exactNumber(name, value);
     const time = typeof value === "string" && (name === "t" || name === "at" || name.endsWith("_at")) ? TIME.exec(value) : null;
     if (time === null) continue;
     const seconds = Date.parse(`${value.slice(0, 19)}Z`) / 1000;

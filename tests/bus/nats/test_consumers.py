@@ -14,6 +14,7 @@ from millrace.bus import subjects
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats import connect, jetstream, topology
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Job
 from tests.support.nats.streams import delete_streams
@@ -54,7 +55,9 @@ async def api(nats_server: NatsServer) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def bus(api: Api, nats_server: NatsServer) -> AsyncIterator[Bus]:
-    bus = await connect(NatsConfig(url=nats_server.url, ack_wait_s=ACK_WAIT_S), "test")
+    bus = await connect(
+        NatsConfig(url=nats_server.url, ack_wait_s=ACK_WAIT_S), "test", part=Part.SCHEDULER
+    )
     yield bus
     await bus.close()
 
@@ -85,7 +88,7 @@ async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
     await api.client.publish("$JS.API.CONSUMER.MSG.NEXT.JOBS.model-demo", b"1", "held")
     assert (await held.next_msg(5.0)).reply
 
-    bus = await connect(NatsConfig(url=nats_server.url), "new")
+    bus = await connect(NatsConfig(url=nats_server.url), "new", part=Part.SCHEDULER)
     tenant_queue = TenantQueue("demo", JOB.tier, None)
     assert await bus.jobs.tenant_queues() == {tenant_queue: 2}
     pulled = await bus.jobs.pull(tenant_queue, 2, 1.0)
@@ -101,7 +104,7 @@ async def test_a_store_with_a_consumer_for_each_model_is_taken_over(
 async def test_jobs_that_leave_while_they_are_counted_hide_no_others(
     api: Api, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bus = await connect(NatsConfig(url=nats_server.url), "counting")
+    bus = await connect(NatsConfig(url=nats_server.url), "counting", part=Part.SCHEDULER)
     anybody = TenantQueue("demo", JOB.tier, None)
     payload = msgspec.msgpack.encode(JOB)
     for _ in range(2):

@@ -16,6 +16,7 @@ from millrace.bus.api import Bus
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.bus.nats import connect
 from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import Accepted, Frame
@@ -38,7 +39,10 @@ async def buses(nats_server: NatsServer) -> AsyncIterator[tuple[Bus, Bus]]:
     """Two clients of a server that the test may kill."""
     await delete_streams(nats_server)
     config = NatsConfig(url=nats_server.url, ack_wait_s=ACK_WAIT_S)
-    one, two = await connect(config, "one"), await connect(config, "two")
+    one, two = (
+        await connect(config, "one", part=Part.SCHEDULER),
+        await connect(config, "two", part=Part.SCHEDULER),
+    )
     yield one, two
     if not nats_server.running:
         nats_server.start()
@@ -172,7 +176,9 @@ async def test_a_server_that_lost_its_store(
 async def test_a_hung_server_is_an_error_in_time(
     nats_server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bus = await connect(NatsConfig(url=nats_server.url, connect_timeout_s=0.6), "impatient")
+    bus = await connect(
+        NatsConfig(url=nats_server.url, connect_timeout_s=0.6), "impatient", part=Part.SCHEDULER
+    )
     nats_server.pause()
     try:
         with pytest.raises(BusUnavailableError):
@@ -236,11 +242,13 @@ async def test_nothing_of_a_connection_that_was_closed_goes_on(
 
 async def test_settings_that_changed_are_taken_over(nats_server: NatsServer) -> None:
     await delete_streams(nats_server)
-    first = await connect(NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first")
+    first = await connect(
+        NatsConfig(url=nats_server.url, ack_wait_s=30.0), "first", part=Part.SCHEDULER
+    )
     await first.jobs.publish(job(1))
     await first.jobs.pull(TENANT_QUEUE, 1, 1.0)
     config = NatsConfig(url=nats_server.url, ack_wait_s=0.3, max_stored_jobs=7)
-    second = await connect(config, "second")
+    second = await connect(config, "second", part=Part.SCHEDULER)
     await second.jobs.publish(job(2))
     assert len(await second.jobs.pull(TENANT_QUEUE, 1, 1.0)) == 1
     (again,) = await second.jobs.pull(TENANT_QUEUE, 1, 2.0)
@@ -299,7 +307,7 @@ async def test_a_group_that_cannot_be_sent_goes_one_by_one(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Connection, "ask", fail)
-    bus = await connect(nats_config, "test")
+    bus = await connect(nats_config, "test", part=Part.SCHEDULER)
     records = [RequestRecord(request_id=f"r{number}", tenant="t") for number in range(3)]
     await asyncio.gather(*(bus.outbox.publish(record, 0.001) for record in records))
     assert await bus.outbox.last_sequence() == 3

@@ -11,6 +11,7 @@ import pytest
 
 from millrace.bus.nats import connect
 from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import (
     BusUnavailableError,
@@ -46,7 +47,7 @@ def tls_options(pair: Pair, verify: Authority | None = None) -> str:
 
 async def works(config: NatsConfig) -> None:
     """It can be connected to, and has our streams."""
-    bus = await connect(config, "test")
+    bus = await connect(config, "test", part=Part.SCHEDULER)
     try:
         assert bus.connected
     finally:

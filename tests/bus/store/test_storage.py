@@ -12,6 +12,7 @@ import pytest
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.bus.storage import NATS
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError, StoreFullError
@@ -59,7 +60,7 @@ async def test_a_server_that_has_all_it_may_have_says_so(tmp_path: Path) -> None
     server = NatsServer(tmp_path, store_options="max_file_store: 256KB")
     server.start()
     try:
-        bus = await connect(NatsConfig(url=server.url), "test")
+        bus = await connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
         number = await fill(bus)
         for leased in await bus.jobs.pull(TENANT_QUEUE, number, 5.0):
             await bus.jobs.ack(leased.lease)
@@ -82,7 +83,7 @@ async def test_a_stream_that_was_given_up_stays_so_until_its_server_starts_again
     server.start()
     try:
         config = NatsConfig(url=server.url, connect_timeout_s=1.0, ack_wait_s=1.0)
-        bus = await connect(config, "test")
+        bus = await connect(config, "test", part=Part.SCHEDULER)
         await bus.jobs.publish(job(-1))
         await bus.jobs.publish(job(0))
         await bus.jobs.pull(TENANT_QUEUE, 1, 5.0)
@@ -91,7 +92,9 @@ async def test_a_stream_that_was_given_up_stays_so_until_its_server_starts_again
         num_stored = await fill(bus, BusUnavailableError)  # the last page may have some room
         assert "no space left on device" in (await bus.storage.failed_streams())["JOBS"]
         # Who starts now may go on with what was accepted.
-        late = await connect(msgspec.structs.replace(config, max_stored_jobs=100_000), "late")
+        late = await connect(
+            msgspec.structs.replace(config, max_stored_jobs=100_000), "late", part=Part.SCHEDULER
+        )
         [leased] = await late.jobs.pull(TENANT_QUEUE, 1, 5.0)
         await late.jobs.ack(leased.lease)
         await late.close()

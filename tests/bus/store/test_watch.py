@@ -169,6 +169,15 @@ async def test_the_queue_is_closed_to_all_while_hardly_any_room_is_left() -> Non
     assert admits()
 
 
+async def test_a_new_gateway_opens_the_queue_that_a_killed_one_closed() -> None:
+    broker, disks = MemoryBroker(), Disks(nats=110, rows=500)
+    storage = MemoryBus(broker).storage
+    broker.admits_jobs = False
+    watch = StoreWatch(_CONFIG, ManualClock(), storage, gates=True, read_free_bytes=disks.read)
+    await watch.look()
+    assert broker.admits_jobs
+
+
 async def test_metrics_say_which_store() -> None:
     disks = Disks(nats=1, rows=500)
     watch = StoreWatch(_CONFIG, ManualClock(), read_free_bytes=disks.read)

@@ -61,12 +61,6 @@ def test_the_store_of_a_system_that_runs_is_left_alone(
     (tmp_path / "run" / "up.pid").write_text(own_line())
     assert main(["migrate", "--data", str(tmp_path)]) == 2
     assert "its telemetry has brought the store up to date" in capsys.readouterr().err
-    # It would be asked, if it answered.
-    assert main(["migrate", "--dry-run", "--data", str(tmp_path)]) == 2
-    assert "no ClickHouse answers at http://127.0.0.1:9" in capsys.readouterr().err
-    (tmp_path / "run" / "endpoints.json").unlink()
-    assert main(["migrate", "--dry-run", "--data", str(tmp_path)]) == 2
-    assert "Millrace is starting on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

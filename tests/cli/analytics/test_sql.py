@@ -173,7 +173,7 @@ def test_where_a_system_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def write_endpoints(data: Path, **addresses: str) -> None:
     """As ``millrace up`` does."""
-    (data / "run").mkdir()
+    (data / "run").mkdir(exist_ok=True)
     endpoints = dict.fromkeys(("http", "nats", "redis", "kafka", "clickhouse"), "") | addresses
     (data / "run" / "endpoints.json").write_text(json.dumps(endpoints))
 

@@ -52,6 +52,8 @@ def test_a_line_with_an_unknown_adapter_is_bad(tmp_path: Path, checkpoint: Path)
     [
         ("sql", "NAME=PATH"),
         ("sql=/nowhere/at/all", "is no folder"),
+        ("auto=/nowhere/at/all", "The adapter name auto is reserved"),
+        ("..=/nowhere/at/all", "The adapter name .. is reserved"),
         ("sql={folder}", "adapter_config.json cannot be read"),
     ],
 )

@@ -74,6 +74,8 @@ def test_a_life_of_an_adapter(adapters: Adapters, folder: Path) -> None:
     [
         (("sql", "nowhere/at/all"), "is no folder"),
         (("a b", "{folder}"), "An adapter's name must be"),
+        (("auto", "{folder}"), "The adapter name auto is reserved"),
+        (("..", "{folder}"), "The adapter name .. is reserved"),
         (("tiny", "{folder}"), "is taken"),
         (("sql", "{folder}", "--model", "other"), "no model 'other'"),
         (("sql", "{folder}/.."), "adapter_config.json cannot be read"),

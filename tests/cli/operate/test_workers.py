@@ -12,6 +12,7 @@ import pytest
 
 from millrace.bus import nats
 from millrace.bus.api import Bus
+from millrace.bus.nats.permissions import Part
 from millrace.cli.main import main
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import (
@@ -28,7 +29,7 @@ from millrace.schemas.transfer import TransferEndpoint
 
 @pytest.fixture
 async def bus(nats_config: NatsConfig) -> AsyncIterator[Bus]:
-    bus = await nats.connect(nats_config, "test")
+    bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     yield bus
     await bus.close()
 

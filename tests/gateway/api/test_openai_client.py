@@ -132,8 +132,17 @@ async def test_a_bad_parameter_is_named(client: openai.AsyncOpenAI) -> None:
         await client.completions.create(model=MODEL, prompt="x", n=17)
     assert caught.value.param == "n"
     with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=MODEL, prompt=[70_000])
-    assert caught.value.param == "prompt"
+        await client.completions.create(model=MODEL, prompt=[7, 70_000])
+    assert caught.value.param == "prompt[1]"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt=[[7], [7, 70_000]])
+    assert caught.value.param == "prompt[1][1]"
+    assert "prompt[1][1] is not in the vocabulary" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=21
+        )
+    assert caught.value.param == "top_logprobs"
 
 
 async def test_sampling_options_reach_the_worker(

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from millrace.gateway.messages.input import generation_request_of
+from millrace.gateway.request.message_fields import in_words
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage
@@ -168,3 +169,11 @@ def test_fields_that_cannot_be_honoured(fields: dict[str, Any], param: str) -> N
         generation_request_of(request_of([user(TEXT)], **fields))
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+def test_what_a_model_refuses_is_named_as_it_was_sent() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2_000}
+    asked = request_of([user(TEXT)], thinking=thinking, stop_sequences=["."])
+    words = generation_request_of(asked).words
+    named = [in_words(one, words) for one in ("max_reasoning_tokens", "max_tokens", "stop")]
+    assert named == ["thinking.budget_tokens", "max_tokens", "stop_sequences"]

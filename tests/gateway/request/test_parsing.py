@@ -9,6 +9,7 @@ import pytest
 
 from millrace.gateway.errors import InvalidJsonError
 from millrace.gateway.generation_request import GenerationRequest
+from millrace.gateway.request.message_fields import in_words, respelled
 from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
 from millrace.gateway.transport.decoding import decode
 from millrace.schemas.chat.messages import Message
@@ -104,11 +105,60 @@ def test_prompts_come_in_four_shapes(prompt: Any, expected: Any) -> None:
     assert request.sampling.max_tokens == 16
 
 
-@pytest.mark.parametrize("prompt", [["a"] * 65, [], [[]], 7, None, [1, "a"], [True], {"a": 1}])
-def test_other_prompts_are_refused(prompt: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (["a"] * 65, "prompt"),
+        ([], "prompt"),
+        ([[]], "prompt[0]"),
+        (7, "prompt"),
+        (None, "prompt"),
+        ([1, "a"], "prompt[1]"),
+        ([1, 2, 3.5], "prompt[2]"),
+        ([True], "prompt[0]"),
+        ({"a": 1}, "prompt"),
+        (["a", 5], "prompt[1]"),
+        (["a", None], "prompt[1]"),
+        ([[1, 2], [3, "b"]], "prompt[1][1]"),
+        (["a", ["b"]], "prompt[1][0]"),
+        ([[1], [[2]]], "prompt[1][0]"),
+    ],
+)
+def test_other_prompts_are_refused(prompt: Any, param: str) -> None:
     with pytest.raises(ParameterError) as caught:
         text(prompt=prompt)
-    assert caught.value.param == "prompt"
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param) or "At most" in caught.value.message
+
+
+def test_what_a_model_refuses_is_named_as_it_was_sent() -> None:
+    words = chat(logprobs=True, top_logprobs=3, max_completion_tokens=4).words
+    error = respelled(ParameterError("max_tokens", "leave max_tokens out"), words)
+    assert error.param == "max_completion_tokens"
+    assert error.message == "leave max_completion_tokens out"
+    assert in_words("logprobs", words) == "top_logprobs"
+    assert in_words("max_reasoning_tokens", words) == "thinking_token_budget"
+    others = chat(logprobs=True, max_tokens=4).words
+    assert in_words("logprobs max_tokens", others) == "logprobs max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ],
+)
+def test_refusals_name_the_field_that_was_sent(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,10 @@ async def test_a_rollout_is_started_looked_at_and_turned_back(
     assert (again.status_code, again.json()["error"]["code"]) == (409, "rollout_conflict")
     (listed,) = (await http.get("/v1/rollouts")).json()["data"]
     assert listed == (await http.get(f"/v1/rollouts/{OLD}")).json()
+    (shown,) = (await http.get("/ops/api/rollouts")).json()
+    # Of more digits than a browser's numbers have.
+    assert shown["rollout"]["started_ns"] == str(listed["rollout"]["started_ns"])
+    assert shown["rollout"]["candidate"] == NEW
     back = await http.post(f"/v1/rollouts/{OLD}/rollback")
     assert back.json()["rollout"]["state"] == "aborted"
     twice = await http.post(f"/v1/rollouts/{OLD}/rollback")

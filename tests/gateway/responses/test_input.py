@@ -224,7 +224,7 @@ def test_a_bad_item_is_named(item: Any, param: str) -> None:
             "stream_options.include_obfuscation",
         ),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ({"top_logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "some"}, "truncation"),
         ({"temperature": 3}, "temperature"),
         ({"absent": 1}, "absent"),

@@ -12,6 +12,7 @@ from moto.server import ThreadedMotoServer
 from obstore.store import from_url
 
 from millrace.registry.artifacts.cache import ArtifactCache
+from millrace.runtime.addresses import open_directly
 
 
 class Bucket:
@@ -21,7 +22,7 @@ class Bucket:
         self.url = url
         self.name = name
         made = urllib.request.Request(f"{url}/{name}", method="PUT")
-        urllib.request.urlopen(made).close()
+        open_directly(made, timeout_s=10.0).close()
         self._store = from_url(f"s3://{name}", client_options={"allow_http": True})
 
     @property

@@ -22,6 +22,7 @@ from millrace.registry.artifacts.store import (
     StoreUnreachableError,
 )
 from tests.registry.artifacts.conftest import Bucket
+from tests.support.system import DEAD_PROXIES
 
 ALL = ("*",)
 
@@ -72,6 +73,16 @@ def test_what_cannot_be_had_is_told(
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     with pytest.raises(StoreUnreachableError, match=r"Model m: s3://\S+/m cannot be read"):
         cache.fetch(f"{bucket.address}/m", ALL, "Model m")
+
+
+def test_a_store_of_this_machine_is_reached_without_the_proxies_of_the_shell(
+    bucket: Bucket, cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("m/config.json", b"{}")
+    for name, value in DEAD_PROXIES.items():
+        monkeypatch.setenv(name, value)
+    folder = cache.fetch(f"{bucket.address}/m", ALL, "Model m")
+    assert (folder / "config.json").read_bytes() == b"{}"
 
 
 def test_without_credentials(

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
+from millrace.runtime.addresses import open_directly
 from tests.support.servers import die_with_parent, free_port
 
 _STARTS_WITHIN_S = 30.0
@@ -42,13 +43,13 @@ class S3Server:
     def _make_bucket(self) -> None:
         self._wait()
         made = urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(made).close()
+        open_directly(made, timeout_s=10.0).close()
 
     def _wait(self) -> None:
         until_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
             try:
-                urllib.request.urlopen(f"{self.url}/moto-api/").close()
+                open_directly(f"{self.url}/moto-api/", timeout_s=10.0).close()
             except (urllib.error.URLError, OSError):
                 if time.monotonic() > until_s:
                     raise

@@ -169,6 +169,49 @@ async def test_a_setting_that_is_not_honoured_is_refused_by_name(client: httpx.A
     assert (await client.delete("/")).status_code == 405
 
 
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        (None, 2**63),
+        ("0", 2**63),
+        ("false", 2**63),
+        ("1", str(2**63)),
+        ("True", str(2**63)),
+    ],
+)
+async def test_integers_are_quoted_where_that_is_asked_for(
+    client: httpx.AsyncClient, setting: str | None, shown: object
+) -> None:
+    sql = (
+        "SELECT toUInt64(1) + 9223372036854775807 AS n, [toInt64(-5)] AS all, toUInt32(7) AS small"
+    )
+    params = {"default_format": "JSONEachRow"}
+    if setting is not None:
+        params["output_format_json_quote_64bit_integers"] = setting
+    answer = await client.post("/", params=params, content=sql)
+    assert answer.status_code == 200, answer.text
+    inner = "-5" if isinstance(shown, str) else -5
+    assert answer.json() == {"n": shown, "all": [inner], "small": 7}
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2"])
+async def test_a_setting_that_is_no_boolean_is_refused(
+    client: httpx.AsyncClient, value: str
+) -> None:
+    params = {"output_format_json_quote_64bit_integers": value}
+    answer = await client.post("/", params=params, content="SELECT 1")
+    assert (answer.status_code, answer.headers["X-ClickHouse-Exception-Code"]) == (400, "467")
+    assert "output_format_json_quote_64bit_integers: use 0 or 1" in answer.text
+
+
+async def test_connections_that_quote_only_read_too(client: httpx.AsyncClient) -> None:
+    params = {"output_format_json_quote_64bit_integers": "1"}
+    sql = "SELECT 1 SETTINGS max_execution_time = 0"
+    answer = await client.post("/", params=params, content=sql)
+    assert answer.status_code == 400
+    assert "readonly" in answer.text
+
+
 async def test_queries_are_bounded_in_time_and_number(store: Store, store_path: Path) -> None:
     limits = ReadLimits(max_running=1, max_waiting=1, max_execution_s=1)
     reader = EmbeddedReader(str(store_path), "millrace", limits)

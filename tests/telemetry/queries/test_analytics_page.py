@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
@@ -12,6 +11,7 @@ from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS
 from millrace.telemetry.store.tables_page import tables_page
 from tests.support.repository import ROOT
+from tests.telemetry.answered import rows_of
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
 from tests.telemetry.records import refusal_record
 
@@ -61,7 +61,7 @@ async def test_saved_queries_tell_times_as_such(store: Store) -> None:
         params = {one: given[one] for one in query.parameters if one in given}
         answer = await answers.answer(TelemetryQuery(name=name, params={**params}))
         assert not answer.error, (name, answer.error)
-        for row in json.loads(answer.rows_json):
+        for row in rows_of(answer):
             num_rows += 1
             for column, value in row.items():
                 if (name, column) in _FOR_PROGRAMS:

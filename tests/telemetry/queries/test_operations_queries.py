@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.answered import rows_of
 from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
 
 NS = 10**9
@@ -25,8 +25,7 @@ NS = 10**9
 async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
     answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert answer.error == ""
-    rows: list[dict[str, Any]] = json.loads(answer.rows_json)
-    return rows
+    return rows_of(answer)
 
 
 def request(name: str, age_s: float, ttft_ms: float = 100.0, **more: Any) -> RequestRecord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -19,6 +18,7 @@ from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from tests.telemetry.answered import rows_of
 from tests.telemetry.records import unix_s
 
 # The begin of an hour, a while ago.
@@ -148,8 +148,7 @@ async def ask(store: Store, name: str, **params: str | int | float) -> list[dict
     chosen = {key: value for key, value in RANGE.items() if key in known}
     answer = await answers.answer(TelemetryQuery(name=name, params={**chosen, **params}))
     assert answer.error == ""
-    rows: list[dict[str, Any]] = json.loads(answer.rows_json)
-    return rows
+    return rows_of(answer)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import KafkaConfig, NatsConfig, TelemetryConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
@@ -28,7 +29,7 @@ async def test_killed_between_insert_and_count(nats_server: NatsServer, tmp_path
     process.config = msgspec.structs.replace(process.config, telemetry=never)
     process.start()
     await process.answers()
-    bus = await connect(NatsConfig(url=nats_server.url), "test")
+    bus = await connect(NatsConfig(url=nats_server.url), "test", part=Part.SCHEDULER)
     records = [request_record(number) for number in range(NUM_RECORDS)]
     for record in records:
         await bus.outbox.publish(record)

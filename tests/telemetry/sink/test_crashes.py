@@ -13,6 +13,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from millrace.bus import subjects
 from millrace.bus.nats import NatsBus, connect
+from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import KafkaConfig, NatsConfig
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import NatsServer
@@ -27,7 +28,7 @@ NUM_RECORDS = 1_200
 
 @pytest.fixture
 async def bus(nats_server: NatsServer) -> AsyncIterator[NatsBus]:
-    connected = await connect(NatsConfig(url=nats_server.url), "test")
+    connected = await connect(NatsConfig(url=nats_server.url), "test", part=Part.SCHEDULER)
     yield connected
     await connected.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.nats import connect
+from millrace.bus.nats.permissions import Part
+from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import KafkaConfig, MetricsConfig, NatsConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.telemetry.metrics import TelemetryMetrics
@@ -49,7 +50,7 @@ async def shown(port: int, path: str) -> str:
 
     def get() -> str:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5.0) as answer:
+            with open_directly(f"http://127.0.0.1:{port}/{path}", timeout_s=5.0) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             return error.read().decode()
@@ -62,7 +63,7 @@ async def shown(port: int, path: str) -> str:
 async def test_clickhouse_has_no_room(
     disk: SmallDisk, nats_server: NatsServer, embedded_kafka: KafkaConfig
 ) -> None:
-    bus = await connect(NatsConfig(url=nats_server.url), "test")
+    bus = await connect(NatsConfig(url=nats_server.url), "test", part=Part.SCHEDULER)
     process = TelemetryProcess(disk.path, nats_server.url, embedded_kafka)
     metrics = MetricsConfig(port=free_port())
     process.config = msgspec.structs.replace(process.config, metrics=metrics)

@@ -22,6 +22,7 @@ from millrace.telemetry.store.clickhouse_server import raise_refusal, server_con
 from millrace.telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.servers import free_port
+from tests.support.system import DEAD_PROXIES
 from tests.telemetry.tls_proxy import tls_proxy
 
 
@@ -92,6 +93,16 @@ async def test_tls_with_our_authority(
         untrusting = replace(config, ca_file=str(other.certificate))
         await refused(untrusting, UntrustedServerError, "no trusted", "clickhouse.ca_file")
         await refused(replace(config, ca_file=""), UntrustedServerError, "clickhouse.ca_file")
+
+
+async def test_no_proxy_of_the_shell_stands_between(
+    door: ClickHouseConfig, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in DEAD_PROXIES.items():
+        monkeypatch.setenv(name, value)
+    await works(door)
+    async with tls_proxy(door.serve_port, authority.sign("it")) as port:
+        await works(behind(door, port, authority))
 
 
 @pytest.mark.parametrize(("expired", "said"), [(True, "has expired"), (False, "another name")])

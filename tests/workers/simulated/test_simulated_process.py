@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.runtime.process import MISCONFIGURED
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import Dispatch, WorkerStatus
@@ -53,7 +54,7 @@ def _workers(nats_url: str, *options: str, name: str = "sim") -> subprocess.Pope
 async def test_several_workers_serve_from_one_process(server: NatsServer) -> None:
     statuses: dict[str, WorkerStatus] = {}
     frames: dict[str, list[Frame]] = {}
-    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    bus = await nats.connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
     await bus.workers.watch(lambda status: statuses.update({status.name: status}))
     await bus.frames.subscribe(
         "test", lambda request_id, frame: frames.setdefault(request_id, []).append(frame)
@@ -117,7 +118,7 @@ async def test_a_second_worker_of_a_name_is_refused_and_one_that_was_killed_come
     server: NatsServer,
 ) -> None:
     heard: dict[str, WorkerStatus] = {}
-    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    bus = await nats.connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
     await bus.workers.watch(lambda status: heard.update({status.worker_id: status}))
     first = _workers(server.url, "--engine", "simulated")
     processes = [first]
@@ -143,7 +144,7 @@ async def test_a_second_worker_of_a_name_is_refused_and_one_that_was_killed_come
 
 async def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(server: NatsServer) -> None:
     heard: dict[str, WorkerStatus] = {}
-    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    bus = await nats.connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
     await bus.workers.watch(lambda status: heard.update({status.worker_id: status}))
     first = _workers(server.url, "--engine", "simulated")
     processes = [first]
@@ -166,7 +167,7 @@ async def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(server: N
 
 async def test_workers_without_a_name_draw_one_each(server: NatsServer) -> None:
     heard: dict[str, WorkerStatus] = {}
-    bus = await nats.connect(NatsConfig(url=server.url), "test")
+    bus = await nats.connect(NatsConfig(url=server.url), "test", part=Part.SCHEDULER)
     await bus.workers.watch(lambda status: heard.update({status.name: status}))
     processes = [_workers(server.url, "--engine", "simulated", name="") for _ in range(2)]
     try:

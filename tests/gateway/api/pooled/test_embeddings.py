@@ -139,7 +139,7 @@ _BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [[]]}, "input[0]"),
     ({"input": [["a"]]}, "input[0][0]"),
     ({"input": [[3], 4]}, "input"),
-    ({"input": [300]}, "input"),
+    ({"input": [300]}, "input[0]"),
     ({"input": ["x"] * (MAX_INPUTS + 1)}, "input"),
     ({"input": {"text": "x"}}, "input"),
     ({"input": None}, "input"),
@@ -164,7 +164,8 @@ async def test_the_bad_field_is_named(http: httpx.AsyncClient, front: RunningGat
 async def test_the_bad_input_is_named(http: httpx.AsyncClient, front: RunningGateway) -> None:
     body = {"model": MODEL, "input": [[1, 2], [3, 300]]}
     error = (await http.post(_PATH, json=body)).json()["error"]
-    assert error["param"] == "input[1]"
+    assert error["param"] == "input[1][1]"
+    assert error["message"].startswith("input[1][1] ")
     assert not front.worker.jobs
 
 

@@ -6,8 +6,10 @@ import datetime
 import re
 from typing import TYPE_CHECKING
 
+from millrace.runtime.addresses import exempt_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.redaction import redact_urls
 from millrace.workers.engine.kv.block_identity import kept_identity
 from millrace.workers.engine.kv.cache import KVCache
 from millrace.workers.engine.kv.objects.block_objects import BlockObjects
@@ -46,6 +48,7 @@ def open_store(url: str, timeout_s: float) -> ObjectStore:
     """The store, with credentials and endpoint of the environment."""
     from obstore.store import from_url
 
+    exempt_loopback()
     try:
         if _FOLDER.fullmatch(url):
             return from_url(url, mkdir=True)
@@ -70,4 +73,4 @@ def open_store(url: str, timeout_s: float) -> ObjectStore:
 
 def _without_secrets(url: str) -> str:
     """What can be shown of an address that somebody may have put a password into."""
-    return re.sub(r"//[^/]*@", "//…@", url.partition("?")[0])
+    return redact_urls(url).partition("?")[0]

@@ -1,0 +1,24 @@
+"""Who has an embedded store open: the engine locks a file in the store's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+_LOCKED_FILE = "status"
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether another process has the store in ``folder`` open. Waits for nothing. A lock ends with
+    its process, however that ended."""
+    try:
+        file = (folder / _LOCKED_FILE).open("rb")
+    except OSError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return b"PID: %d\n" % os.getpid() not in file.read()
+    return False
