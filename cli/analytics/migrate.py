@@ -44,12 +44,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0. Raises ConfigError, NoStoreError, StoreUnavailableError, MigrationError."""
     config = _store_of(arguments)
-    where = config.url or config.path
+    folder = "" if config.url else config.path or str(arguments.data / "clickhouse")
+    where = config.url or folder
     if arguments.dry_run:
         names = _pending(config, arguments.data)
         title = f"Would run on {where}:"
     else:
-        names = asyncio.run(_migrate(config))
+        names = asyncio.run(_migrate(msgspec.structs.replace(config, path=folder)))
         title = f"Ran on {where}:"
     if names:
         print("\n  ".join([title, *names]))
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
-    """The store that is meant. Raises ConfigError if that is none, or one that is in use."""
+    """The configuration of the store. It names no store if that is the one in ``--data``. Raises
+    ConfigError if there is no store, MillraceError for one in use that is to be changed."""
     from millrace.runtime.settings import load_config
 
     config = load_config(arguments.config, os.environ).clickhouse
@@ -82,7 +84,7 @@ def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
             f"{data} is not there, and no server is named: give --data, --config or "
             "MILLRACE_CLICKHOUSE__URL."
         )
-    return msgspec.structs.replace(config, path=str(data / "clickhouse"))
+    return config
 
 
 async def _migrate(config: ClickHouseConfig) -> list[str]:
@@ -107,7 +109,8 @@ def _applied(config: ClickHouseConfig, data: Path) -> set[int]:
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.store.reading import QueryError
 
-    if config.path and not Path(config.path).is_dir() and supervising(data) is None:
+    folder = Path(config.path or data / "clickhouse")
+    if not (config.url or folder.is_dir() or supervising(data)):
         return set()
     try:
         answer = ask_store(_NUMBERS, config, data, {})

@@ -77,7 +77,7 @@ def ask_store(sql: str, config: ClickHouseConfig, data: Path, given: Mapping[str
     while True:
         runs = is_of_system and supervising(data) is not None
         if runs or is_taken(folder):
-            server = _server_of(config, data if is_of_system else None)
+            server = _server_of(config, data if is_of_system else None, runs=runs)
             if server is not None:
                 with contextlib.suppress(NotListeningError):
                     return ask_server(sql, server, given)
@@ -97,12 +97,15 @@ def ask_store(sql: str, config: ClickHouseConfig, data: Path, given: Mapping[str
         time.sleep(_LOOK_EVERY_S)
 
 
-def _server_of(config: ClickHouseConfig, data: Path | None) -> ClickHouseConfig | None:
+def _server_of(
+    config: ClickHouseConfig, data: Path | None, *, runs: bool
+) -> ClickHouseConfig | None:
     """Where the telemetry of the system on ``data`` answers, else that of ``config``; None while
-    that is not known."""
+    that is not known. Another system may have the address of ``config`` while that on ``data``
+    ``runs`` without having told its own."""
     if data is not None and read_endpoints(data) is not None:
         return locate(data).clickhouse
-    if not config.path:
+    if runs or not config.path:
         return None
     return msgspec.structs.replace(config, url=url(config.serve_host, config.serve_port))
 

@@ -111,6 +111,19 @@ def test_waiting_ends(
     assert "millrace status" in said
 
 
+def test_a_system_is_not_asked_at_the_address_of_another(
+    data: Path,
+    telemetry: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(store, "_WAIT_S", 0.1)
+    monkeypatch.setenv("MILLRACE_CLICKHOUSE__PATH", str(data / "clickhouse"))
+    monkeypatch.setenv("MILLRACE_CLICKHOUSE__SERVE_PORT", telemetry.rpartition(":")[2])
+    assert main([*_SQL, str(data)]) == 2
+    assert f"the system on {data} did not answer within" in capsys.readouterr().err
+
+
 def test_an_owner_that_was_killed_is_not_waited_for(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
