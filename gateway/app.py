@@ -14,8 +14,6 @@ from starlette.routing import Match, Route
 from millrace.gateway.api import pages
 from millrace.gateway.api.adapters import AdaptersApi
 from millrace.gateway.api.batches import BatchesApi
-from millrace.gateway.api.classify import classify_endpoints
-from millrace.gateway.api.embeddings import embedding_endpoints
 from millrace.gateway.api.files import FilesApi
 from millrace.gateway.api.generations import GenerationHandler
 from millrace.gateway.api.kept.chats import ChatsApi
@@ -25,8 +23,10 @@ from millrace.gateway.api.kept.sessions import SessionsApi
 from millrace.gateway.api.limits import LimitsApi
 from millrace.gateway.api.messages import MessagesApi, MessagesEndpoint
 from millrace.gateway.api.ops import OpsApi
+from millrace.gateway.api.pooled.classify import classify_endpoints
+from millrace.gateway.api.pooled.embeddings import embedding_endpoints
+from millrace.gateway.api.pooled.scores import scoring_endpoints
 from millrace.gateway.api.rollouts import RolloutsApi
-from millrace.gateway.api.scores import scoring_endpoints
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import Api

@@ -18,9 +18,9 @@ from millrace.gateway.request.message_fields import check_metadata
 from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, read_body
 from millrace.runtime.redis.link import reachable
-from millrace.schemas.batches import Batch, BatchList, BatchRequest, BatchStatus
+from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest, BatchStatus
+from millrace.schemas.batches.files import FilePurpose
 from millrace.schemas.errors import MillraceError, ParameterError
-from millrace.schemas.files import FilePurpose
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 WINDOW = "24h"

@@ -18,9 +18,9 @@ from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.transport.body_deadline import BodyDeadline
 from millrace.gateway.transport.http import ClientLeftError, content_length, json_response
+from millrace.schemas.batches.files import FileDeleted, FileList, FileObject, FilePurpose
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
-from millrace.schemas.files import FileDeleted, FileList, FileObject, FilePurpose
 
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024

@@ -7,7 +7,7 @@ import msgspec
 from millrace.gateway.batches.input import InputLine
 from millrace.gateway.errors import Refusal
 from millrace.runtime.json.lines import on_one_line
-from millrace.schemas.batches import BatchAnswer, BatchLine, LineError, LineResponse
+from millrace.schemas.batches.batches import BatchAnswer, BatchLine, LineError, LineResponse
 
 _OK = 200
 _encoder = msgspec.json.Encoder()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from millrace.gateway.transport.decoding import decode
-from millrace.schemas.batches import MAX_LINES, BatchError, BatchLine
+from millrace.schemas.batches.batches import MAX_LINES, BatchError, BatchLine
 from millrace.schemas.errors import MillraceError, ParameterError
 
 _MAX_ERRORS = 100

@@ -15,7 +15,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.errors import InternalError, Refusal, refusal_of
 from millrace.runtime.retry import doubling_delays
 from millrace.runtime.tasks import wait_or_sleep
-from millrace.schemas.batches import BatchLine
+from millrace.schemas.batches.batches import BatchLine
 from millrace.schemas.errors import MillraceError, QueueFullError
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status

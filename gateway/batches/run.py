@@ -29,10 +29,16 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError
 from millrace.gateway.request.job_maker import job_id
 from millrace.runtime.tasks import first_error
-from millrace.schemas.batches import Batch, BatchError, BatchErrors, BatchStatus, RequestCounts
+from millrace.schemas.batches.batches import (
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchStatus,
+    RequestCounts,
+)
+from millrace.schemas.batches.files import FilePurpose
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.files import FilePurpose
 
 _log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import chain
 
-from millrace.gateway.api.classify import ROUTE as CLASSIFY_ROUTE
-from millrace.gateway.api.embeddings import POOLING_ROUTE
 from millrace.gateway.api.kept.sessions import SessionDeleted
 from millrace.gateway.api.limits import CallerLimits
 from millrace.gateway.api.messages import COUNT_TOKENS
-from millrace.gateway.api.scores import RERANK_PATHS, SCORE_PATHS
+from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
+from millrace.gateway.api.pooled.embeddings import POOLING_ROUTE
+from millrace.gateway.api.pooled.scores import RERANK_PATHS, SCORE_PATHS
 from millrace.gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
@@ -43,7 +43,8 @@ from millrace.schemas.anthropic.answers import (
     TokenCount,
 )
 from millrace.schemas.anthropic.requests import MessagesRequest
-from millrace.schemas.batches import Batch, BatchList, BatchRequest
+from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
+from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
 from millrace.schemas.chat.completions import ChatCompletion
 from millrace.schemas.chat.tokenizing import (
     DetokenizeRequest,
@@ -63,7 +64,6 @@ from millrace.schemas.embeddings import (
     ScoreList,
     ScoreRequest,
 )
-from millrace.schemas.files import FileDeleted, FileList, FileObject
 from millrace.schemas.models.cards import ModelCard, ModelList
 from millrace.schemas.openai import (
     ChatCompletionRequest,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from millrace.gateway.request.offered.offered_tools import GivenTool
 from millrace.registry.tool_formats.freeform import PARAMETERS
-from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
-from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
-from millrace.registry.tool_formats.plain_pattern import NoPatternError, NotKeptError
+from millrace.registry.tool_formats.lark.grammar import pattern_of_lark, pattern_of_regex
+from millrace.registry.tool_formats.lark.plain_pattern import NoPatternError, NotKeptError
+from millrace.registry.tool_formats.lark.reader import LarkSyntaxError
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import NoticeCode, Notices, notice
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS

@@ -14,8 +14,8 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.store.objects import StoredObject
 from millrace.gateway.batches.files import Files
 from millrace.gateway.batches.ordered_ids import created_ms, new_ordered_id
+from millrace.schemas.batches.files import FilePurpose
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.files import FilePurpose
 from tests.support.running_gateway import RunningGateway, running_gateway
 
 LIMIT_BYTES = 300_000

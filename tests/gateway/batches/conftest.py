@@ -8,7 +8,7 @@ import pytest
 
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import RedisConfig
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     BatchGateway,
     Connect,
     batch_gateway,
@@ -16,7 +16,7 @@ from tests.support.batch_system import (
     in_memory,
     on_nats,
 )
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer, RedisServer
 

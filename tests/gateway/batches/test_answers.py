@@ -7,14 +7,14 @@ import json
 
 from millrace.bus import subjects
 from millrace.schemas.config import GatewayConfig, RedisConfig
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     BatchGateway,
     Connect,
     batch_gateway,
     by_id,
     chat_line,
 )
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL
 
 

@@ -12,7 +12,7 @@ from millrace.gateway.batches.runner import in_turn
 from millrace.gateway.batches.store import BatchRecord, BatchStore
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.control import QueueStatus
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     BatchGateway,
     batch_gateway,
     batch_worker,
@@ -20,7 +20,7 @@ from tests.support.batch_system import (
     chat_line,
     in_memory,
 )
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL
 from tests.support.waiting import eventually
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.batch_system import BatchGateway, by_id
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_system import BatchGateway, by_id
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL
 
 

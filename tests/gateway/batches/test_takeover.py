@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from millrace.bus import redis_keys
 from millrace.gateway.batches.runner import RELEASE
 from millrace.schemas.config import RedisConfig
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     Connect,
     batch_gateway,
     batch_worker,
@@ -17,7 +17,7 @@ from tests.support.batch_system import (
     chat_line,
     in_memory,
 )
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 

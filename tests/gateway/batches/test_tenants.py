@@ -12,7 +12,7 @@ import pytest
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     CHAT,
     BatchGateway,
     batch_gateway,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from millrace.schemas.config import GatewayConfig, RedisConfig
-from tests.support.batch_system import (
+from tests.support.batches.batch_system import (
     CHAT,
     batch_gateway,
     batch_worker,

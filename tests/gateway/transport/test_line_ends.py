@@ -12,7 +12,7 @@ import pytest
 from millrace.gateway.batches.answers import not_run
 from millrace.gateway.batches.input import InputLine
 from millrace.runtime.json.lines import on_one_line
-from millrace.schemas.batches import BatchLine
+from millrace.schemas.batches.batches import BatchLine
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 
 _TEXT = "a\u2028b\u2029c\u0085d «é» “é” 日本\x1c\x0b\r\n"

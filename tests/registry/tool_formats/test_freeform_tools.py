@@ -22,9 +22,9 @@ from millrace.registry.tool_formats.freeform import (
     arguments_of_input,
     input_of,
 )
-from millrace.registry.tool_formats.lark_grammar import pattern_of_lark, pattern_of_regex
-from millrace.registry.tool_formats.lark_reader import LarkSyntaxError
-from millrace.registry.tool_formats.plain_pattern import NoPatternError, NotKeptError
+from millrace.registry.tool_formats.lark.grammar import pattern_of_lark, pattern_of_regex
+from millrace.registry.tool_formats.lark.plain_pattern import NoPatternError, NotKeptError
+from millrace.registry.tool_formats.lark.reader import LarkSyntaxError
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
 from tests.registry.test_tool_grammar import REQUIRED, WEATHER, demo, drawn, formats, library

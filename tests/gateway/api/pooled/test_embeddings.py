@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from millrace.bus.tenancy.errors import LimitsUnreachableError
-from millrace.gateway.api.pooled import MAX_JOBS_AT_ONCE
+from millrace.gateway.api.pooled.pooled import MAX_JOBS_AT_ONCE
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.limits import Limiter, Reservation

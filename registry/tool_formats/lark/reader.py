@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from millrace.registry.tool_formats.plain_pattern import (
+from millrace.registry.tool_formats.lark.plain_pattern import (
     NotKeptError,
     literal_pattern,
     plain_pattern,

@@ -22,7 +22,7 @@ from millrace.gateway.server import Server, listen
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import Config, GatewayConfig, NatsConfig, RedisConfig
-from tests.support.batch_worker import BatchWorker
+from tests.support.batches.batch_worker import BatchWorker
 from tests.support.running_gateway import MODEL, byte_models
 from tests.support.waiting import eventually
 

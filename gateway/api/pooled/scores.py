@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import yaml
 
-from millrace.gateway.api.pooled import (
+from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
     PooledAnswer,
     PooledAsk,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from millrace.gateway.api.classify import class_activation
-from millrace.gateway.api.pooled import (
+from millrace.gateway.api.pooled.classify import class_activation
+from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
     PooledAnswer,
     PooledAsk,

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from millrace.registry.tool_formats.lark_reader import (
+from millrace.registry.tool_formats.lark.plain_pattern import NotKeptError, plain_pattern
+from millrace.registry.tool_formats.lark.reader import (
     Alternatives,
     Node,
     Pattern,
@@ -20,7 +21,6 @@ from millrace.registry.tool_formats.lark_reader import (
     Series,
     read_lark,
 )
-from millrace.registry.tool_formats.plain_pattern import NotKeptError, plain_pattern
 
 MAX_PATTERN_CHARACTERS = 16_384
 MAX_RULES = 512

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from millrace.gateway.api.pooled import (
+from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
     PooledAnswer,
     PooledAsk,

@@ -1,0 +1,1 @@
+"""A system with a worker double that answers batches."""
