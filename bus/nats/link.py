@@ -10,8 +10,9 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
+from millrace.bus.nats.client import SecureClient
 from millrace.bus.nats.forbidden import Forbidden
-from millrace.bus.nats.security import Refusals, SecureClient, connect_options, servers_of
+from millrace.bus.nats.security import Refusals, connect_options, servers_of
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
 from millrace.schemas.redaction import redact_urls
@@ -184,6 +185,7 @@ class Link:
         except Exception:
             # nats-py raises assorted errors when it is closed during a reconnect.
             logger.debug("the client did not close cleanly", exc_info=True)
+        self._client.abort()
         self._lose_all()
 
     async def _end_reconnecting(self) -> None:

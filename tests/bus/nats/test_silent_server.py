@@ -1,0 +1,112 @@
+"""A NATS server whose host is gone without a word is noticed in time, however much is published."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from millrace.bus.nats.connection import Connection
+from millrace.schemas.config import NatsConfig
+from tests.support.relay import Relay
+from tests.support.servers import NatsServer
+from tests.support.waiting import eventually
+
+NOTICED_WITHIN_S = 3.0
+# Until the connection is made to the other address.
+BACK_WITHIN_S = 1.0
+
+
+class Reached:
+    """A connection that has two ways to the server; ``silence`` cuts the one that it uses."""
+
+    def __init__(self, connection: Connection, relays: list[Relay]) -> None:
+        self.connection = connection
+        self.losses_s: list[float] = []
+        self._relays = relays
+        connection.on_loss(lambda: self.losses_s.append(time.monotonic()))
+
+    def silence(self) -> None:
+        (used,) = (relay for relay in self._relays if relay.num_accepted)
+        used.fall_silent()
+
+
+@contextlib.asynccontextmanager
+async def reached(server: NatsServer) -> AsyncIterator[Reached]:
+    async with Relay(server.port) as one, Relay(server.port) as two:
+        url = f"nats://127.0.0.1:{one.port},nats://127.0.0.1:{two.port}"
+        connection = Connection(NatsConfig(url=url), "test")
+        await connection.open()
+        try:
+            yield Reached(connection, [one, two])
+        finally:
+            await connection.close()
+
+
+async def publish_on(connection: Connection, pause_s: float, payload: bytes) -> None:
+    while True:
+        await connection.publish("somewhere", payload)
+        await asyncio.sleep(pause_s)
+
+
+@contextlib.asynccontextmanager
+async def publishing(connection: Connection, pause_s: float, payload: bytes) -> AsyncIterator[None]:
+    task = asyncio.create_task(publish_on(connection, pause_s, payload))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        all_reached = []
+        for pause_s, payload in ((3_600.0, b""), (0.2, b"x" * 100), (0.002, b"x" * 100_000)):
+            one = await stack.enter_async_context(reached(nats_server))
+            await stack.enter_async_context(publishing(one.connection, pause_s, payload))
+            all_reached.append(one)
+        await asyncio.sleep(0.1)
+        began_s = time.monotonic()
+        for one in all_reached:
+            one.silence()
+        for one in all_reached:
+            await eventually(lambda one=one: bool(one.losses_s))
+        await asyncio.gather(*(one.connection.wait_connected(10.0) for one in all_reached))
+        back_s = time.monotonic()
+        assert max(one.losses_s[0] for one in all_reached) - began_s < NOTICED_WITHIN_S
+        assert back_s - began_s < NOTICED_WITHIN_S + BACK_WITHIN_S
+        for one in all_reached:
+            answer = await heard_again(one.connection)
+            assert answer == b"here"
+
+
+async def heard_again(connection: Connection) -> bytes:
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    subscription = await connection.subscribe("echo", lambda message: heard.set_result(message[1]))
+    await connection.publish("echo", b"here")
+    payload = await asyncio.wait_for(heard, 5.0)
+    await subscription.close()
+    return payload
+
+
+async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
+    """What was not sent is not waited for."""
+    async with reached(nats_server) as one, publishing(one.connection, 0.001, b"x" * 100_000):
+        await asyncio.sleep(0.1)
+        one.silence()
+        await asyncio.sleep(0.5)
+        began_s = time.monotonic()
+        await one.connection.close()
+        assert time.monotonic() - began_s < NOTICED_WITHIN_S
+        assert not one.connection.connected
+
+
+async def test_a_pause_of_this_process_is_not_the_servers_silence(nats_server: NatsServer) -> None:
+    async with reached(nats_server) as one:
+        await asyncio.sleep(0.4)
+        time.sleep(2.6)  # noqa: ASYNC251 (this is the pause)
+        await asyncio.sleep(1.0)
+        assert one.losses_s == []
+        assert one.connection.connected
