@@ -204,7 +204,34 @@ class SecureClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._watchdog = _Watchdog(self._count_reads, self._send_ping, self._on_silence)
+        self._first_choice: Srv | None = None
         self._last_choice: Srv | None = None
+
+    @property
+    def server(self) -> Srv | None:
+        """The server of the present connection, or of the last one."""
+        return self._current_server
+
+    @property
+    def server_id(self) -> str:
+        """What the server calls itself; another one after each of its starts."""
+        return str(self._server_info.get("server_id", ""))
+
+    @property
+    def other_servers(self) -> list[Srv]:
+        """Those that were configured, or that the cluster named, without the present one."""
+        return [server for server in self._server_pool if server is not self._current_server]
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it leaves its server of its own accord."""
+        return self._first_choice is not None
+
+    async def move_to(self, server: Srv) -> None:
+        """Go on at another server. The present one gets what was published before."""
+        if self.is_connected:
+            self._first_choice = server
+            await self.force_reconnect()
 
     def abort(self) -> None:
         """End the connection without waiting for what was not sent."""
@@ -238,14 +265,19 @@ class SecureClient(Client):
             await self._transport.connect(s.uri, **options)
 
     async def _select_next_server(self) -> None:
-        if self._last_choice in self._server_pool:
-            self._server_pool.remove(self._last_choice)
-            self._server_pool.append(self._last_choice)
-        self._last_choice = None
+        pool = self._server_pool
+        if self._last_choice in pool:
+            pool.append(pool.pop(pool.index(self._last_choice)))
+        if self._first_choice in pool:
+            pool.insert(0, pool.pop(pool.index(self._first_choice)))
+        self._first_choice = self._last_choice = None
         await super()._select_next_server()
 
     async def _attempt_reconnect(self) -> None:
-        self.abort()
+        if self.is_moving:
+            self._watchdog.stop()
+        else:
+            self.abort()
         self._last_choice = self._current_server
         task = asyncio.current_task()
         while True:

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import nats.errors
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 
 from millrace.bus.nats.client import SecureClient
 from millrace.bus.nats.forbidden import Forbidden
+from millrace.bus.nats.home import Home
 from millrace.bus.nats.security import Refusals, connect_options, servers_of
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
@@ -39,6 +41,7 @@ class Link:
         self._options = connect_options(config)
         self._servers = servers_of(config)
         self._client = SecureClient()
+        self._home = Home(self._client)
         self._inbox_prefix = inbox_prefix
         self._forbidden = Forbidden()
         self._up = asyncio.Event()
@@ -78,6 +81,7 @@ class Link:
                 f"No NATS server answers at {self._where}. Start one, or correct nats.url."
             ) from error
         self._refusals.on_connected()
+        self._home.note_connected()
         self._up.set()
 
     @property
@@ -97,6 +101,22 @@ class Link:
         """Major and minor."""
         version = self._client.connected_server_version
         return version.major, version.minor
+
+    @property
+    def server(self) -> Srv | None:
+        """The server of the present connection, or of the last one."""
+        return self._client.server
+
+    @property
+    def other_servers(self) -> list[Srv]:
+        """The servers of this cluster that are known, without the present one."""
+        return self._client.other_servers
+
+    async def move_to(self, server: Srv) -> None:
+        """Go on at another server, which is home from now on. What was published before is not
+        lost; what others publish in between is, as with every reconnect."""
+        self._home.settle(server)
+        await self._client.move_to(server)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._on_reconnect_calls.append(callback)
@@ -161,13 +181,15 @@ class Link:
     async def _on_disconnect(self) -> None:
         if self._up.is_set():
             self._up.clear()
-            logger.warning("the NATS server is unreachable", extra={"url": self._where})
+            if not self._client.is_moving:
+                logger.warning("the NATS server is unreachable", extra={"url": self._where})
         self._lose_all()
 
     async def _on_reconnect(self) -> None:
         self._up.set()
         self._forbidden.forget()
         self._refusals.on_connected()
+        self._home.note_connected()
         logger.info("the NATS server is reachable again", extra={"url": self._where})
         for callback in self._on_reconnect_calls:
             try:
@@ -178,6 +200,7 @@ class Link:
     async def close(self) -> None:
         """Never raises."""
         self._up.clear()
+        self._home.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._client.close()
