@@ -13,6 +13,7 @@ from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.detour import Detours
 from millrace.bus.nats.jobs import NatsJobQueue
 from millrace.bus.nats.journal import NatsJournal
 from millrace.bus.nats.permissions import Part, inbox_of
@@ -25,6 +26,7 @@ from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import WorkerCommand
 from millrace.schemas.errors import MillraceError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class NatsBus:
         self.storage: Storage = NatsStorage(connection, config)
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
+        self._detours = Detours(connection)
         connection.on_reconnect(self._set_up_again)
 
     @property
@@ -62,6 +65,9 @@ class NatsBus:
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._connection.on_reconnect(callback)
+
+    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
+        return await self._detours.reach(worker_id, command, timeout_s)
 
     async def close(self) -> None:
         if self._setup is not None:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
@@ -44,10 +46,22 @@ class Connection(Link):
     unreachable. Stored messages go through ``request_until``.
     """
 
-    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
-        super().__init__(config, name, inbox_prefix)
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        inbox_prefix: str = "_INBOX",
+        server: Srv | None = None,
+    ) -> None:
+        super().__init__(config, name, inbox_prefix, server)
         self._inbox = Inbox()
         self.on_loss(self._inbox.lose_all)
+
+    def beside(self, server: Srv, timeout_s: float) -> Connection:
+        """Another connection of the same process, to one server, which has ``timeout_s`` to take
+        it; the caller opens and closes it."""
+        config = replace(self._config, connect_timeout_s=timeout_s)
+        return Connection(config, self._name, self._inbox_prefix, server)
 
     async def open(self) -> None:
         """As ``Link.open``; BusForbiddenError if this process may not read answers."""

@@ -33,13 +33,24 @@ UNSENT = (nats.errors.Error, OSError)
 
 
 class Link:
-    """Owns the client; ``close`` ends it with its subscriptions."""
+    """Owns the client; ``close`` ends it with its subscriptions. It connects to ``server`` alone
+    where one is given, else to those of ``config``."""
 
-    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        inbox_prefix: str = "_INBOX",
+        server: Srv | None = None,
+    ) -> None:
         self._config = config
         self._name = name
         self._options = connect_options(config)
         self._servers = servers_of(config)
+        if server is not None:
+            self._servers = [server.uri.geturl()]
+            if server.tls_name is not None:
+                self._options["tls_hostname"] = server.tls_name
         self._client = SecureClient()
         self._home = Home(self._client)
         self._inbox_prefix = inbox_prefix
