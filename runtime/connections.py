@@ -38,12 +38,20 @@ class ConnectionErrors:
         if error is None or isinstance(error, self._documented):
             return
         if isinstance(error, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if _is_cancelled():
                 return
         elif not isinstance(error, Exception):
             return
         raise BrokenConnectionError(f"The connection broke: {error!r}.") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants this task to end. Nobody does where there is none, as in a thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def silence_options(timeout_s: float) -> list[tuple[int, int, int]]:

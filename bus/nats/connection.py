@@ -94,13 +94,16 @@ class Connection(Link):
             content_type = headers.get(CONTENT_TYPE) if headers else None
             on_message(Message(message.subject, message.data, content_type, message.reply))
 
-        subscription = await self._client.subscribe(
-            subject,
-            queue=group,
-            cb=receive,
-            pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
-            pending_bytes_limit=_SUBSCRIPTION_BYTES,
-        )
+        try:
+            subscription = await self._client.subscribe(
+                subject,
+                queue=group,
+                cb=receive,
+                pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
+                pending_bytes_limit=_SUBSCRIPTION_BYTES,
+            )
+        except UNSENT as error:
+            raise BusUnavailableError(f"The message bus cannot be reached: {error}.") from error
         await self._settle()
         self._forbidden.check_subscribed(subject)
         return NatsCallback(subscription)

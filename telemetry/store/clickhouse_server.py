@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import clickhouse_connect
+from clickhouse_connect.driver import httputil
 from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import ClickHouseError
 
+from millrace.runtime.connections import ConnectionErrors, silence_options
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, CredentialsRefusedError
 from millrace.schemas.redaction import redact_urls
 
+if TYPE_CHECKING:
+    from urllib3 import PoolManager
+
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
 _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
+# A query may take long without a word; the server's machine acknowledges keepalive probes.
+_SILENCE_S = 10.0
+_ERRORS = ConnectionErrors(ClickHouseError)
 
 
 def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
@@ -29,7 +38,7 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
             f"clickhouse.url must look like http://host:8123, got {redact_urls(config.url)!r}"
         )
     return functools.partial(
-        clickhouse_connect.get_client,
+        _get_client,
         host=parts.hostname,
         port=parts.port or (_TLS_PORT if parts.scheme == "https" else 8123),
         secure=parts.scheme == "https",
@@ -37,8 +46,28 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
         password=config.password,
         # Without a session, calls of several threads do not shut one another out.
         autogenerate_session_id=False,
+        # Given a pool, the client does not look for a proxy in the environment.
+        pool_mgr=_pool(config.ca_file, config.certificate_file, config.key_file),
         **_tls_options(config),
     )
+
+
+def _get_client(**options: Any) -> Client:
+    with _ERRORS:
+        return clickhouse_connect.get_client(**options)
+
+
+@functools.cache
+def _pool(ca_file: str, certificate_file: str, key_file: str) -> PoolManager:
+    """The connections of this process to servers that are verified, and shown who we are, by these
+    files."""
+    pool: PoolManager = httputil.get_pool_manager(
+        socket_options=[*httputil.core_socket_options, *silence_options(_SILENCE_S)],
+        ca_cert=ca_file or None,
+        client_cert=certificate_file or None,
+        client_cert_key=key_file or None,
+    )
+    return pool
 
 
 def _tls_options(config: ClickHouseConfig) -> dict[str, Any]:
