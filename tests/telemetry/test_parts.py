@@ -16,10 +16,10 @@ import msgspec
 
 from millrace.bus import subjects
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.failures import keep_running
 from millrace.schemas.config import KafkaConfig
 from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.supervision import keep_running
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
