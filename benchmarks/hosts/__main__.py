@@ -64,8 +64,8 @@ EVENTS = (
 
 
 class Stream(msgspec.Struct):
-    """What a client read: ``text`` up to ``end``, which is ``[DONE]`` or what was wrong; ``first_s``
-    is how long it waited for the first of it, ``silence_s`` the longest pause after that."""
+    """What a client read: ``text`` up to ``end``, which is ``[DONE]`` or what was wrong. It waited
+    ``first_s`` for the first of it; ``silence_s`` is the longest pause after that."""
 
     host: int
     key: str

@@ -243,6 +243,13 @@ class SecureClient(Client):
         transport = self._transport
         return transport.num_reads if isinstance(transport, _Tcp | _WebSocket) else 0
 
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """Of a task that waits for the flush of a full buffer, the client drops a cancellation."""
+        flushed = await super()._flush_pending(force_flush)
+        if force_flush and (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return flushed
+
     async def _on_silence(self) -> None:
         logger.warning("the NATS server is silent; its connection is given up")
         await self._process_op_err(nats.errors.StaleConnectionError())

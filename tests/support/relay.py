@@ -20,6 +20,7 @@ class Relay:
         self._audible.set()
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
+        self._relaying: list[asyncio.Task[None]] = []
         self.num_accepted = 0
 
     @property
@@ -44,9 +45,13 @@ class Relay:
         self._audible.set()
         for writer in self._writers:
             writer.transport.abort()
+        await asyncio.gather(*self._relaying, return_exceptions=True)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._relaying.append(task)
         self._writers.append(writer)
         await self._audible.wait()
         with contextlib.suppress(OSError):

@@ -6,11 +6,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvloop
 
 from millrace.bus.nats.connection import Connection
 from millrace.schemas.config import NatsConfig
+from tests.support.certificates import Authority
 from tests.support.relay import Relay
-from tests.support.servers import NatsServer
+from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 
 NOTICED_WITHIN_S = 3.0
@@ -33,10 +38,10 @@ class Reached:
 
 
 @contextlib.asynccontextmanager
-async def reached(server: NatsServer) -> AsyncIterator[Reached]:
-    async with Relay(server.port) as one, Relay(server.port) as two:
-        url = f"nats://127.0.0.1:{one.port},nats://127.0.0.1:{two.port}"
-        connection = Connection(NatsConfig(url=url), "test")
+async def reached(port: int, scheme: str = "nats", ca_file: str = "") -> AsyncIterator[Reached]:
+    async with Relay(port) as one, Relay(port) as two:
+        url = f"{scheme}://127.0.0.1:{one.port},{scheme}://127.0.0.1:{two.port}"
+        connection = Connection(NatsConfig(url=url, ca_file=ca_file), "test")
         await connection.open()
         try:
             yield Reached(connection, [one, two])
@@ -64,7 +69,7 @@ async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         all_reached = []
         for pause_s, payload in ((3_600.0, b""), (0.2, b"x" * 100), (0.002, b"x" * 100_000)):
-            one = await stack.enter_async_context(reached(nats_server))
+            one = await stack.enter_async_context(reached(nats_server.port))
             await stack.enter_async_context(publishing(one.connection, pause_s, payload))
             all_reached.append(one)
         await asyncio.sleep(0.1)
@@ -82,6 +87,36 @@ async def test_it_is_noticed_at_every_rate(nats_server: NatsServer) -> None:
             assert answer == b"here"
 
 
+@pytest.mark.parametrize("scheme", ["tls", "ws"])
+def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
+    """On uvloop, as the parts of a system run."""
+    authority = Authority(tmp_path / "ca")
+    pair = authority.sign("server")
+    ws_port = free_port()
+    files = f'cert_file: "{pair.certificate}", key_file: "{pair.key}"'
+    options, ca_file = f"tls {{ {files} }}", str(authority.certificate)
+    if scheme == "ws":
+        options = f'websocket {{ listen: "127.0.0.1:{ws_port}", no_tls: true }}'
+        ca_file = ""
+
+    async def notice(server: NatsServer) -> None:
+        port = ws_port if scheme == "ws" else server.port
+        async with (
+            reached(port, scheme, ca_file) as one,
+            publishing(one.connection, 0.002, b"x" * 100_000),
+        ):
+            await asyncio.sleep(0.1)
+            began_s = time.monotonic()
+            one.silence()
+            await eventually(lambda: bool(one.losses_s))
+            assert one.losses_s[0] - began_s < NOTICED_WITHIN_S
+            assert await one.connection.wait_connected(BACK_WITHIN_S)
+            assert await heard_again(one.connection) == b"here"
+
+    with NatsServer(tmp_path / "server", options) as server:
+        uvloop.run(notice(server))
+
+
 async def heard_again(connection: Connection) -> bytes:
     heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     subscription = await connection.subscribe("echo", lambda message: heard.set_result(message[1]))
@@ -93,7 +128,7 @@ async def heard_again(connection: Connection) -> bytes:
 
 async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
     """What was not sent is not waited for."""
-    async with reached(nats_server) as one, publishing(one.connection, 0.001, b"x" * 100_000):
+    async with reached(nats_server.port) as one, publishing(one.connection, 0.001, b"x" * 100_000):
         await asyncio.sleep(0.1)
         one.silence()
         await asyncio.sleep(0.5)
@@ -104,7 +139,7 @@ async def test_it_is_closed_in_time(nats_server: NatsServer) -> None:
 
 
 async def test_a_pause_of_this_process_is_not_the_servers_silence(nats_server: NatsServer) -> None:
-    async with reached(nats_server) as one:
+    async with reached(nats_server.port) as one:
         await asyncio.sleep(0.4)
         time.sleep(2.6)  # noqa: ASYNC251 (this is the pause)
         await asyncio.sleep(1.0)
