@@ -26,9 +26,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from benchmarks.hosts.network import Network, NoNetworkError
 from benchmarks.hosts.system import HOSTS, MODEL, NUM_HOSTS, HostedSystem, gateway_url
 from benchmarks.support.command import command_parser, write_json
+from tests.support.network import Network, NoNetworkError
 
 RESULTS = Path("benchmarks/results/scheduler/hosts.json")
 _READY_WITHIN_S = 60.0

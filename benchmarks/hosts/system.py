@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from benchmarks.hosts.network import Network
 from millrace.bus import nats
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.schemas.config import (
@@ -25,6 +24,7 @@ from millrace.schemas.config import (
 from millrace.schemas.config.worker import SimulationConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.engines import EngineKind
+from tests.support.network import Network
 from tests.support.waiting import eventually
 
 MODEL = "demo"

@@ -177,8 +177,8 @@ class Replays:
         if replay.over_since_s is None:
             replay.over_since_s = now_s
         is_certain = nobody_has_it and not stream.job.store_result
-        patience_s = _LOST_AFTER_S if is_certain else _UNREACHABLE_AFTER_S
-        if now_s - replay.over_since_s >= patience_s:
+        linger_s = _LOST_AFTER_S if is_certain else _UNREACHABLE_AFTER_S
+        if now_s - replay.over_since_s >= linger_s:
             self._lose(stream)
 
     def _lose(self, stream: OpenStream) -> None:

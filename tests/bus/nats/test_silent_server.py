@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from millrace.bus.nats.connection import Connection
+from millrace.runtime.binaries import nats_server_path
 from millrace.schemas.config import NatsConfig
 from tests.support.certificates import Authority
+from tests.support.network import made_network
 from tests.support.relay import Relay
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
@@ -115,6 +118,35 @@ def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
 
     with NatsServer(tmp_path / "server", options) as server:
         uvloop.run(notice(server))
+
+
+async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
+    """Nothing that is sent is acknowledged, and nobody says so."""
+    with made_network(1) as network:
+        address = network.address(1)
+        network.start(1, [str(nats_server_path()), "-a", address], tmp_path / "server.log")
+        losses_s: dict[float, float] = {}
+
+        def note_loss(of: float) -> None:
+            losses_s.setdefault(of, time.monotonic())
+
+        async with contextlib.AsyncExitStack() as stack:
+            connections = []
+            for pause_s in (3_600.0, 0.2, 0.02, 0.002):
+                connection = Connection(NatsConfig(url=f"nats://{address}:4222"), "test")
+                await connection.open()
+                stack.push_async_callback(connection.close)
+                await stack.enter_async_context(publishing(connection, pause_s, b"x" * 2_000))
+                connection.on_loss(partial(note_loss, pause_s))
+                connections.append(connection)
+            await asyncio.sleep(0.5)
+            network.set_link(1, up=False)
+            began_s = time.monotonic()
+            await eventually(lambda: len(losses_s) == len(connections))
+            assert max(losses_s.values()) - began_s < NOTICED_WITHIN_S
+            network.set_link(1, up=True)
+            for connection in connections:
+                assert await connection.wait_connected(5.0)
 
 
 async def heard_again(connection: Connection) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
+
+import pytest
 
 from tests.support.servers import die_with_parent
 
@@ -106,6 +108,17 @@ class Network:
 
     def _port(self, host: int) -> str:
         return f"{self._tag}p{host}"
+
+
+@contextlib.contextmanager
+def made_network(num_hosts: int) -> Iterator[Network]:
+    """For a test, which is skipped where no network can be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(Network(num_hosts))
+        except NoNetworkError as error:
+            pytest.skip(f"no network of its own: {error}")
+        yield network
 
 
 def _ip(*arguments: str) -> None:
