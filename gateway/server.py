@@ -27,7 +27,7 @@ from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
 from millrace.gateway.transport.http import JSON, new_request_id, request_id_header
 from millrace.gateway.transport.http_writer import HttpWriter
-from millrace.runtime.failures import keep_running
+from millrace.runtime.faults.failures import keep_running
 from millrace.runtime.http_server import ManagedServer
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ConfigError

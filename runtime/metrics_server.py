@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
-from millrace.runtime.failures import Failures, note_in
+from millrace.runtime.faults.failures import Failures, note_in
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import MetricsConfig
 from millrace.schemas.errors import ConfigError

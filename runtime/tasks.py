@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from millrace.runtime.clock import Clock, until_beat_s
-from millrace.runtime.failures import failures, keep_running
+from millrace.runtime.faults.failures import failures, keep_running
 
 logger = logging.getLogger(__name__)
 

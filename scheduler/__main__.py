@@ -23,7 +23,7 @@ from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
-from millrace.runtime.failures import keep_part_running
+from millrace.runtime.faults.failures import keep_part_running
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.metrics_server import Monitor, monitored
 from millrace.runtime.process import exit_code_of, stop_event

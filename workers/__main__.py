@@ -33,7 +33,7 @@ from millrace.bus.tenancy.settling import Settlements
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock, SystemClock
-from millrace.runtime.failures import keep_part_running
+from millrace.runtime.faults.failures import keep_part_running
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.metrics_server import Monitor, monitored
 from millrace.runtime.process import exit_code_of

@@ -28,7 +28,7 @@ import msgspec
 
 from benchmarks.hosts.system import HOSTS, MODEL, NUM_HOSTS, HostedSystem, gateway_url
 from benchmarks.support.command import command_parser, write_json
-from tests.support.network import Network, NoNetworkError
+from tests.support.links.network import Network, NoNetworkError
 
 RESULTS = Path("benchmarks/results/scheduler/hosts.json")
 _READY_WITHIN_S = 60.0

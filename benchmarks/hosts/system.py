@@ -24,7 +24,7 @@ from millrace.schemas.config import (
 from millrace.schemas.config.worker import SimulationConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.engines import EngineKind
-from tests.support.network import Network
+from tests.support.links.network import Network
 from tests.support.waiting import eventually
 
 MODEL = "demo"

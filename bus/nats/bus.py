@@ -13,11 +13,11 @@ from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.nats.connection import Connection
-from millrace.bus.nats.detour import Detours
 from millrace.bus.nats.jobs import NatsJobQueue
 from millrace.bus.nats.journal import NatsJournal
 from millrace.bus.nats.permissions import Part, inbox_of
 from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.servers.detour import Detours
 from millrace.bus.nats.storage import NatsStorage
 from millrace.bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from millrace.bus.nats.topology import ensure_streams

@@ -11,10 +11,10 @@ import nats.errors
 from nats.aio.client import Srv
 from nats.aio.msg import Msg
 
-from millrace.bus.nats.client import SecureClient
 from millrace.bus.nats.forbidden import Forbidden
-from millrace.bus.nats.home import Home
 from millrace.bus.nats.security import Refusals, connect_options, servers_of
+from millrace.bus.nats.servers.client import SecureClient
+from millrace.bus.nats.servers.home import Home
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
 from millrace.schemas.redaction import redact_urls

@@ -12,7 +12,7 @@ import nats.errors
 import nkeys
 from nats.aio.client import Client
 
-from millrace.bus.nats.client import ClosedAtOnceError, NoTlsError, is_refusal
+from millrace.bus.nats.servers.client import ClosedAtOnceError, NoTlsError, is_refusal
 from millrace.runtime.tls import (
     client_context,
     handshake_refusal,

@@ -21,7 +21,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from millrace.runtime.connections import silence_options
+from millrace.runtime.faults.connections import silence_options
 from millrace.runtime.tls import client_context, handshake_refusal, has_tls_files
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.errors import (

@@ -13,7 +13,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from millrace.runtime.clock import Clock, SystemClock
-from millrace.runtime.connections import BrokenConnectionError, ConnectionErrors
+from millrace.runtime.faults.connections import BrokenConnectionError, ConnectionErrors
 from millrace.runtime.redis.client import error_of, open_redis, why_refused
 from millrace.runtime.redis.protocol import Argument, ErrorReply, Reply, pack
 from millrace.runtime.redis.wire import RedisWire

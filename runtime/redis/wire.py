@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from millrace.runtime.connections import ConnectionErrors
+from millrace.runtime.faults.connections import ConnectionErrors
 from millrace.runtime.redis.protocol import MalformedReplyError, Reply, ReplyReader
 
 _SentT = TypeVar("_SentT")

@@ -8,7 +8,7 @@ from aiokafka import client
 from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.errors import KafkaError
 
-from millrace.runtime.connections import ConnectionErrors, bound_silence
+from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 
 # A broker may take its time to answer; its machine acknowledges keepalive probes.
 _SILENCE_S = 10.0

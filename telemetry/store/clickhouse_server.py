@@ -12,7 +12,7 @@ from clickhouse_connect.driver import httputil
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
-from millrace.runtime.connections import ConnectionErrors, silence_options
+from millrace.runtime.faults.connections import ConnectionErrors, silence_options
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, CredentialsRefusedError

@@ -10,11 +10,15 @@ import pytest
 import uvloop
 from redis.asyncio.connection import ConnectionPool
 
-from millrace.runtime.connections import BrokenConnectionError, ConnectionErrors, bound_silence
+from millrace.runtime.faults.connections import (
+    BrokenConnectionError,
+    ConnectionErrors,
+    bound_silence,
+)
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.redis.wire import RedisWire
 from millrace.schemas.config import RedisConfig
-from tests.support.broken_connects import each_broken, raising
+from tests.support.links.broken_connects import each_broken, raising
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer
 

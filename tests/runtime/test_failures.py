@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.runtime.failures import (
+from millrace.runtime.faults.failures import (
     MAX_FAILURES,
     Failures,
     PartFailedError,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bus import nats
-from millrace.runtime.failures import MAX_FAILURES, PartFailedError
+from millrace.runtime.faults.failures import MAX_FAILURES, PartFailedError
 from millrace.scheduler.__main__ import serve
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig

@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaConnectionError
 from millrace.schemas.config import ClickHouseConfig, KafkaConfig
 from millrace.telemetry.kafka.kafka import ensure_topics, make_producer
 from millrace.telemetry.store.store import Store, StoreUnavailableError
-from tests.support.broken_connects import each_broken, raising
+from tests.support.links.broken_connects import each_broken, raising
 from tests.support.servers import free_port
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from millrace.bus import subjects
 from millrace.bus.memory import MemoryBroker, MemoryBus
-from millrace.runtime.failures import keep_running
+from millrace.runtime.faults.failures import keep_running
 from millrace.schemas.config import KafkaConfig
 from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
 from millrace.telemetry.store.store import Store

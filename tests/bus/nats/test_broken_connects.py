@@ -12,7 +12,7 @@ from nats.aio.transport import TcpTransport
 from millrace.bus.nats.connection import Connection
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError
-from tests.support.broken_connects import each_broken, raising
+from tests.support.links.broken_connects import each_broken, raising
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 

@@ -12,11 +12,11 @@ import pytest
 from millrace.bus.control import Control
 from millrace.bus.frames import FrameStreams
 from millrace.bus.nats.connection import Connection
-from millrace.bus.nats.detour import Detours
+from millrace.bus.nats.servers.detour import Detours
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import Replay, WorkerCommand, WorkerReply
 from millrace.schemas.frames import Accepted, Frame
-from tests.support.relay import Relay
+from tests.support.links.relay import Relay
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from millrace.bus.nats import home
 from millrace.bus.nats.connection import Connection
+from millrace.bus.nats.servers import home
 from millrace.schemas.config import NatsConfig
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually

@@ -16,8 +16,8 @@ from millrace.bus.nats.connection import Connection
 from millrace.runtime.binaries import nats_server_path
 from millrace.schemas.config import NatsConfig
 from tests.support.certificates import Authority
-from tests.support.network import made_network
-from tests.support.relay import Relay
+from tests.support.links.network import made_network
+from tests.support.links.relay import Relay
 from tests.support.servers import NatsServer, free_port
 from tests.support.waiting import eventually
 

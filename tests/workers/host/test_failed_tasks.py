@@ -10,7 +10,7 @@ import pytest
 
 from millrace.bus import nats
 from millrace.registry.served import ServedModel
-from millrace.runtime.failures import MAX_FAILURES, PartFailedError
+from millrace.runtime.faults.failures import MAX_FAILURES, PartFailedError
 from millrace.schemas.config import Config, EngineConfig, NatsConfig, RedisConfig, WorkerConfig
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.engines import EngineKind

@@ -14,7 +14,7 @@ import nats.errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.transport import TcpTransport, WebSocketTransport
 
-from millrace.runtime.connections import ConnectionErrors, bound_silence
+from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 
 logger = logging.getLogger(__name__)
 

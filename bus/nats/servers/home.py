@@ -14,7 +14,7 @@ from typing import Any
 
 from nats.aio.client import Srv
 
-from millrace.bus.nats.client import SecureClient
+from millrace.bus.nats.servers.client import SecureClient
 from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
