@@ -83,7 +83,8 @@ class Replays:
                         return
                 nobody_has_it = bool(answers) and None not in answers
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
-                if nobody_has_it and not stream.replay.is_foreign:
+                is_over = stream.replay.over_since_s is not None
+                if nobody_has_it and not is_over and not stream.replay.is_foreign:
                     # It waits in the queue; its frames will come by themselves.
                     stream.replay.is_needed = False
         finally:

@@ -146,11 +146,12 @@ class RedisLink:
         self._give_up(self._waiting)
         self._waiting = []
         try:
-            if self._connection is not None:
-                await self._connection.disconnect(nowait=True)
-            await self._redis.aclose()
-            if self._sentinel is not None:
-                await self._sentinel.aclose()
+            with _ERRORS:
+                if self._connection is not None:
+                    await self._connection.disconnect(nowait=True)
+                await self._redis.aclose()
+                if self._sentinel is not None:
+                    await self._sentinel.aclose()
         except (RedisError, OSError) as error:
             logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
 

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 # A server that sent nothing between two looks is sent a PING. After so many looks in a row without
 # a byte the connection is given up, at most 2.5 s after the last byte. Looks are counted, not
 # seconds: time in which this process stood still is not the server's silence.
-_LOOK_EVERY_S = 0.35
-_MAX_SILENT_LOOKS = 6
+_LOOK_EVERY_S = 0.5
+_MAX_SILENT_LOOKS = 4
 # What is sent has to be acknowledged by the server's machine in this time.
 _UNACKNOWLEDGED_S = 2.5
 _RETRY_WAIT_S = 0.1
