@@ -71,9 +71,9 @@ def render(registry: CollectorRegistry) -> bytes:
 
 class Monitor:
     """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
-    nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``; so is what its
-    tasks' ``failures`` say. ``models``, if it is set, are those of the catalogue that the process
-    knows."""
+    nothing while it can. ``/healthz`` and the gauge ``millrace_healthy`` show that, and whether the
+    process gave up after ``failures`` of its tasks. ``models``, if it is set, are those of the
+    catalogue that the process knows."""
 
     def __init__(
         self, part: str, registry: CollectorRegistry | None = None, token: str = ""

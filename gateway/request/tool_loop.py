@@ -147,7 +147,7 @@ class ToolCallLoop:
         try:
             state = await self._index.get(response.request_id)
         except RedisUnreachableError:
-            return True  # nobody can say
+            return True  # as far as is known
         if state is None or state.holder == self._config.gateway_id:
             return False
         return await self._bus.control.is_gateway_there(

@@ -20,8 +20,8 @@ _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
-# After a partition the index of requests may be reached before the worker that has the answer and
-# the store that has its result: one that is known to be over is asked for so much longer.
+# After a partition the gateway may reach the index of requests before the worker that has the
+# answer and the store that has its result. It asks both for so long after it learnt of the end.
 _UNREACHABLE_AFTER_S = 15.0
 _MAX_FRUITLESS = 3
 # A worker whose heartbeats stopped is asked so long before other servers are tried.
@@ -103,8 +103,8 @@ class Replays:
             stream.replay.not_before_s = self._clock.monotonic()
 
     async def _candidates(self, stream: OpenStream) -> AsyncIterator[str]:
-        """The worker that should have it, the one that the index names, then the others of the
-        model. Another may have gone on with it unheard, and no heartbeat of that one was heard."""
+        """The worker whose tokens were read, the worker that the index names, then the others of
+        the model. The index may know a worker whose tokens and heartbeats did not come here."""
         known: list[str] = []
         if stream.reader.started is not None:
             known = [stream.reader.started.worker_id]
@@ -160,8 +160,8 @@ class Replays:
             self._lose(stream)
 
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
-        """No worker sends the frames. If the request is answered, none ever will, unless a worker
-        that did not answer has them, or the store of results has not heard of it yet."""
+        """End a stream whose frames no worker sends, once its request has been over for long
+        enough: a worker that did not answer, or the store of results, may still have them."""
         replay = stream.replay
         if stream.job.store_result and await self._read_result(stream):
             return

@@ -18,8 +18,8 @@ class BrokenConnectionError(ConnectionError):
 
 class ConnectionErrors:
     """A context in which a library uses a connection. Its errors are ``OSError`` and those of
-    ``documented``; any other, and a cancellation that nobody asked this task for, leaves the
-    context as BrokenConnectionError."""
+    ``documented``. Any other, and a cancellation that does not come from this task's own
+    ``cancel``, leaves the context as BrokenConnectionError."""
 
     __slots__ = ("_documented",)
 
@@ -46,7 +46,8 @@ class ConnectionErrors:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody wants this task to end. Nobody does where there is none, as in a thread."""
+    """Whether this task was cancelled by its ``cancel``; False where there is no task, as in a
+    thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -74,8 +75,8 @@ def silence_options(timeout_s: float) -> list[tuple[int, int, int]]:
 
 
 def bound_silence(connected: Any, timeout_s: float) -> None:
-    """Set ``silence_options`` on a socket, or on what asyncio has in its place; one that is not
-    TCP's is left alone."""
+    """Set ``silence_options`` on a TCP socket, or on asyncio's stand-in for it. Sockets of other
+    families stay as they are."""
     if connected is not None and connected.family in {socket.AF_INET, socket.AF_INET6}:
         for option in silence_options(timeout_s):
             connected.setsockopt(*option)

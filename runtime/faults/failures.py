@@ -26,7 +26,7 @@ _CALM_S = 30.0
 
 
 class PartFailedError(MillraceError, code="part_failed"):
-    """Tasks of this process failed again and again, by faults that nobody foresaw."""
+    """Tasks of this process failed again and again with unforeseen errors."""
 
 
 class Failures(Collector):
@@ -123,7 +123,7 @@ async def keep_running(
 async def keep_part_running(
     name: str, live: Callable[[Callable[[], None]], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run a part until it returns by itself; one that fails lives again, from what it builds anew.
+    """Run a part until it returns by itself. A part that fails is run again, on a state of its own.
 
     ``live`` calls its argument once it serves. Raises what a life failed with before that, and an
     error of ours, unless it says that a server is unreachable.

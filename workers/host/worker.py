@@ -114,8 +114,8 @@ class Worker:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
 
         Raises EngineFailedError when the engine has ended and no other can be started; the leases
-        are left to lapse. An error that nobody foresaw is raised once the leases are released; the
-        worker is of no use any more then.
+        are left to lapse. An unforeseen error is raised once the leases are released; this object
+        is not run again then.
         """
         subscriptions: list[Subscription] = []
         self._engine.on_outputs = self.requests.on_outputs

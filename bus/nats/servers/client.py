@@ -193,8 +193,8 @@ async def _told(work: Awaitable[None]) -> None:
 
 
 class SecureClient(Client):
-    """Tells nobody who we are without TLS where TLS is demanded, and does not end for good when a
-    server stops taking us: credentials expire, and are replaced.
+    """Sends no credentials without TLS where TLS is demanded, and does not end for good when a
+    server stops taking its credentials: they expire, and are replaced.
 
     A server that is silent is noticed within 3 s. A connection that was lost is aborted, as what
     was not sent by then may never be, and its server is the last that is tried. No error of an
@@ -219,7 +219,7 @@ class SecureClient(Client):
 
     @property
     def other_servers(self) -> list[Srv]:
-        """Those that were configured, or that the cluster named, without the present one."""
+        """The servers that were configured or that the cluster named, without the present one."""
         return [server for server in self._server_pool if server is not self._current_server]
 
     @property

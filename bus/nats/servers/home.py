@@ -72,8 +72,8 @@ class Home:
 
 
 async def _greeting_of(server: Srv) -> dict[str, Any] | None:
-    """What a server says first; None if it is not there. One that speaks WebSocket waits for its
-    client: that it accepts a connection has to do."""
+    """The INFO with which a server greets; None if the server does not answer. A WebSocket server
+    greets after a handshake only: an empty INFO stands for it if it accepts a connection."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(server.uri.hostname, server.uri.port)

@@ -121,7 +121,7 @@ def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
 
 
 async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
-    """Nothing that is sent is acknowledged, and nobody says so."""
+    """Nothing that is sent is acknowledged, and no end of the connection is told."""
     with made_network(1) as network:
         address = network.address(1)
         network.start(1, [str(nats_server_path()), "-a", address], tmp_path / "server.log")

@@ -1,4 +1,4 @@
-"""Delivery records whose publishing fails in a way that nobody foresaw."""
+"""Delivery records whose publishing fails with an unforeseen error."""
 
 from __future__ import annotations
 

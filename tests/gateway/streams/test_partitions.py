@@ -166,7 +166,7 @@ async def test_a_worker_whose_heartbeats_come_is_not_sought_elsewhere(
 
 
 async def test_an_answer_that_was_followed_too_late_is_given_up_in_seconds(table: Table) -> None:
-    """Nothing of it was read here: a client came back for what nobody remembers any more."""
+    """Nothing of it was read here: a client came back for what no worker remembers any more."""
     await table.add_worker("w1", None)
     stream = table.streams.take_over(JOB, table.client, None, 0)
     finished_by(table, "w1")
