@@ -14,6 +14,7 @@ import nats.errors
 from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.transport import TcpTransport, WebSocketTransport
 
+from millrace.runtime.clock import SystemClock, until_beat_s
 from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ _MAX_SILENT_LOOKS = 4
 # What is sent has to be acknowledged by the server's machine in this time.
 _UNACKNOWLEDGED_S = 2.5
 _RETRY_WAIT_S = 0.1
+_clock = SystemClock()
 _ERRORS = ConnectionErrors(nats.errors.Error)
 _REFUSED = re.compile(r"authorization|authentication|credential|account|nonce", re.IGNORECASE)
 # Of one subject: the connection stays.
@@ -166,7 +168,9 @@ class _Watchdog:
             self._timer = None
 
     def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look)
+        # Together with what else a resting process does: its wake-ups are what it costs.
+        rest_s = until_beat_s(_clock, _LOOK_EVERY_S)
+        self._timer = asyncio.get_running_loop().call_later(rest_s, self._look)
 
     def _look(self) -> None:
         num_reads = self._num_reads()
