@@ -21,6 +21,7 @@ from millrace.bus.storage import Storage
 from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.bus.transport import Subscription
+from millrace.schemas.control import WorkerCommand
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Record
 
@@ -91,5 +92,9 @@ class Bus(Protocol):
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Call back after each time that the connection came back: frames may be missing."""
+
+    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
+        """Ask a worker that is silent over the other servers of the cluster. If it answers well
+        over one of them, the bus moves there, as in a reconnect: whether it did."""
 
     async def close(self) -> None: ...

@@ -93,9 +93,11 @@ async def _run(config: Config) -> None:
         async with shown as monitor:
             monitor.trouble = lambda: _trouble(gateway)
             monitor.models = models.names
+            monitor.failures.on_giving_up = stopped.set
             await _warm_up(models, catalogue, catalogue.names())
             watch.start()
             await _serve(server, stopped, config.gateway)
+            monitor.failures.check()
     finally:
         await watch.close()
         await generations.close()

@@ -26,6 +26,7 @@ from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.gateway.transport.http_writer import HttpWriter
+from millrace.runtime.faults.failures import keep_running
 from millrace.runtime.http.head import HttpFault
 from millrace.runtime.http.protocol import HttpProtocol
 from millrace.runtime.http.server import ManagedServer
@@ -124,7 +125,8 @@ class Server:
             tune_gc()
         following = None
         if self._certificate is not None:
-            following = asyncio.create_task(self._certificate.follow(), name="certificate")
+            follow = keep_running("certificate", self._certificate.follow, self._gateway.clock)
+            following = asyncio.create_task(follow, name="certificate")
         try:
             await self._server.serve(sockets=[self._listener])
         finally:

@@ -29,6 +29,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
+from millrace.runtime.faults.failures import Failures, note_in
 from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
@@ -71,8 +72,9 @@ def render(registry: CollectorRegistry) -> bytes:
 
 class Monitor:
     """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
-    nothing while it can: that is ``/healthz``, and the gauge ``millrace_healthy``. ``models``,
-    if it is set, are those of the catalogue that the process knows."""
+    nothing while it can. ``/healthz`` and the gauge ``millrace_healthy`` show that, and whether the
+    process gave up after ``failures`` of its tasks. ``models``, if it is set, are those of the
+    catalogue that the process knows."""
 
     def __init__(
         self, part: str, registry: CollectorRegistry | None = None, token: str = ""
@@ -85,6 +87,8 @@ class Monitor:
         self.url = ""
         self._part = part
         self._exchanges = Tasks()
+        self.failures = Failures()
+        self.registry.register(self.failures)
         self.registry.register(_Health(self))
 
     def answer(self, head: bytes) -> bytes:
@@ -117,8 +121,12 @@ class Monitor:
                 response = _response(500, _TEXT, b"The metrics could not be collected.\n")
         return response if method == b"GET" else response.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
+    def why_unhealthy(self) -> str:
+        """Empty while the process does its work."""
+        return self.failures.trouble or self.trouble()
+
     def _health(self) -> bytes:
-        trouble = self.trouble()
+        trouble = self.why_unhealthy()
         told: dict[str, object] = {"status": trouble or "ok", "part": self._part}
         if self.models is not None:
             told["models"] = list(self.models())
@@ -194,9 +202,11 @@ def _size_fault(head: bytes, headers: Headers) -> HttpFault | None:
 async def monitored(
     part: str, config: MetricsConfig, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[Monitor]:
-    """A monitor, shown on ``config.host:config.port`` as long as the context lasts; port 0 shows it
-    nowhere. Raises ConfigError if it cannot listen there, or must not (``check_exposure``)."""
+    """A monitor, which has the failures of tasks that start in the context. It is shown on
+    ``config.host:config.port`` as long as the context lasts; port 0 shows it nowhere. Raises
+    ConfigError if it cannot listen there, or must not (``check_exposure``)."""
     monitor = Monitor(part, registry, config.token)
+    note_in(monitor.failures)
     if not config.port:
         yield monitor
         return
@@ -275,5 +285,5 @@ class _Health(Collector):
         healthy = GaugeMetricFamily(
             "millrace_healthy", "1 while the process can do its work, as /healthz says"
         )
-        healthy.add_metric([], 0 if self._monitor.trouble() else 1)
+        healthy.add_metric([], 0 if self._monitor.why_unhealthy() else 1)
         yield healthy

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from millrace.runtime.clock import Clock, until_beat_s
+from millrace.runtime.faults.failures import failures, keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +40,28 @@ class Tasks:
         name: str,
     ) -> asyncio.Task[None]:
         """Run ``work`` now, and again at each beat of ``interval_s`` (``until_beat_s``), until
-        ``close``. A run that fails is logged, and the next one counts."""
+        ``close``. A run that fails is noted (``Failures.note``), and the next one counts."""
 
         async def run() -> None:
             while True:
                 try:
                     await work()
-                except Exception:
-                    logger.exception("a repeated task failed", extra={"task": name})
+                except Exception as error:  # noqa: BLE001 (it is noted)
+                    failures().note(name, error)
                 rest_s = interval_s() if callable(interval_s) else interval_s
                 await clock.sleep(until_beat_s(clock, rest_s))
 
         return self.spawn(run(), name)
+
+    def keep(
+        self,
+        run: Callable[[], Awaitable[None]],
+        clock: Clock,
+        name: str,
+        foreseen: tuple[type[Exception], ...] = (),
+    ) -> asyncio.Task[None]:
+        """As ``keep_running``, until ``close``."""
+        return self.spawn(keep_running(name, run, clock, foreseen), name)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -22,6 +23,7 @@ from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
+from millrace.runtime.faults.failures import keep_part_running
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.metrics_server import Monitor, monitored
 from millrace.runtime.process import exit_code_of, stop_event
@@ -46,21 +48,26 @@ async def serve(config: Config) -> None:
     """Schedule until SIGTERM or SIGINT. Raises MillraceError."""
     stopping = stop_event()
     async with monitored("scheduler", config.metrics) as monitor:
+        monitor.failures.on_giving_up = stopping.set
         await _schedule(config, stopping, monitor)
+        monitor.failures.check()
 
 
 async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:
-    read = load_catalogue(config.catalogue)
-    catalogue = _with_models(read, config)
-    models = tuple(catalogue.entry_for(model).name for model in config.scheduler.models)
     scheduler_id = config.scheduler.scheduler_id or f"scheduler-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "scheduler", scheduler_id)
     clock = SystemClock()
     bus, index = await enter(config, scheduler_id, Part.SCHEDULER)
     redis = RedisLink(config.redis)
-    directories = Directories.of(redis, clock)
     limits = LimitKeeper(redis, config.gateway.tiers, clock, remembers=True)
-    try:
+
+    async def live(note_served: Callable[[], None]) -> None:
+        if stopping.is_set():
+            return
+        read = load_catalogue(config.catalogue)
+        catalogue = _with_models(read, config)
+        models = tuple(catalogue.entry_for(model).name for model in config.scheduler.models)
+        directories = Directories.of(redis, clock)
         scheduler = Scheduler(
             bus,
             msgspec.structs.replace(config.scheduler, models=models),
@@ -71,7 +78,8 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             limits,
             directories,
         )
-        monitor.registry.register(SchedulerMetrics(scheduler))
+        metrics = SchedulerMetrics(scheduler)
+        monitor.registry.register(metrics)
         monitor.models = lambda: scheduler.dispatchers
         monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
         gc.collect()
@@ -83,11 +91,16 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         watch = CatalogueWatch(config.catalogue, read, clock, partial(_follow, scheduler, config))
         watch.start()
         await directories.start()
+        note_served()
         try:
             await scheduler.run(stopping)
         finally:
             await watch.close()
             await directories.close()
+            monitor.registry.unregister(metrics)
+
+    try:
+        await keep_part_running("scheduler", live, clock)
     finally:
         await limits.close(_LAST_SETTLEMENTS_S)
         await redis.close()

@@ -96,6 +96,7 @@ class Scheduler:
         self.ready = asyncio.Event()
         self._answers = Tasks()
         self._services = Tasks()
+        self._is_over = False
         self._queue_watch = QueueWatch(self.context, self.models, self._answers)
         self._health_monitor = HealthMonitor(
             self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
@@ -123,7 +124,8 @@ class Scheduler:
                 self._warm(model)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until ``stopping`` is set, then give back what was not dispatched."""
+        """Serve until ``stopping`` is set, or raise what ends one of the loops; either way give
+        back what was not dispatched. A scheduler runs once."""
         subscriptions: list[Subscription] = []
         self.context.bus.on_reconnect(self._on_reconnect)
         try:
@@ -131,17 +133,18 @@ class Scheduler:
             loops = [self._services.spawn(self.models.run(), "serve models")]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
-            self._services.spawn(self._lease_recovery.run(), "recover leases")
+            recover = self._lease_recovery.run
+            self._services.keep(recover, self.context.clock, "recover leases")
             self.rollouts.start()
             self.roles.start()
             self.ready.set()
             await wait_unless_done(stopping, loops)
-            for dispatcher in self.models.all_dispatchers():
-                dispatcher.stop()
-            await self.models.close()
-            await self.context.tasks.close(_STOP_TIMEOUT_S)
-            await self._release_undispatched()
+            await self._give_back()
+        except Exception:
+            await self._give_back()
+            raise
         finally:
+            self._is_over = True
             await self.models.close()
             await self.rollouts.close()
             await self.roles.close()
@@ -175,6 +178,13 @@ class Scheduler:
             else:
                 self._lease_recovery.started()
                 return
+
+    async def _give_back(self) -> None:
+        for dispatcher in self.models.all_dispatchers():
+            dispatcher.stop()
+        await self.models.close()
+        await self.context.tasks.close(_STOP_TIMEOUT_S)
+        await self._release_undispatched()
 
     async def _release_undispatched(self) -> None:
         """Release what waits here; what a worker runs stays with the worker."""
@@ -363,6 +373,8 @@ class Scheduler:
     # --- the bus ---
 
     def _on_reconnect(self) -> None:
+        if self._is_over:
+            return  # another scheduler of this process goes on with the bus
         self._health_monitor.reconnected()
         self._queue_watch.wake()
         self._dispatch_ready()

@@ -49,7 +49,9 @@ def main(arguments: list[str]) -> int:
 async def _serve(config: Config) -> None:
     stopping = stop_event()
     async with monitored("telemetry", config.metrics) as monitor:
+        monitor.failures.on_giving_up = stopping.set
         await _move(config, stopping, monitor)
+        monitor.failures.check()
 
 
 async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:

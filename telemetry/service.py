@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from aiokafka.errors import KafkaError
+
 from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue
@@ -26,7 +28,6 @@ from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.stores import RecordStores, UnstoredRecords
-from millrace.telemetry.supervision import keep_running
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class TelemetryService:
         tasks = Tasks()
 
         def start(name: str, part: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-            return tasks.spawn(keep_running(name, part, self._clock), name)
+            return tasks.keep(part, self._clock, name, foreseen=(KafkaError,))
 
         try:
             self.stores.watch.start()

@@ -33,6 +33,7 @@ from millrace.bus.tenancy.settling import Settlements
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.faults.failures import keep_part_running
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.metrics_server import Monitor, monitored
 from millrace.runtime.process import exit_code_of
@@ -71,7 +72,9 @@ async def serve(config: Config, count: int = 1) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.request)
     async with monitored("worker", config.metrics) as monitor:
+        monitor.failures.on_giving_up = stop.request
         await _serve(config, count, stop, monitor)
+        monitor.failures.check()
 
 
 class _ShutdownRequest:
@@ -172,23 +175,34 @@ async def _run_worker(
 ) -> None:
     clock = SystemClock()
     start = _engine_starter(config, served_model, clock)
-    first = await outcome_unless(stop.requested, start())
-    if first is None:
-        return
-    engine = EngineKeeper(first, start, clock)
-    try:
-        await own_name.held.wait()
-        worker = await make_worker(config, engine)
-        stop.workers.append(worker)
-        metrics.watch(config.name, served_model.entry.name, engine, worker)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
-        model = served_model.entry.name
-        logger.info("serving", extra={"model": model, "worker_id": worker.worker_id})
-        await worker.run(stop.requested)
-    finally:
-        await engine.close()
+
+    async def live(note_served: Callable[[], None]) -> None:
+        first = None
+        if not stop.requested.is_set():
+            first = await outcome_unless(stop.requested, start())
+        if first is None:
+            return
+        engine = EngineKeeper(first, start, clock)
+        worker: Worker | None = None
+        try:
+            await own_name.held.wait()
+            worker = await make_worker(config, engine)
+            stop.workers.append(worker)
+            metrics.watch(config.name, served_model.entry.name, engine, worker)
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
+            model = served_model.entry.name
+            logger.info("serving", extra={"model": model, "worker_id": worker.worker_id})
+            note_served()
+            await worker.run(stop.requested)
+        finally:
+            if worker is not None:
+                stop.workers.remove(worker)
+                metrics.forget(worker)
+            await engine.close()
+
+    await keep_part_running(config.name, live, clock)
 
 
 def _trouble(bus: Bus, metrics: WorkerMetrics, count: int) -> str:

@@ -20,6 +20,7 @@ from millrace.bus.storage import Storage
 from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.bus.transport import Message, OnMessage, Subscription
+from millrace.schemas.control import WorkerCommand
 from millrace.schemas.jobs import JobResult
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,9 @@ class MemoryBus:
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
+
+    async def reach(self, _worker_id: str, _command: WorkerCommand, _timeout_s: float) -> bool:
+        return False  # there is one broker
 
     def _restarted(self) -> None:
         for callback in self._callbacks:

@@ -17,6 +17,7 @@ from millrace.bus.nats.jobs import NatsJobQueue
 from millrace.bus.nats.journal import NatsJournal
 from millrace.bus.nats.permissions import Part, inbox_of
 from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.servers.detour import Detours
 from millrace.bus.nats.storage import NatsStorage
 from millrace.bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
 from millrace.bus.nats.topology import ensure_streams, require_streams
@@ -25,6 +26,7 @@ from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig
+from millrace.schemas.control import WorkerCommand
 from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.schemas.redaction import redact_urls
 
@@ -54,6 +56,7 @@ class NatsBus:
         self.storage: Storage = NatsStorage(connection, config)
         refusals = Refusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
+        self._detours = Detours(connection)
         if part is not Part.OPERATOR:
             connection.on_reconnect(self._set_up_again)
 
@@ -67,6 +70,9 @@ class NatsBus:
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._connection.on_reconnect(callback)
+
+    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
+        return await self._detours.reach(worker_id, command, timeout_s)
 
     async def close(self) -> None:
         if self._setup is not None:

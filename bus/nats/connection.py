@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
@@ -44,10 +46,22 @@ class Connection(Link):
     unreachable. Stored messages go through ``request_until``.
     """
 
-    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
-        super().__init__(config, name, inbox_prefix)
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        inbox_prefix: str = "_INBOX",
+        server: Srv | None = None,
+    ) -> None:
+        super().__init__(config, name, inbox_prefix, server)
         self._inbox = Inbox()
         self.on_loss(self._inbox.lose_all)
+
+    def beside(self, server: Srv, timeout_s: float) -> Connection:
+        """Another connection of the same process, to one server, which has ``timeout_s`` to take
+        it; the caller opens and closes it."""
+        config = replace(self._config, connect_timeout_s=timeout_s)
+        return Connection(config, self._name, self._inbox_prefix, server)
 
     async def open(self) -> None:
         """As ``Link.open``; BusForbiddenError if this process may not read answers."""
@@ -80,13 +94,16 @@ class Connection(Link):
             content_type = headers.get(CONTENT_TYPE) if headers else None
             on_message(Message(message.subject, message.data, content_type, message.reply, headers))
 
-        subscription = await self._client.subscribe(
-            subject,
-            queue=group,
-            cb=receive,
-            pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
-            pending_bytes_limit=_SUBSCRIPTION_BYTES,
-        )
+        try:
+            subscription = await self._client.subscribe(
+                subject,
+                queue=group,
+                cb=receive,
+                pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
+                pending_bytes_limit=_SUBSCRIPTION_BYTES,
+            )
+        except UNSENT as error:
+            raise BusUnavailableError(f"The message bus cannot be reached: {error}.") from error
         await self._settle()
         self._forbidden.check_subscribed(subject)
         return NatsCallback(subscription)

@@ -8,10 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import nats.errors
+from nats.aio.client import Srv
 from nats.aio.msg import Msg
 
 from millrace.bus.nats.forbidden import Forbidden
-from millrace.bus.nats.security import Refusals, SecureClient, connect_options, servers_of
+from millrace.bus.nats.security import Refusals, connect_options, servers_of
+from millrace.bus.nats.servers.client import SecureClient
+from millrace.bus.nats.servers.home import Home
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
 from millrace.schemas.redaction import redact_urls
@@ -30,14 +33,26 @@ UNSENT = (nats.errors.Error, OSError)
 
 
 class Link:
-    """Owns the client; ``close`` ends it with its subscriptions."""
+    """Owns the client; ``close`` ends it with its subscriptions. It connects to ``server`` alone
+    where one is given, else to those of ``config``."""
 
-    def __init__(self, config: NatsConfig, name: str, inbox_prefix: str = "_INBOX") -> None:
+    def __init__(
+        self,
+        config: NatsConfig,
+        name: str,
+        inbox_prefix: str = "_INBOX",
+        server: Srv | None = None,
+    ) -> None:
         self._config = config
         self._name = name
         self._options = connect_options(config)
         self._servers = servers_of(config)
+        if server is not None:
+            self._servers = [server.uri.geturl()]
+            if server.tls_name is not None:
+                self._options["tls_hostname"] = server.tls_name
         self._client = SecureClient()
+        self._home = Home(self._client)
         self._inbox_prefix = inbox_prefix
         self._forbidden = Forbidden()
         self._up = asyncio.Event()
@@ -77,6 +92,7 @@ class Link:
                 f"No NATS server answers at {self._where}. Start one, or correct nats.url."
             ) from error
         self._refusals.on_connected()
+        self._home.note_connected()
         self._up.set()
 
     @property
@@ -96,6 +112,22 @@ class Link:
         """Major and minor."""
         version = self._client.connected_server_version
         return version.major, version.minor
+
+    @property
+    def server(self) -> Srv | None:
+        """The server of the present connection, or of the last one."""
+        return self._client.server
+
+    @property
+    def other_servers(self) -> list[Srv]:
+        """The servers of this cluster that are known, without the present one."""
+        return self._client.other_servers
+
+    async def move_to(self, server: Srv) -> None:
+        """Go on at another server, which is home from now on. What was published before is not
+        lost; what others publish in between is, as with every reconnect."""
+        self._home.settle(server)
+        await self._client.move_to(server)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._on_reconnect_calls.append(callback)
@@ -160,13 +192,15 @@ class Link:
     async def _on_disconnect(self) -> None:
         if self._up.is_set():
             self._up.clear()
-            logger.warning("the NATS server is unreachable", extra={"url": self._where})
+            if not self._client.is_moving:
+                logger.warning("the NATS server is unreachable", extra={"url": self._where})
         self._lose_all()
 
     async def _on_reconnect(self) -> None:
         self._up.set()
         self._forbidden.forget()
         self._refusals.on_connected()
+        self._home.note_connected()
         logger.info("the NATS server is reachable again", extra={"url": self._where})
         for callback in self._on_reconnect_calls:
             try:
@@ -177,6 +211,7 @@ class Link:
     async def close(self) -> None:
         """Never raises."""
         self._up.clear()
+        self._home.close()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._client.close()
@@ -184,6 +219,7 @@ class Link:
         except Exception:
             # nats-py raises assorted errors when it is closed during a reconnect.
             logger.debug("the client did not close cleanly", exc_info=True)
+        self._client.abort()
         self._lose_all()
 
     async def _end_reconnecting(self) -> None:

@@ -1,19 +1,18 @@
-"""Who we are to a nats-server and whom we trust: options, and a client that keeps to them."""
+"""Who we are to a nats-server and whom we trust: options, and what its refusals mean."""
 
 from __future__ import annotations
 
 import logging
 import re
 import ssl
-import time
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import nats.errors
 import nkeys
-from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
-from nats.aio.transport import TcpTransport
+from nats.aio.client import Client
 
+from millrace.bus.nats.servers.client import ClosedAtOnceError, NoTlsError, is_refusal
 from millrace.runtime.tls import (
     client_context,
     handshake_refusal,
@@ -31,19 +30,8 @@ from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = re.compile(r"authorization|authentication|credential|account|nonce", re.IGNORECASE)
-# Of one subject: the connection stays.
-_NO_PERMISSION = "permissions violation"
 _JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s")
 _SEED = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s")
-
-
-class NoTlsError(nats.errors.Error):
-    """The server has no TLS, which is demanded: it is told nothing of us."""
-
-
-class ClosedAtOnceError(nats.errors.Error):
-    """The server closed the connection instead of greeting us."""
 
 
 def servers_of(config: NatsConfig) -> list[str]:
@@ -143,13 +131,9 @@ def why_refused(error: Exception, client: Client, config: NatsConfig) -> Millrac
         return UntrustedServerError(
             f"{who} has no TLS, which nats.url or a file of nats.* demands."
         )
-    if isinstance(error, nats.errors.Error) and _is_refusal(str(error)):
+    if isinstance(error, nats.errors.Error) and is_refusal(str(error)):
         return CredentialsRefusedError(f"{who} does not take {_credentials(config)}.")
     return None
-
-
-def _is_refusal(message: str) -> bool:
-    return bool(_REFUSED.search(message)) and _NO_PERMISSION not in message.lower()
 
 
 def _misses_certificate(error: Exception, client: Client, config: NatsConfig) -> bool:
@@ -204,66 +188,3 @@ class Refusals:
         self._by_server[server.uri.netloc if server is not None else ""] = refusal
         if len(self._by_server) >= len(servers_of(self._config)):
             raise refusal
-
-
-class _Transport(TcpTransport):
-    """Its end is not waited for after a handshake that failed: asyncio would never tell of it."""
-
-    _is_broken = False
-
-    async def connect(self, *arguments: Any, **options: Any) -> None:
-        self._is_broken = False
-        await super().connect(*arguments, **options)
-
-    async def connect_tls(self, *arguments: Any, **options: Any) -> None:
-        self._is_broken = True
-        await super().connect_tls(*arguments, **options)
-        self._is_broken = False
-
-    async def wait_closed(self) -> None:
-        if not self._is_broken:
-            await super().wait_closed()  # type: ignore[no-untyped-call]
-
-
-class SecureClient(Client):
-    """Tells nobody who we are without TLS where TLS is demanded, and does not end for good when a
-    server stops taking us: credentials expire, and are replaced."""
-
-    async def _connect_to_server(self, s: Srv) -> None:
-        if s.uri.scheme not in {"nats", "tls"}:
-            await super()._connect_to_server(s)
-            return
-        s.last_attempt = time.monotonic()
-        if not isinstance(self._transport, _Transport):
-            self._transport = _Transport()  # type: ignore[no-untyped-call]
-        await self._transport.connect(
-            s.uri,
-            buffer_size=DEFAULT_BUFFER_SIZE,
-            connect_timeout=self.options["connect_timeout"],
-        )
-
-    def _connect_command(self) -> bytes:
-        uri = self._current_server.uri if self._current_server is not None else None
-        demanded = "tls" in self.options or (uri is not None and uri.scheme in {"tls", "wss"})
-        writer = getattr(self._transport, "_io_writer", None)
-        if demanded and writer is not None and writer.get_extra_info("ssl_object") is None:
-            raise NoTlsError("the server has no TLS")
-        return super()._connect_command()
-
-    async def _process_connect_init(self) -> None:
-        await super()._process_connect_init()
-        if self._status == Client.CONNECTED:
-            return
-        # It hung up without a word, which the client takes for a welcome.
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
-            if task is not None:
-                task.cancel()
-        raise ClosedAtOnceError("the server closed the connection")
-
-    async def _process_err(self, err_msg: str) -> None:
-        if _is_refusal(err_msg):
-            error = nats.errors.Error(f"nats: {err_msg}")
-            await self._error_cb(error)
-            await self._process_op_err(error)
-        else:
-            await super()._process_err(err_msg)

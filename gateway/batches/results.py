@@ -47,10 +47,14 @@ class ResultWaiter:
         linger_s = _FIRST_POLL_S
         try:
             while True:
-                result = await self._fetch(request_id, eager=told.is_set())
+                now_s = self._clock.monotonic()
+                try:
+                    result = await self._fetch(request_id, eager=told.is_set())
+                except BusUnavailableError:
+                    result = None
+                    closed_at_s = None if closed_at_s is None else now_s  # the store did not say
                 if result is not None:
                     return result
-                now_s = self._clock.monotonic()
                 if closed_at_s is not None and now_s > closed_at_s + _LOST_AFTER_S:
                     return None
                 told.clear()
@@ -70,12 +74,10 @@ class ResultWaiter:
             told.set()
 
     async def _fetch(self, request_id: str, *, eager: bool) -> JobResult | None:
-        """Look it up; ``eager``: it was just sent to the store and must be there in a moment."""
+        """Look it up; ``eager``: it was just sent to the store and must be there in a moment.
+        Raises BusUnavailableError."""
         for _ in range(_NUM_EAGER if eager else 1):
-            try:
-                result = await self._bus.results.fetch(self._tenant, request_id)
-            except BusUnavailableError:
-                return None
+            result = await self._bus.results.fetch(self._tenant, request_id)
             if result is not None or not eager:
                 return result
             await self._clock.sleep(_EAGER_S)

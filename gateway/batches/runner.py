@@ -91,7 +91,7 @@ class BatchRunner:
             config, clock = self._gateway.config, self._gateway.clock
             renew = partial(self._renew, link)
             renewal_s = config.batch_lease_s / _RENEWALS_PER_LEASE
-            self._tasks.spawn(self._scan_on(link), "look for batches")
+            self._tasks.keep(partial(self._scan_on, link), clock, "look for batches")
             self._tasks.repeat(renew, renewal_s, clock, "renew the leases of batches")
 
     async def close(self) -> None:
@@ -130,8 +130,6 @@ class BatchRunner:
             return await self._look_for_batches(link)
         except (RedisUnreachableError, BusUnavailableError) as error:
             logger.debug("batches are looked for later", extra={"cause": error.message})
-        except Exception:
-            logger.exception("batches could not be looked for")
         return 1
 
     async def _look_for_batches(self, link: RedisLink) -> int:

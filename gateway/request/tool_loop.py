@@ -22,6 +22,7 @@ from millrace.gateway.streams.parts import StepPart
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tools.runner import ToolResult, ToolRunner
 from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Failed
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 0.5
+# A gateway that did not answer so many looks in a row is gone; fewer may be a link that was down.
+_MAX_UNANSWERED_LOOKS = 3
 
 
 class AnswerLostError(MillraceError, code="answer_lost", retryable=True, http_status=503):
@@ -130,6 +133,7 @@ class ToolCallLoop:
         """What a tool gave to whoever holds the response. Raises AnswerLostError if that gateway is
         gone, or nobody wants to know any more."""
         look_s = self._clock.monotonic() + _LOOK_S
+        num_unanswered = 0
         while response.is_attached:
             known = await self._index.get_step(response.request_id, call.id)
             if known is not None:
@@ -137,7 +141,8 @@ class ToolCallLoop:
             now_s = self._clock.monotonic()
             if now_s >= look_s:
                 look_s = now_s + _LOOK_S
-                if not await self._is_held(response):
+                num_unanswered = 0 if await self._is_held(response) else num_unanswered + 1
+                if num_unanswered == _MAX_UNANSWERED_LOOKS:
                     break
             await self._clock.sleep(_POLL_S)
         raise AnswerLostError
@@ -145,7 +150,10 @@ class ToolCallLoop:
     async def _is_held(self, response: ResponseStream) -> bool:
         if response.context.responses.get(response.request_id) is not None:
             return True
-        state = await self._index.get(response.request_id)
+        try:
+            state = await self._index.get(response.request_id)
+        except RedisUnreachableError:
+            return True  # as far as is known
         if state is None or state.holder == self._config.gateway_id:
             return False
         return await self._bus.control.is_gateway_there(

@@ -38,7 +38,7 @@ class Deliveries:
 
     def start(self) -> None:
         for _ in range(_NUM_SENDERS):
-            self._senders.spawn(self._send_all(), "send delivery records")
+            self._senders.keep(self._send_all, self._clock, "send delivery records")
 
     def put(self, record: DeliveryRecord) -> None:
         """Queue a record; never waits. A full queue (the bus is unreachable for long) loses it."""
@@ -59,6 +59,9 @@ class Deliveries:
             record = await self._waiting.get()
             try:
                 await self._send(record)
+            except Exception:
+                self._lose(record, "it could not be sent")
+                raise
             finally:
                 self._waiting.task_done()
 

@@ -10,6 +10,8 @@ from millrace.schemas.control import QueueStatus, WorkerStatus
 from millrace.schemas.errors import QueueFullError
 
 _WORKER_SILENCE_S = 3.0
+# Three heartbeats of a worker with the default interval.
+_OVERDUE_S = 1.5
 _QUEUE_SILENCE_S = 5.0
 _MIN_RETRY_AFTER_S = 1.0
 
@@ -62,6 +64,11 @@ class FleetView:
         return [
             status for status, _ in self._workers.values() if model is None or status.model == model
         ]
+
+    def is_silent(self, worker_id: str) -> bool:
+        """Whether heartbeats of a worker are missing, or none was ever heard."""
+        known = self._workers.get(worker_id)
+        return known is None or known[1] < self._clock.monotonic() - _OVERDUE_S
 
     def queues(self) -> list[QueueStatus]:
         """The queues that a scheduler has reported on lately."""

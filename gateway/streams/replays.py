@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from millrace.bus.api import Bus
@@ -12,7 +12,7 @@ from millrace.bus.stored_results import frames_of
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.stream import OpenStream
 from millrace.runtime.clock import Clock
-from millrace.schemas.control import Replay
+from millrace.schemas.control import Replay, WorkerReply
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Failed, Frame
 
@@ -20,7 +20,12 @@ _REPLAY_TIMEOUT_S = 1.0
 _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
+# After a partition the gateway may reach the index of requests before the worker that has the
+# answer and the store that has its result. It asks both for so long after it learnt of the end.
+_UNREACHABLE_AFTER_S = 15.0
 _MAX_FRUITLESS = 3
+# A worker whose heartbeats stopped is asked so long before other servers are tried.
+_SILENT_WORKER_TIMEOUT_S = 0.3
 
 
 class RunningRequestIndex(Protocol):
@@ -70,15 +75,16 @@ class Replays:
                 if stream.ended:
                     return
                 stream.delivery.num_replays += 1
-                answers = []
-                for worker_id in await self._candidates(stream):
+                answers: list[bool | None] = []
+                async for worker_id in self._candidates(stream):
                     answers.append(await self._ask_worker(worker_id, stream))
                     if answers[-1]:
                         await self._end_if_fruitless(stream)
                         return
-                nobody_has_it = None not in answers
+                nobody_has_it = bool(answers) and None not in answers
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
-                if answers and nobody_has_it and not stream.replay.is_foreign:
+                is_over = stream.replay.over_since_s is not None
+                if nobody_has_it and not is_over and not stream.replay.is_foreign:
                     # It waits in the queue; its frames will come by themselves.
                     stream.replay.is_needed = False
         finally:
@@ -96,27 +102,42 @@ class Replays:
             stream.replay.is_asked = False
             stream.replay.not_before_s = self._clock.monotonic()
 
-    async def _candidates(self, stream: OpenStream) -> list[str]:
-        """The worker that should have it first, then the others of the model."""
+    async def _candidates(self, stream: OpenStream) -> AsyncIterator[str]:
+        """The worker whose tokens were read, the worker that the index names, then the others of
+        the model. The index may know a worker whose tokens and heartbeats did not come here."""
         known: list[str] = []
         if stream.reader.started is not None:
             known = [stream.reader.started.worker_id]
-        elif stream.replay.is_needed and self._generations is not None:
+            yield known[0]
+        if self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
             # A request that no worker answered is nobody's.
-            known = [generation.worker_id] if generation and generation.worker_id else []
-        live = [worker.worker_id for worker in self._fleet.live_workers(stream.job.model)]
-        return [*known, *(worker_id for worker_id in live if worker_id not in known)]
+            if generation is not None and generation.worker_id not in {"", *known}:
+                known.append(generation.worker_id)
+                yield known[-1]
+        for worker in self._fleet.live_workers(stream.job.model):
+            if worker.worker_id not in known:
+                yield worker.worker_id
 
     async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
-        """True: it sends the frames again; False: it knows nothing of them; None: no answer."""
+        """True: it sends the frames again; False: it knows nothing of them; None: no answer. One
+        whose heartbeats are missing, too, may be behind a link that is down: it is asked over the
+        other servers of the bus then."""
         replay = Replay(
             request_id=stream.request_id,
             from_index=stream.reader.next_index,
             reply=self._gateway_id,
         )
+        is_silent = self._fleet.is_silent(worker_id)
+        timeout_s = _SILENT_WORKER_TIMEOUT_S if is_silent else _REPLAY_TIMEOUT_S
+        answer: WorkerReply | None = None
         try:
-            answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
+            answer = await self._bus.control.command(worker_id, replay, timeout_s)
+            if answer is None and is_silent:
+                if not await self._bus.reach(worker_id, replay, timeout_s):
+                    return None
+                # What it sent then went the old way.
+                answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
         except (MillraceError, TimeoutError):
             return None
         if answer is None:
@@ -129,23 +150,36 @@ class Replays:
         """The frames of an attempt with an older epoch than one that the client has seen are not
         taken. Such an attempt ends a request if the queue forgot its deliveries, and with them the
         newer one: once the job is answered nothing else will come."""
-        stream.replay.note_answer(stream.reader.next_index)
-        is_fruitless = stream.replay.num_fruitless >= _MAX_FRUITLESS
+        replay, now_s = stream.replay, self._clock.monotonic()
+        replay.note_answer(stream.reader.next_index, now_s)
+        is_fruitless = (
+            replay.num_fruitless >= _MAX_FRUITLESS
+            and now_s - replay.fruitless_since_s >= _LOST_AFTER_S
+        )
         if is_fruitless and await self._has_left_the_queue(stream):
             self._lose(stream)
 
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
-        """No worker has the frames; if the request is answered, none ever will."""
+        """End a stream whose frames no worker sends, once its request has been over for long
+        enough: a worker that did not answer, or the store of results, may still have them."""
+        replay = stream.replay
         if stream.job.store_result and await self._read_result(stream):
             return
         silent_s = self._clock.monotonic() - stream.last_frame_s
-        is_certain = nobody_has_it and stream.replay.is_needed
-        if silent_s < _LOST_AFTER_S and not is_certain:
+        if silent_s < _LOST_AFTER_S and not replay.is_needed:
             return
         is_over = await self._is_finished(stream) or (
             silent_s >= _LOST_AFTER_S and await self._has_left_the_queue(stream)
         )
-        if is_over:
+        now_s = self._clock.monotonic()
+        if not is_over:
+            replay.over_since_s = None
+            return
+        if replay.over_since_s is None:
+            replay.over_since_s = now_s
+        is_certain = nobody_has_it and not stream.job.store_result
+        linger_s = _LOST_AFTER_S if is_certain else _UNREACHABLE_AFTER_S
+        if now_s - replay.over_since_s >= linger_s:
             self._lose(stream)
 
     def _lose(self, stream: OpenStream) -> None:

@@ -35,7 +35,9 @@ class ReplayState:
     """``is_needed`` once frames may have been missed. Of a stream that ``is_foreign`` they go to
     another gateway that lives, so that each news of it has to be asked for. No question is put
     while one ``is_asked``, nor before ``not_before_s`` (monotonic). ``num_fruitless`` workers in a
-    row said that they send what is missing from ``from_index`` on, which the client still lacks."""
+    row said that they send what is missing from ``from_index`` on, which the client still lacks;
+    the first of them at ``fruitless_since_s``. It is over as far as is known, and has no end here,
+    since ``over_since_s``."""
 
     is_needed: bool = False
     is_foreign: bool = False
@@ -43,12 +45,17 @@ class ReplayState:
     not_before_s: float = 0.0
     from_index: int = -1
     num_fruitless: int = 0
+    fruitless_since_s: float = 0.0
+    over_since_s: float | None = None
 
-    def note_answer(self, next_index: int) -> None:
+    def note_answer(self, next_index: int, now_s: float) -> None:
         """A worker sends what is missing from ``next_index`` on."""
-        is_repeated = next_index == self.from_index
-        self.num_fruitless = self.num_fruitless + 1 if is_repeated else 0
+        self.over_since_s = None
+        if next_index == self.from_index:
+            self.num_fruitless += 1
+            return
         self.from_index = next_index
+        self.num_fruitless, self.fruitless_since_s = 0, now_s
 
 
 @dataclass(slots=True)

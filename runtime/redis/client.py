@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from typing import Any
 
@@ -20,6 +21,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from millrace.runtime.faults.connections import silence_options
 from millrace.runtime.tls import client_context, handshake_refusal, has_tls_files
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.errors import (
@@ -28,6 +30,8 @@ from millrace.schemas.errors import (
     MillraceError,
 )
 from millrace.schemas.redaction import redact_urls
+
+_SILENCE_S = 2.5
 
 _ERRORS: dict[str, type[RedisError]] = {
     "LOADING": BusyLoadingError,
@@ -57,6 +61,8 @@ def open_redis(config: RedisConfig, timeout_s: float) -> tuple[Redis, Sentinel |
     given |= _bounds(timeout_s)
     if connection_class is UnixDomainSocketConnection:
         given["unix_socket_path"] = given.pop("path", None)
+    else:
+        given |= _silence()
     if not config.sentinels:
         return Redis(**given), None
     return _by_sentinels(config, given, timeout_s)
@@ -68,7 +74,7 @@ def _by_sentinels(
     for name in ("host", "port"):
         given.pop(name, None)
     asking = {name: value for name, value in given.items() if name.startswith("ssl")}
-    asking |= _bounds(timeout_s)
+    asking |= _bounds(timeout_s) | _silence()
     if config.sentinel_password:
         asking |= {
             "username": config.sentinel_user or None,
@@ -88,6 +94,17 @@ def _bounds(timeout_s: float) -> dict[str, Any]:
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
+    }
+
+
+def _silence() -> dict[str, Any]:
+    """Has a connection that is not used end, too, once its server's machine is gone."""
+    options = silence_options(_SILENCE_S)
+    return {
+        "socket_keepalive": True,
+        "socket_keepalive_options": {
+            option: value for level, option, value in options if level == socket.IPPROTO_TCP
+        },
     }
 
 

@@ -13,6 +13,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.faults.connections import BrokenConnectionError, ConnectionErrors
 from millrace.runtime.redis.client import error_of, open_redis, why_refused
 from millrace.runtime.redis.protocol import Argument, ErrorReply, Reply, pack
 from millrace.runtime.redis.wire import RedisWire
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 0.3
 _PAUSE_S = 1.0
 _CANNOT_WRITE = "MISCONF"
+_ERRORS = ConnectionErrors(RedisError)
 _AOF, _RDB = "aof_last_write_status", "rdb_last_bgsave_status"
 
 _Command = tuple[Argument, ...]
@@ -144,11 +146,12 @@ class RedisLink:
         self._give_up(self._waiting)
         self._waiting = []
         try:
-            if self._connection is not None:
-                await self._connection.disconnect(nowait=True)
-            await self._redis.aclose()
-            if self._sentinel is not None:
-                await self._sentinel.aclose()
+            with _ERRORS:
+                if self._connection is not None:
+                    await self._connection.disconnect(nowait=True)
+                await self._redis.aclose()
+                if self._sentinel is not None:
+                    await self._sentinel.aclose()
         except (RedisError, OSError) as error:
             logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
 
@@ -180,20 +183,20 @@ class RedisLink:
     async def _connect(self) -> None:
         pool = self._redis.connection_pool
         try:
-            if self._connection is None:
-                self._connection = await pool.get_connection()  # type: ignore[no-untyped-call]
-            else:
-                await self._connection.disconnect(nowait=True)
-                await pool.ensure_connection(self._connection)
-        except (RedisError, OSError, TimeoutError) as error:
+            with _ERRORS:
+                if self._connection is None:
+                    self._connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+                else:
+                    await self._connection.disconnect(nowait=True)
+                    await pool.ensure_connection(self._connection)
+                self._wire = RedisWire(self._connection, _TIMEOUT_S, self._answer, self._lose)
+        except (RedisError, OSError) as error:
+            if isinstance(error, BrokenConnectionError):
+                # What it left may break again: the next attempt begins without it.
+                self._connection = None
+                pool.reset()  # type: ignore[no-untyped-call]
             self._lose([], error)
             return
-        except Exception as error:
-            logger.exception("Redis could not be connected to")
-            waiting, self._waiting = self._waiting, []
-            _fail(waiting, error)
-            return
-        self._wire = RedisWire(self._connection, _TIMEOUT_S, self._answer, self._lose)
         self._send()
 
     def _lose(self, unanswered: Sequence[_Call], error: Exception) -> None:

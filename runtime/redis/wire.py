@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from millrace.runtime.faults.connections import ConnectionErrors
 from millrace.runtime.redis.protocol import MalformedReplyError, Reply, ReplyReader
 
 _SentT = TypeVar("_SentT")
@@ -19,6 +20,7 @@ _SentT = TypeVar("_SentT")
 # How often silence is looked at before it is believed. A machine that paused, or had no CPU time
 # for us and the server, makes one look late, and not the others.
 _LOOKS = 4
+_ERRORS = ConnectionErrors()
 
 
 class RedisWire(asyncio.Protocol, Generic[_SentT]):
@@ -68,7 +70,11 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
             if self._timer is None:
                 self._timer = self._loop.call_later(self._look_s, self._look)
         self._sent.extend(sent)
-        self._transport.write(data)
+        try:
+            with _ERRORS:
+                self._transport.write(data)
+        except OSError as error:
+            self._lose(error)
 
     def close(self) -> list[_SentT]:
         """End the connection; what has no reply gets none, and ``on_lost`` is not called."""

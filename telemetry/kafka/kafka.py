@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaConnectionError, TopicAlreadyExistsError, for_c
 
 from millrace.bus import subjects
 from millrace.schemas.config import KafkaConfig
+from millrace.telemetry.kafka import connections
 from millrace.telemetry.kafka.security import connection_options, why_refused
 
 SEQUENCE_HEADER = "outbox-sequence"
@@ -30,6 +31,8 @@ Offsets = Mapping[TopicPartition, int]
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 1.5
+
+connections.install()
 
 
 def make_producer(config: KafkaConfig) -> AIOKafkaProducer:

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from typing import Any
 
-from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.conn import collect_hosts
 from aiokafka.errors import (
     IllegalSaslStateError,
     KafkaError,
@@ -17,6 +17,7 @@ from aiokafka.errors import (
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from millrace.schemas.config import KafkaConfig
 from millrace.schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
+from millrace.telemetry.kafka.connections import connect
 
 _TRY_TIMEOUT_MS = 5_000
 
@@ -60,7 +61,7 @@ async def _error_at(host: str, port: int, options: dict[str, Any]) -> Exception 
         if error is not None:
             return error
     try:
-        connection = await create_conn(host, port, request_timeout_ms=_TRY_TIMEOUT_MS, **options)
+        connection = await connect(host, port, request_timeout_ms=_TRY_TIMEOUT_MS, **options)
     except (OSError, KafkaError, TimeoutError) as error:
         return error
     connection.close()

@@ -10,7 +10,9 @@ from urllib.parse import SplitResult, urlsplit
 import clickhouse_connect
 from clickhouse_connect.driver import httputil
 from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import ClickHouseError
 
+from millrace.runtime.faults.connections import ConnectionErrors, silence_options
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, CredentialsRefusedError
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
 _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
+# A query may take long without a word; the server's machine acknowledges keepalive probes.
+_SILENCE_S = 10.0
+_ERRORS = ConnectionErrors(ClickHouseError)
 
 
 def server_address(config: ClickHouseConfig) -> SplitResult:
@@ -44,7 +49,7 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
     fault."""
     parts = server_address(config)
     return functools.partial(
-        clickhouse_connect.get_client,
+        _get_client,
         host=parts.hostname,
         port=parts.port or (_TLS_PORT if parts.scheme == "https" else 8123),
         secure=parts.scheme == "https",
@@ -58,11 +63,17 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
     )
 
 
+def _get_client(**options: Any) -> Client:
+    with _ERRORS:
+        return clickhouse_connect.get_client(**options)
+
+
 @functools.cache
 def _pool(ca_file: str, certificate_file: str, key_file: str) -> PoolManager:
     """The connections of this process to servers that are verified, and shown who we are, by these
     files."""
     pool: PoolManager = httputil.get_pool_manager(
+        socket_options=[*httputil.core_socket_options, *silence_options(_SILENCE_S)],
         ca_cert=ca_file or None,
         client_cert=certificate_file or None,
         client_cert_key=key_file or None,

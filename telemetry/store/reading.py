@@ -169,6 +169,6 @@ class ServerReader(Reader):
                 fmt=output_format,
                 transport_settings={"database": database} if database else None,
             )
-        except ClickHouseError as error:
+        except (ClickHouseError, OSError) as error:
             raise QueryError.of(str(error)) from error
         return result

@@ -27,6 +27,7 @@ from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
+from millrace.schemas.control import WorkerCommand
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import DeadJob, Job, JobResult
 from millrace.schemas.records import Record
@@ -231,6 +232,9 @@ class FaultyBus:
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._process.on_mended.append(callback)
+
+    async def reach(self, _worker_id: str, _command: WorkerCommand, _timeout_s: float) -> bool:
+        return False  # there is one broker
 
     def _restarted(self) -> None:
         self._process.is_shaken = True

@@ -18,11 +18,11 @@ import pytest
 
 from millrace.bus import subjects
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.runtime.faults.failures import keep_running
 from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig
 from millrace.telemetry.__main__ import open_service
 from millrace.telemetry.kafka.kafka import ensure_topics, make_producer, stop_client
 from millrace.telemetry.store.store import Store, StoreTakenError
-from millrace.telemetry.supervision import keep_running
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import free_port
 from tests.support.waiting import eventually

@@ -39,6 +39,10 @@ class WorkerMetrics(Collector):
         """Tell of a worker, too."""
         self._workers.append(_Watched((model, name), engine, worker))
 
+    def forget(self, worker: Worker) -> None:
+        """Tell no more of a worker that is over, if it was told of."""
+        self._workers = [one for one in self._workers if one.worker is not worker]
+
     @property
     def num_workers(self) -> int:
         return len(self._workers)

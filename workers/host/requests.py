@@ -361,16 +361,17 @@ class Requests:
             if generation.job.is_past_deadline(now_ns):
                 self._stop(generation, EXPIRED)
 
-    async def release_unfinished(self) -> None:
-        """Send what was made so far, then release the leases of unfinished requests for other
-        workers. A lease that is not confirmed lapses instead."""
+    async def release_unfinished(self, *, sends: bool = True) -> None:
+        """Send what was made so far, unless what ``sends`` it has failed, then release the leases
+        of unfinished requests for other workers. A lease that is not confirmed lapses instead."""
         unfinished = [*self._running.values(), *self._finalizer.generations()]
         for generation in list(self._running.values()):
             self._cancel_in_engine(generation)
             self._flusher.flush_now(generation)
             self._drop(generation)
-        await self._flusher.published()
-        await self._device_times.wait_all_reported(_DEVICE_TIMES_TIMEOUT_S)
+        if sends:
+            await self._flusher.published()
+            await self._device_times.wait_all_reported(_DEVICE_TIMES_TIMEOUT_S)
         for generation in unfinished:
             self._finalizer.abandon(generation.request_id)
             is_ours = self.ownership.is_confirmed(generation)

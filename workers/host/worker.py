@@ -29,7 +29,7 @@ from millrace.schemas.control import (
     WorkerReply,
 )
 from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
 from millrace.workers.host.energy.meter import EnergyMeter
@@ -114,7 +114,8 @@ class Worker:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
 
         Raises EngineFailedError when the engine has ended and no other can be started; the leases
-        are left to lapse.
+        are left to lapse. An unforeseen error is raised once the leases are released; this object
+        is not run again then.
         """
         subscriptions: list[Subscription] = []
         self._engine.on_outputs = self.requests.on_outputs
@@ -155,7 +156,14 @@ class Worker:
                 for service in services:
                     service.cancel()
         except* MillraceError as failed:
-            raise first_error(failed) from None
+            error = first_error(failed)
+            if isinstance(error, BusUnavailableError):
+                await self._release(sends=False)
+            raise error from None
+        except* Exception:
+            # Others go on with what it has; what it made and did not send, they make again.
+            await self._release(sends=False)
+            raise
         finally:
             await self._announce_retirement(subscriptions)
 
@@ -231,9 +239,12 @@ class Worker:
             if self._shutdown_forced or self._clock.monotonic() >= self._drained_s:
                 break
             await self._clock.sleep(_CHECK_INTERVAL_S)
+        await self._release(sends=True)
+
+    async def _release(self, *, sends: bool) -> None:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
-                await self.requests.release_unfinished()
+                await self.requests.release_unfinished(sends=sends)
         except (MillraceError, TimeoutError):
             logger.warning("leases could not be released; they lapse by themselves")
 

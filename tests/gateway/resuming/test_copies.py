@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from millrace.bus.control import Control
+from millrace.gateway.request import tool_loop
 from millrace.gateway.streams.state import Phase
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.schemas.config import RedisConfig
@@ -27,7 +30,7 @@ from tests.gateway.resuming.clients import (
 )
 from tests.gateway.resuming.test_tool_results import call_then_say
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
-from tests.support.tool_server import reply, tool_server
+from tests.support.tool_server import Seen, Write, reply, tool_server
 from tests.support.waiting import eventually
 
 HEADERS = {"Idempotency-Key": "same"}
@@ -160,12 +163,25 @@ async def test_after_the_gateway_that_had_it_died_others_share_it(pair: Pair) ->
     assert len(pair.worker.jobs) == 1
 
 
+@pytest.mark.parametrize("num_unanswered", [0, 2])
 async def test_copies_read_the_rounds_of_tools_that_run_once(
-    tmp_path: Path, redis: RedisConfig
+    tmp_path: Path, redis: RedisConfig, num_unanswered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the gateway that runs the tool is not reached for a moment."""
     file = tmp_path / "tools.yaml"
+    looks: list[bool] = []
+    is_there = Control.is_gateway_there
+
+    async def look(control: Control, *question: Any) -> bool:
+        looks.append(await is_there(control, *question) and len(looks) >= num_unanswered)
+        return looks[-1]
+
+    async def answer(seen: Seen, write: Write) -> None:
+        await eventually(lambda: len(looks) >= num_unanswered)
+        await reply('{"sky": "rain"}')(seen, write)
+
     async with tool_server() as server, AsyncExitStack() as stack:
-        server.answers["/weather"] = reply('{"sky": "rain"}')
+        server.answers["/weather"] = answer
         file.write_text(
             f"tools:\n  weather:\n    url: {server.url('/weather')}\n    allow_private: true\n"
             "    parameters: {type: object, properties: {city: {type: string}}}\n"
@@ -194,6 +210,8 @@ async def test_copies_read_the_rounds_of_tools_that_run_once(
             await send(socket, "generate", id="a", **fields)
             await until(socket, "accepted")
         assert num_copies(pair) == 2
+        monkeypatch.setattr(tool_loop, "_LOOK_S", 0.2)
+        monkeypatch.setattr(Control, "is_gateway_there", look)
         pair.worker.gate.set()
         for socket in sockets:
             reading = Reading()

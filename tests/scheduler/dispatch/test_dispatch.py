@@ -358,12 +358,22 @@ async def test_queue_status_tells_throughput(world: World) -> None:
     assert 0 < status.eta_s < 60
 
 
-async def test_stopping_gives_back_what_waits(world: World) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_stopping_or_failing_gives_back_what_waits(
+    world: World, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = await world.add_worker()
     worker.rejection = "full"
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: bool(world.frames_of("r1")))
-    await world.stop_scheduler()
+    if fails:
+        broken = AsyncMock(side_effect=RuntimeError("unforeseen"))
+        monkeypatch.setattr(world.schedulers[0].context.bus.jobs, "pull", broken)
+        await world.client.jobs.publish(job("r2"))
+        with pytest.raises(RuntimeError):
+            await world.ended()
+    else:
+        await world.stop_scheduler()
     worker.rejection = ""
     await world.add_scheduler()
     await world.until(lambda: "r1" in worker.running, within_s=3.0)

@@ -1,0 +1,1 @@
+"""``python -m benchmarks.hosts``: a system over three hosts whose links fail."""

@@ -1,0 +1,1 @@
+"""Which server of a cluster a client uses, and what it does when that one is gone."""

@@ -1,0 +1,88 @@
+"""Another way to a worker, where the servers of a cluster do not see one another.
+
+NATS passes messages on between two servers only directly: while the link of two of them is down,
+their clients do not reach each other, although a third server reaches both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from nats.aio.client import Srv
+
+from millrace.bus.control import Control
+from millrace.bus.nats.connection import Connection
+from millrace.schemas.control import WorkerCommand
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.redaction import redact_urls
+
+logger = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_S = 0.5
+_MOVE_TIMEOUT_S = 2.0
+# A worker that no server reached is not sought again for so long.
+_PAUSE_S = 2.0
+
+
+class Detours:
+    """Moves a connection to another server, if a worker answers there that is silent here. One
+    search at a time: a move helps all who wait."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._searching = asyncio.Lock()
+        self._num_moves = 0
+        self._sought_s: dict[str, float] = {}
+
+    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
+        """Whether the connection moved to a server over which the worker answered ``command``, or
+        has just moved."""
+        num_moves = self._num_moves
+        async with self._searching:
+            if self._num_moves > num_moves:
+                return True
+            if not self._is_due(worker_id):
+                return False
+            server = await self._server_of(worker_id, command, timeout_s)
+            if server is None:
+                return False
+            self._num_moves += 1
+            logger.warning(
+                "a worker is reached over another NATS server only; this process moves there",
+                extra={"worker_id": worker_id, "url": redact_urls(server.uri.geturl())},
+            )
+            await self._connection.move_to(server)
+            return await self._connection.wait_connected(_MOVE_TIMEOUT_S)
+
+    def _is_due(self, worker_id: str) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        oldest_s = now_s - _PAUSE_S
+        self._sought_s = {name: at_s for name, at_s in self._sought_s.items() if at_s > oldest_s}
+        return self._sought_s.setdefault(worker_id, now_s) == now_s
+
+    async def _server_of(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float
+    ) -> Srv | None:
+        """A server over which the worker answers."""
+        servers = self._connection.other_servers
+        random.shuffle(servers)
+        answers = await asyncio.gather(
+            *(self._answers(server, worker_id, command, timeout_s) for server in servers)
+        )
+        return next((server for server, is_it in zip(servers, answers, strict=True) if is_it), None)
+
+    async def _answers(
+        self, server: Srv, worker_id: str, command: WorkerCommand, timeout_s: float
+    ) -> bool:
+        connection = self._connection.beside(server, _OPEN_TIMEOUT_S)
+        try:
+            await connection.open()
+            answer = await Control(connection).command(worker_id, command, timeout_s)
+        except MillraceError as error:
+            logger.debug("a server does not help", extra={"cause": error.message})
+            return False
+        finally:
+            await connection.close()
+        return answer is not None and answer.ok

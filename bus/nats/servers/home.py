@@ -1,0 +1,91 @@
+"""The way back of a client to the server at which it began.
+
+A rolling restart takes every client away from its server, and without a way back all of them end up
+at the servers that were restarted first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from typing import Any
+
+from nats.aio.client import Srv
+
+from millrace.bus.nats.servers.client import SecureClient
+from millrace.schemas.redaction import redact_urls
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 1.0
+_GREETING = b"INFO "
+# Between two looks, in seconds; random, so that clients do not move together.
+_PAUSES_S = (20.0, 60.0)
+
+
+class Home:
+    """Takes ``client`` back to the server of its first connection some time after a loss, once that
+    server greets and is not about to stop. A client moves once for each loss."""
+
+    def __init__(self, client: SecureClient) -> None:
+        self._client = client
+        self._server: Srv | None = None
+        self._returning: asyncio.Task[None] | None = None
+
+    def note_connected(self) -> None:
+        """The client has a connection, its first or another."""
+        if self._server is None:
+            self._server = self._client.server
+        elif self._is_away and (self._returning is None or self._returning.done()):
+            self._returning = asyncio.create_task(self._return(self._server), name="return")
+
+    def settle(self, server: Srv) -> None:
+        """``server`` is home from now on."""
+        self._server = server
+
+    def close(self) -> None:
+        if self._returning is not None:
+            self._returning.cancel()
+
+    @property
+    def _is_away(self) -> bool:
+        return self._client.server is not self._server
+
+    async def _return(self, server: Srv) -> None:
+        while self._is_away and not self._client.is_closed:
+            await asyncio.sleep(random.uniform(*_PAUSES_S))
+            if server is not self._server:
+                return  # another one is home by now
+            greeting = await _greeting_of(server) if self._client.is_connected else None
+            if greeting is None or greeting.get("ldm"):
+                continue
+            if greeting.get("server_id") == self._client.server_id:
+                self._server = self._client.server  # it has two addresses
+                return
+            logger.info(
+                "this process goes back to its NATS server",
+                extra={"url": redact_urls(server.uri.geturl())},
+            )
+            await self._client.move_to(server)
+
+
+async def _greeting_of(server: Srv) -> dict[str, Any] | None:
+    """The INFO with which a server greets; None if the server does not answer. A WebSocket server
+    greets after a handshake only: an empty INFO stands for it if it accepts a connection."""
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(server.uri.hostname, server.uri.port)
+            try:
+                line = b"" if server.uri.scheme in {"ws", "wss"} else await reader.readline()
+            finally:
+                writer.transport.abort()
+    except (OSError, ValueError):
+        return None
+    if server.uri.scheme in {"ws", "wss"}:
+        return {}
+    try:
+        return dict(json.loads(line.removeprefix(_GREETING)))
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""What becomes of errors: of a connection, and of a long-lived task."""

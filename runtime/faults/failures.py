@@ -1,0 +1,141 @@
+"""Failures of the long-lived tasks of a process: each is logged and counted, and a process that has
+too many of them gives up."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from millrace.runtime.clock import Clock, SystemClock
+from millrace.runtime.retry import doubling_delays
+from millrace.schemas.errors import BusUnavailableError, MillraceError
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 5
+WINDOW_S = 60.0
+_FIRST_DELAY_S = 0.2
+_MOST_DELAY_S = 5.0
+_CALM_S = 30.0
+
+
+class PartFailedError(MillraceError, code="part_failed"):
+    """Tasks of this process failed again and again with unforeseen errors."""
+
+
+class Failures(Collector):
+    """What long-lived tasks failed with. An error of ours (MillraceError) or of a connection
+    (OSError) is foreseen: it is a warning. Any other is an error, with its traceback; after
+    ``MAX_FAILURES`` of them within ``WINDOW_S`` seconds the process is in ``trouble`` for good, and
+    ``on_giving_up`` has it drain."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._unforeseen_s: deque[float] = deque(maxlen=MAX_FAILURES)
+        self.on_giving_up: Callable[[], None] = _nothing
+        self.trouble = ""
+
+    def note(self, task: str, error: Exception, foreseen: tuple[type[Exception], ...] = ()) -> None:
+        """A task failed; ``foreseen`` are further types of error that are."""
+        is_foreseen = isinstance(error, (MillraceError, OSError, *foreseen))
+        self._counts[task, "foreseen" if is_foreseen else "unforeseen"] += 1
+        if is_foreseen:
+            cause = f"{type(error).__name__}: {error}"
+            logger.warning("a task failed", extra={"task": task, "cause": cause})
+            return
+        logger.error("a task failed", extra={"task": task}, exc_info=error)
+        self._unforeseen_s.append(self._clock.monotonic())
+        if self.trouble or len(self._unforeseen_s) < MAX_FAILURES:
+            return
+        if self._unforeseen_s[-1] - self._unforeseen_s[0] <= WINDOW_S:
+            self.trouble = (
+                f"tasks failed {MAX_FAILURES} times within {WINDOW_S:g} s, the last one: {task}"
+            )
+            logger.critical("this process gives up", extra={"cause": self.trouble})
+            self.on_giving_up()
+
+    def check(self) -> None:
+        """Raises PartFailedError if the process gave up."""
+        if self.trouble:
+            raise PartFailedError(f"It gave up: {self.trouble}. Its log has the causes.")
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "millrace_task_failures",
+            "Failures of long-lived tasks, each of which was started again",
+            labels=["task", "kind"],
+        )
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+def _nothing() -> None:
+    return
+
+
+_of_process: ContextVar[Failures] = ContextVar("failures", default=Failures())  # noqa: B039
+
+
+def failures() -> Failures:
+    """Those of the part to which the running task belongs."""
+    return _of_process.get()
+
+
+def note_in(noted: Failures) -> None:
+    """Have the failures of this task, and of all that it starts from now on, noted there."""
+    _of_process.set(noted)
+
+
+async def keep_running(
+    name: str,
+    run: Callable[[], Awaitable[None]],
+    clock: Clock,
+    foreseen: tuple[type[Exception], ...] = (),
+    is_final: Callable[[Exception], bool] = lambda _: False,
+) -> None:
+    """Run a task until it returns by itself. A failure is noted (``Failures.note``) and the task
+    starts again, after a delay that doubles while it keeps failing; cancelling ends it, and so does
+    an error that ``is_final``, which is raised."""
+    delays = doubling_delays(_FIRST_DELAY_S, _MOST_DELAY_S)
+    while True:
+        started_s = clock.monotonic()
+        try:
+            await run()
+        except Exception as error:
+            if is_final(error):
+                raise
+            failures().note(name, error, foreseen)
+            if clock.monotonic() - started_s > _CALM_S:
+                delays = doubling_delays(_FIRST_DELAY_S, _MOST_DELAY_S)
+            await clock.sleep(next(delays))
+        else:
+            return
+
+
+async def keep_part_running(
+    name: str, live: Callable[[Callable[[], None]], Awaitable[None]], clock: Clock
+) -> None:
+    """Run a part until it returns by itself. A part that fails is run again, on a state of its own.
+
+    ``live`` calls its argument once it serves. Raises what a life failed with before that, and an
+    error of ours, unless it says that a server is unreachable.
+    """
+    has_served = False
+
+    def note_served() -> None:
+        nonlocal has_served
+        has_served = True
+
+    def is_final(error: Exception) -> bool:
+        is_ours = isinstance(error, MillraceError) and not isinstance(error, BusUnavailableError)
+        return is_ours or not has_served
+
+    await keep_running(name, lambda: live(note_served), clock, is_final=is_final)
