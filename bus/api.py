@@ -93,8 +93,12 @@ class Bus(Protocol):
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Call back after each time that the connection came back: frames may be missing."""
 
-    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
+    async def reach(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
+    ) -> bool:
         """Ask a worker that is silent over the other servers of the cluster. If it answers well
-        over one of them, the bus moves there, as in a reconnect: whether it did."""
+        over one of them, the bus moves there, as in a reconnect: whether it did. ``others`` are
+        workers that are to be reached there, too, as far as there is a choice; each of them is
+        sent the command."""
 
     async def close(self) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from millrace.bus import codec, subjects
 from millrace.bus.api import Outbox, Results
@@ -149,7 +149,13 @@ class MemoryBus:
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
-    async def reach(self, _worker_id: str, _command: WorkerCommand, _timeout_s: float) -> bool:
+    async def reach(
+        self,
+        _worker_id: str,
+        _command: WorkerCommand,
+        _timeout_s: float,
+        _others: Sequence[str] = (),
+    ) -> bool:
         return False  # there is one broker
 
     def _restarted(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from millrace.bus.api import Outbox, Results
 from millrace.bus.control import Control
@@ -71,8 +71,10 @@ class NatsBus:
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._connection.on_reconnect(callback)
 
-    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
-        return await self._detours.reach(worker_id, command, timeout_s)
+    async def reach(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
+    ) -> bool:
+        return await self._detours.reach(worker_id, command, timeout_s, others)
 
     async def close(self) -> None:
         if self._setup is not None:

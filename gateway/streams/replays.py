@@ -24,6 +24,8 @@ _LOST_AFTER_S = 5.0
 # answer and the store that has its result. It asks both for so long after it learnt of the end.
 _UNREACHABLE_AFTER_S = 15.0
 _MAX_FRUITLESS = 3
+# So many other workers say whether another server is a good one.
+_MAX_OTHERS = 16
 # A worker whose heartbeats stopped is asked so long before other servers are tried.
 _SILENT_WORKER_TIMEOUT_S = 0.3
 
@@ -134,7 +136,9 @@ class Replays:
         try:
             answer = await self._bus.control.command(worker_id, replay, timeout_s)
             if answer is None and is_silent:
-                if not await self._bus.reach(worker_id, replay, timeout_s):
+                heard = [worker.worker_id for worker in self._fleet.live_workers()]
+                others = [name for name in heard if not self._fleet.is_silent(name)]
+                if not await self._bus.reach(worker_id, replay, timeout_s, others[:_MAX_OTHERS]):
                     return None
                 # What it sent then went the old way.
                 answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)

@@ -233,7 +233,13 @@ class FaultyBus:
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._process.on_mended.append(callback)
 
-    async def reach(self, _worker_id: str, _command: WorkerCommand, _timeout_s: float) -> bool:
+    async def reach(
+        self,
+        _worker_id: str,
+        _command: WorkerCommand,
+        _timeout_s: float,
+        _others: Sequence[str] = (),
+    ) -> bool:
         return False  # there is one broker
 
     def _restarted(self) -> None:

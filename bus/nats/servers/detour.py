@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 
 from nats.aio.client import Srv
 
@@ -36,16 +37,18 @@ class Detours:
         self._num_moves = 0
         self._sought_s: dict[str, float] = {}
 
-    async def reach(self, worker_id: str, command: WorkerCommand, timeout_s: float) -> bool:
-        """Whether the connection moved to a server over which the worker answered ``command``, or
-        has just moved."""
+    async def reach(
+        self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
+    ) -> bool:
+        """Whether the connection moved to a server over which the worker does ``command``, or has
+        just moved. Of several such servers it is the one over which most of ``others`` answer."""
         num_moves = self._num_moves
         async with self._searching:
             if self._num_moves > num_moves:
                 return True
             if not self._is_due(worker_id):
                 return False
-            server = await self._server_of(worker_id, command, timeout_s)
+            server = await self._server_of(worker_id, command, timeout_s, others)
             if server is None:
                 return False
             self._num_moves += 1
@@ -63,26 +66,37 @@ class Detours:
         return self._sought_s.setdefault(worker_id, now_s) == now_s
 
     async def _server_of(
-        self, worker_id: str, command: WorkerCommand, timeout_s: float
+        self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str]
     ) -> Srv | None:
-        """A server over which the worker answers."""
+        """The server over which the worker answers, and most of the others."""
         servers = self._connection.other_servers
         random.shuffle(servers)
-        answers = await asyncio.gather(
-            *(self._answers(server, worker_id, command, timeout_s) for server in servers)
+        counts = await asyncio.gather(
+            *(self._count(server, worker_id, command, timeout_s, others) for server in servers)
         )
-        return next((server for server, is_it in zip(servers, answers, strict=True) if is_it), None)
+        most = max(counts, default=0)
+        return servers[counts.index(most)] if most else None
 
-    async def _answers(
-        self, server: Srv, worker_id: str, command: WorkerCommand, timeout_s: float
-    ) -> bool:
+    async def _count(
+        self,
+        server: Srv,
+        worker_id: str,
+        command: WorkerCommand,
+        timeout_s: float,
+        others: Sequence[str],
+    ) -> int:
+        """How many of the workers answer over a server; 0 unless ``worker_id`` does ``command``."""
         connection = self._connection.beside(server, _OPEN_TIMEOUT_S)
         try:
             await connection.open()
-            answer = await Control(connection).command(worker_id, command, timeout_s)
+            control = Control(connection)
+            answers = await asyncio.gather(
+                *(control.command(name, command, timeout_s) for name in (worker_id, *others))
+            )
         except MillraceError as error:
             logger.debug("a server does not help", extra={"cause": error.message})
-            return False
+            return 0
         finally:
             await connection.close()
-        return answer is not None and answer.ok
+        does_it = answers[0] is not None and answers[0].ok
+        return len(answers) - answers.count(None) if does_it else 0

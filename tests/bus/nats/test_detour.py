@@ -102,6 +102,29 @@ async def test_a_worker_is_reached_over_the_server_that_sees_both(cluster: Clust
         assert gateway.server.uri.port != cluster.servers[0].port
 
 
+async def test_the_server_over_which_most_workers_answer_is_taken(cluster: Cluster) -> None:
+    async def answer(_command: WorkerCommand) -> WorkerReply:
+        return WorkerReply(ok=True)
+
+    async with (
+        connected(cluster.config(0)) as gateway,
+        connected(cluster.config(0)) as near,
+        connected(cluster.config(1)) as far,
+    ):
+        await Control(near).serve_commands("near", answer)
+        await Control(far).serve_commands("far", answer)
+
+        async def hears() -> bool:
+            return await Control(gateway).command("far", _REPLAY, 0.2) is not None
+
+        await eventually(hears)
+        await eventually(lambda: len(gateway.other_servers) == 2, what="word of the other servers")
+        cluster.part()
+        assert await Detours(gateway).reach("far", _REPLAY, 0.3, ["near"])
+        assert gateway.server is not None
+        assert gateway.server.uri.port == cluster.servers[2].port
+
+
 async def test_a_worker_that_is_dead_moves_nobody(cluster: Cluster) -> None:
     async with connected(cluster.config(0, 1, 2)) as gateway:
         server = gateway.server

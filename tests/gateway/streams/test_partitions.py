@@ -137,8 +137,10 @@ async def test_a_silent_worker_is_asked_over_another_server_within_3_s(
 ) -> None:
     asked_s: list[float] = []
 
-    async def reach(worker_id: str, command: WorkerCommand, _timeout_s: float) -> bool:
-        assert worker_id == "w1"
+    async def reach(
+        worker_id: str, command: WorkerCommand, _timeout_s: float, others: list[str]
+    ) -> bool:
+        assert (worker_id, others) == ("w1", ["w2"])
         assert isinstance(command, Replay)
         assert command.from_index == 1
         asked_s.append(table.clock.monotonic())
@@ -146,10 +148,11 @@ async def test_a_silent_worker_is_asked_over_another_server_within_3_s(
         return True
 
     monkeypatch.setattr(table.bus, "reach", reach)
+    await table.add_worker("w2", None)
     table.beat("w1")
     stream = begun(table)
     began_s = table.clock.monotonic()
-    await table.clock.advance(3)
+    await table.advance_with("w2", 3)
     assert_whole(table, stream)
     assert asked_s[0] - began_s < 3
 
