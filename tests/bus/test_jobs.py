@@ -403,7 +403,7 @@ class TestDeadLetters:
         assert isinstance(frames[0], Failed)
         assert "x" * 201 not in frames[0].message
         (dead,) = await broker.dead_jobs()
-        assert dead.message == frames[0].message
+        assert dead.message in frames[0].message
 
     @pytest.mark.parametrize(
         ("payload", "content_type", "told_as"),

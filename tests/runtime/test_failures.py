@@ -124,10 +124,13 @@ async def test_they_are_shown() -> None:
         monitor.trouble = lambda: ""
         assert failures() is monitor.failures
         for _ in range(MAX_FAILURES):
-            assert _health_of(monitor.answer(b"GET /healthz HTTP/1.1\r\n\r\n")) == (200, "ok")
+            assert _health_of(monitor.answer(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")) == (
+                200,
+                "ok",
+            )
             failures().note("flusher", RuntimeError("unforeseen"))
         failures().note("bridge", OSError("away"))
-        status, told = _health_of(monitor.answer(b"GET /healthz HTTP/1.1\r\n\r\n"))
+        status, told = _health_of(monitor.answer(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"))
         assert status == 503
         assert "flusher" in told
         shown = render(monitor.registry).decode()
