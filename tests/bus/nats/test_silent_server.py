@@ -120,6 +120,7 @@ def test_it_is_noticed_over(scheme: str, tmp_path: Path) -> None:
         uvloop.run(notice(server))
 
 
+@pytest.mark.network
 async def test_a_host_whose_link_is_down(tmp_path: Path) -> None:
     """Nothing that is sent is acknowledged, and no end of the connection is told."""
     with made_network(1) as network:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.servers import die_with_parent
 
-_NETWORK = "10.77.0"
+# One of 250 networks, so that two runs on one machine do not meet.
+_NETWORK = f"10.77.{os.getpid() % 250}"
 _OUTSIDE = f"{_NETWORK}.254"
 _NOWHERE = "02:00:00:00:00:99"
 
