@@ -48,12 +48,23 @@ def notice(code: NoticeCode, param: str = "", detail: str = "") -> Notice:
 
 
 def bounded(notices: Sequence[Notice]) -> Notices:
-    """Keep at most 16 notices; the last one then says how many are left out."""
-    if len(notices) <= MAX_NOTICES:
-        return tuple(notices)
-    kept = notices[: MAX_NOTICES - 1]
-    num_left_out = len(notices) - len(kept)
+    """Keep at most 16 notices; the last one then says how many are left out. Notices that an
+    earlier call left out are counted, too."""
+    told = [one for one in notices if one.code is not NoticeCode.NOTICES_LEFT_OUT]
+    num_left_out = sum(map(_num_left_out, notices))
+    if len(told) <= MAX_NOTICES - bool(num_left_out):
+        kept = told
+    else:
+        kept = told[: MAX_NOTICES - 1]
+        num_left_out += len(told) - len(kept)
+    if not num_left_out:
+        return tuple(kept)
     return (*kept, Notice(NoticeCode.NOTICES_LEFT_OUT, detail=str(num_left_out)))
+
+
+def _num_left_out(one: Notice) -> int:
+    is_count = one.code is NoticeCode.NOTICES_LEFT_OUT and one.detail.isdecimal()
+    return int(one.detail) if is_count else 0
 
 
 def field_of(notices: Notices) -> Notices | msgspec.UnsetType:

@@ -48,6 +48,17 @@ def test_an_answer_has_at_most_16_notices_and_says_how_many_more_there_were() ->
     assert last == Notice(NoticeCode.NOTICES_LEFT_OUT, detail="5")
 
 
+def test_notices_that_were_left_out_before_are_counted() -> None:
+    """The items, the tools and the schemas of a request each have notices."""
+    items = [notice(NoticeCode.ITEM_LEFT_OUT, f"input[{i}]") for i in range(40)]
+    tools = [notice(NoticeCode.TOOL_LEFT_OUT, f"tools[{i}]") for i in range(3)]
+    *kept, last = bounded((*bounded(items), *tools))
+    assert kept == items[: MAX_NOTICES - 1]
+    assert last == Notice(NoticeCode.NOTICES_LEFT_OUT, detail="28")
+    assert bounded((*bounded(tools), *items)) == bounded((*tools, *items))
+    assert bounded(bounded(items)) == bounded(items)
+
+
 def test_an_answer_without_notices_has_no_field() -> None:
     assert field_of(()) is msgspec.UNSET
 
