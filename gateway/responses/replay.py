@@ -26,7 +26,13 @@ from millrace.gateway.streams.parts import (
 )
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.responses.call_items import BuiltInCallItem, CustomToolCallItem
+from millrace.schemas.responses.call_items import (
+    ApplyPatchCallItem,
+    BuiltInCallItem,
+    CustomToolCallItem,
+    LocalShellCallItem,
+    ShellCallItem,
+)
 from millrace.schemas.responses.events import (
     ResponseCompleted,
     ResponseCreated,
@@ -129,6 +135,16 @@ def _parts(output: Sequence[Item]) -> Iterator[Part]:
             yield CallStart(0, number, item.call_id, name, custom=True)
             yield CallArguments(0, number, item.input, custom=True)
         elif isinstance(item, BuiltInCallItem):
-            function = called(item)
-            yield CallStart(0, number, item.call_id, function.name)
-            yield CallArguments(0, number, function.arguments)
+            yield CallStart(0, number, item.call_id, called(item).name)
+            yield CallArguments(0, number, _kept_arguments(item))
+
+
+def _kept_arguments(item: BuiltInCallItem) -> str:
+    """Arguments that make the same item again; no arguments make an ``incomplete`` item."""
+    if item.status != "completed":
+        return ""
+    if isinstance(item, LocalShellCallItem | ShellCallItem):
+        asked = item.action
+    else:
+        asked = item.operation if isinstance(item, ApplyPatchCallItem) else item.arguments
+    return msgspec.json.encode(asked).decode()

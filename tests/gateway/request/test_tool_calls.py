@@ -136,6 +136,40 @@ async def test_a_stop_string_within_a_call(
     assert (arguments, ends) == (cut.arguments, [("stop", "}")])
 
 
+async def test_a_stop_string_within_the_input_of_a_custom_tool(
+    client: openai.AsyncOpenAI, front: RunningGateway
+) -> None:
+    """An escape that the model did not finish is no part of the input."""
+    whole_call = says("note", '{"input": "one\\ntwo"}')
+    front.worker.script = lambda _job: says("f", "{}") + whole_call.partition("ntwo")[0]
+    front.worker.stop_reason = "ntwo"
+    options: dict[str, Any] = {
+        "model": "echo",
+        "messages": asks("Call."),
+        "tools": [TOOL, {"type": "custom", "custom": {"name": "note"}}],
+        "stop": ["ntwo"],
+    }
+    answer = await client.chat.completions.create(**options)
+    (whole,) = answer.choices
+    assert (whole.finish_reason, whole.to_dict()["stop_reason"]) == ("stop", "ntwo")
+    calls: Sequence[Any] = whole.message.tool_calls or ()
+    assert len(calls) == 2
+    call = calls[1]
+    assert call.to_dict() == {
+        "id": call.id,
+        "type": "custom",
+        "custom": {"name": "note", "input": "one"},
+    }
+    text, ends = "", list[Any]()
+    async for chunk in await client.chat.completions.create(**options, stream=True):
+        (streamed,) = chunk.choices
+        for delta in streamed.delta.tool_calls or ():
+            text += delta.to_dict().get("custom", {}).get("input", "")
+        if streamed.finish_reason is not None:
+            ends.append((streamed.finish_reason, streamed.to_dict()["stop_reason"]))
+    assert (text, ends) == ("one", [("stop", "ntwo")])
+
+
 async def test_a_stop_string_behind_a_whole_call(
     client: openai.AsyncOpenAI, front: RunningGateway
 ) -> None:

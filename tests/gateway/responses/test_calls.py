@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 import openai
+import pytest
 
 from millrace.gateway.responses.replay import replayed
 from millrace.registry.tool_formats.freeform import arguments_of_input
@@ -56,6 +57,62 @@ async def test_a_custom_call_that_was_cut(
     assert prompt_of(front) == "user:Edit.|assistant:apply_patch|tool:cut"
 
 
+async def test_a_stop_string_within_the_input_of_a_custom_tool(
+    front: RunningGateway, http: httpx.AsyncClient, client: openai.AsyncOpenAI
+) -> None:
+    """Whole, streamed, and streamed again from what is kept of an answer in the background."""
+    edit = called("apply_patch", arguments_of_input(PATCH))
+    made, _, _ = edit.partition("End Patch")
+    partial, _, _ = PATCH.partition("End Patch")
+    front.worker.stop_reason = "End Patch"
+    front.worker.script = lambda _job: "I edit." + made
+    fields: dict[str, Any] = {"model": MODEL, "input": "x", "tools": [EDIT], "stop": "End Patch"}
+    response = (await http.post("/v1/responses", json=fields)).json()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "stop"}
+    message, call = response["output"]
+    assert message["status"] == "completed"
+    assert (call["input"], call["status"]) == (partial, "incomplete")
+
+    streamed = await http.post(
+        "/v1/responses", json=fields | {"stream": True, "background": True, "store": True}
+    )
+    events = events_of(streamed.content)
+    assert "response.custom_tool_call_input.done" not in {event["type"] for event in events}
+    assert events[-1]["type"] == "response.incomplete"
+    told = [one["delta"] for one in events if one["type"].endswith("call_input.delta")]
+    assert "".join(told) == partial
+    response_id = events[-1]["response"]["id"]
+    kept = await client.responses.retrieve(response_id, stream=True)
+    assert _joined([event.to_dict() async for event in kept]) == _joined(events)
+
+
+@pytest.mark.parametrize("last", ["", "Then I stop."])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("shell", '{"commands": "ls"}'),
+        ("shell", '{"commands": ["ls"], "timeout_ms": 0}'),
+        ("tool_search", "[]"),
+        ("apply_patch", '{"type": "no_change"}'),
+        ("local_shell", '{"command": [], "timeout_ms": 0}'),
+        ("local_shell", '{"command": ["ls"], "user": ""}'),
+    ],
+)
+async def test_calls_of_built_in_tools_are_replayed_as_they_were_streamed(
+    front: RunningGateway, http: httpx.AsyncClient, name: str, arguments: str, last: str
+) -> None:
+    tools = [
+        {"type": "shell", "environment": {"type": "local"}},
+        {"type": "apply_patch"},
+        {"type": "local_shell"},
+        {"type": "tool_search", "execution": "client"},
+    ]
+    says(front, called(name, arguments) + called("local_shell", '{"command": ["ls"]}') + last)
+    fields = {"parallel_tool_calls": True, "tools": tools}
+    await _check_replay(http, body(user("x"), **fields))
+
+
 async def test_an_answer_is_replayed_as_it_was_streamed(
     front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
@@ -67,7 +124,12 @@ async def test_an_answer_is_replayed_as_it_was_streamed(
         + called("local_shell", '{"command":["ls"]}'),
     )
     fields = {"parallel_tool_calls": True, "include": ["message.output_text.logprobs"]}
-    streamed = await http.post("/v1/responses", json=body(user("x"), **fields))
+    await _check_replay(http, body(user("x"), **fields))
+
+
+async def _check_replay(http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+    streamed = await http.post("/v1/responses", json=fields)
+    assert streamed.status_code == 200, streamed.text
     events = _joined(events_of(streamed.content))
     last = json.dumps(events[-1]["response"]).encode()
     again = replayed(last, -1)
