@@ -24,6 +24,9 @@ CALLS = (
     '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
 )
 FUNCTION: dict[str, Any] = {"name": "look", "parameters": {"type": "object"}}
+CUSTOM_CALL = (
+    '<tool_call>\n{"name": "note", "arguments": {"input": "a\\nm\u00fchle"}}\n</tool_call>\n'
+)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
@@ -95,6 +98,56 @@ STREAMS: list[Any] = [
     pytest.param(
         "/v1/messages", chat("the mill", max_tokens=99, stop_sequences=["ill"]), id="messages-stop"
     ),
+    pytest.param(
+        "/v1/chat/completions",
+        chat(
+            f"{SAID}\n{CUSTOM_CALL}{CALLS}",
+            tools=[
+                {"type": "custom", "custom": {"name": "note"}},
+                {"type": "function", "function": FUNCTION},
+            ],
+            max_tokens=150,
+        ),
+        id="chat-custom-call-and-cut-call",
+    ),
+    pytest.param(
+        "/v1/chat/completions",
+        chat(
+            f"{SAID}\n{CUSTOM_CALL}",
+            tools=[{"type": "custom", "custom": {"name": "note"}}],
+            max_tokens=76,
+        ),
+        id="chat-cut-custom-call",
+    ),
+    pytest.param(
+        "/v1/responses",
+        {
+            "input": f"{SAID}\n{CUSTOM_CALL}{CUSTOM_CALL}",
+            "store": False,
+            "tools": [{"type": "custom", "name": "note"}],
+            "max_output_tokens": 150,
+        },
+        id="responses-custom-call-and-cut-call",
+    ),
+    pytest.param(
+        "/v1/responses",
+        {
+            "input": f"{SAID}\n"
+            + CALLS.replace("look", "shell").replace('{"at": "sky"}', '{"commands": ["ls"]}'),
+            "store": False,
+            "tools": [{"type": "shell", "environment": {"type": "local"}}],
+        },
+        id="responses-built-in-calls",
+    ),
+    pytest.param(
+        "/v1/messages",
+        chat(
+            f"{SAID}\n{CALLS}",
+            max_tokens=140,
+            tools=[{"name": "look", "input_schema": {"type": "object"}}],
+        ),
+        id="messages-cut-call",
+    ),
 ]
 
 
@@ -139,7 +192,7 @@ def _take_text(event: dict[str, Any]) -> list[Any] | None:
         if delta.get("role") or "id" in (delta.get("tool_calls") or [{}])[0]:
             return None
         calls = delta.get("tool_calls")
-        place, name = (calls[0]["function"], "arguments") if calls else (delta, _name_in(delta))
+        place, name = _place_in(calls[0]) if calls else (delta, _name_in(delta))
         texts = [place.pop(name, "")]
         delta.pop("reasoning", None)
         logprobs = choice.pop("logprobs", None) or {}
@@ -156,6 +209,10 @@ def _take_text(event: dict[str, Any]) -> list[Any] | None:
         event.pop("logprobs", None)
         return [event.pop("delta")]
     return None
+
+
+def _place_in(call: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    return (call["custom"], "input") if "custom" in call else (call["function"], "arguments")
 
 
 def _name_in(delta: dict[str, Any]) -> str:
