@@ -23,6 +23,8 @@ from millrace.schemas.sampling import MAX_SEED, SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolMode
 
 _PROMPT = "prompt"
+# The field that refusals of an answer's schema name, whatever field the caller wrote it in.
+_RESPONSE_FORMAT = "response_format"
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:
@@ -135,7 +137,12 @@ class JobMaker:
             raise ParameterError(
                 "tools", "tools need a model with a chat template, not only one of the request's."
             )
-        sampling, notices = _sampling(request, model, tools)
+        try:
+            sampling, notices = _sampling(request, model, tools)
+        except ParameterError as error:
+            if error.param != _RESPONSE_FORMAT or not request.grammar_field:
+                raise
+            raise ParameterError(request.grammar_field, error.message) from error
         notices = tuple(one for one in notices if one not in job.notices)
         if notices:
             job = replace(job, notices=bounded((*job.notices, *notices)))

@@ -117,3 +117,43 @@ async def test_each_keyword_is_named_once_and_there_are_not_too_many(
     notices = (await http.post("/v1/chat/completions", json=body)).json()[NOTICE_NAME]
     assert len(notices) == 16
     assert notices[-1] == {"code": "notices_left_out", "detail": "5"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "form"),
+    [
+        (
+            "/v1/chat/completions",
+            chat,
+            "response_format.json_schema.schema",
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": MAIL},
+                }
+            },
+        ),
+        ("/v1/chat/completions", chat, "guided_json", {"guided_json": MAIL}),
+        (
+            "/v1/responses",
+            responses,
+            "text.format.schema",
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": MAIL}}},
+        ),
+        (
+            "/v1/messages",
+            messages,
+            "output_config.format.schema",
+            {"output_config": {"format": {"type": "json_schema", "schema": MAIL}}},
+        ),
+    ],
+)
+async def test_a_schema_of_the_answer_beside_tools_is_refused_in_the_caller_s_words(
+    http: httpx.AsyncClient, path: str, body: Any, field: str, form: Any
+) -> None:
+    choice = {"type": "auto"} if path == "/v1/messages" else "auto"
+    answer = await http.post(path, json=body(False, choice, **form))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "properties.to" in error["message"]
+    assert error["param"] == field
