@@ -33,7 +33,7 @@ class NotFoundError(MillraceError, code="not_found", http_status=404):
 
 
 class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_status=405):
-    """The path is served, but not by that method; ``headers`` tell by which it is."""
+    """The path does not take the method; ``headers`` list the methods that it takes."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
         methods = ", ".join(sorted(allowed))

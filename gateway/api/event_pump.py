@@ -18,7 +18,7 @@ _KEEP_ALIVE_S = 15.0
 
 class EventPump:
     """Writes to the client's wire whenever its answer has something, without waking a task. Events
-    have ids if the client takes them. Those that ``had`` says the client has are left out."""
+    have ids if the client takes them. Events that the client has, as ``had`` says, are left out."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EventPump:
     async def run(self, early: list[Part]) -> bool:
         """Write ``early`` with what the writer holds, then parts as they come until the answer's
         end, which the writer holds; False if the client is gone before that. Silence is broken by
-        comments. What another connection told is known to the renderer then."""
+        comments. When it returns, the renderer knows all parts of earlier connections."""
         client, response = self._client, self._response
         self._write(early)
         self._writer.release()

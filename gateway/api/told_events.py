@@ -15,8 +15,8 @@ _WITH_TEXT = (TextPart, ReasoningPart, CallArguments)
 
 
 class ToldEvents:
-    """Counts what a stream tells, also what another connection told of it. ``had`` says how much
-    of that the client has."""
+    """Counts the events of a stream, also the events that an earlier connection sent. ``had`` says
+    how many of them the client has."""
 
     def __init__(self, response: ResponseStream, renderer: Renderer, had: EventId | None) -> None:
         num_choices = len(response.choices)
@@ -26,7 +26,7 @@ class ToldEvents:
         self._indices = [0] * num_choices if had is None else list(had.indices)
         self._told = [0] * num_choices
         self._num_caught_up = [0] * num_choices
-        # None: all that comes of the tokens before the index.
+        # None: the client has all events of the tokens before the index.
         self._had: list[int | None] = [0] * num_choices
         if had is not None and had.has_begun:
             self._had = [None] * num_choices if had.told is None else [*had.told]
@@ -35,15 +35,15 @@ class ToldEvents:
         self._has_all_first = self.is_resumed and self._num_others_had is None
 
     def first(self, events: bytes) -> bytes:
-        """The events before any part."""
+        """Return the events before the first part that the client lacks."""
         return b"".join(self._others(events, has_all=self._has_all_first))
 
     def last(self, events: bytes) -> bytes:
-        """The events after the last part."""
+        """Return the events after the last part that the client lacks."""
         return b"".join(self._others(events, has_all=False))
 
     def parts(self, parts: list[Part]) -> bytes:
-        """The events of parts."""
+        """Return the events of these parts that the client lacks."""
         events: list[bytes] = []
         for part in parts:
             if self.is_resumed:
@@ -55,14 +55,14 @@ class ToldEvents:
         return b"".join(events)
 
     def catch_up(self) -> bytes:
-        """The events of what another connection told that the client lacks."""
+        """Return the events of the parts of an earlier connection that the client lacks."""
         events: list[bytes] = []
         for choice in range(len(self._told)):
             self._catch_up(choice, events)
         return b"".join(events)
 
     def note_plain(self, num_characters: int, next_index: int) -> None:
-        """Text of the only choice was told in another way."""
+        """Count text of the only choice that was sent without ``parts``."""
         self._told[0] += num_characters
         self._indices[0] = next_index
 
@@ -89,8 +89,8 @@ class ToldEvents:
             events.append(self._with_id(delta))
 
     def _pieces(self, part: Part) -> Iterator[Part]:
-        """The part, cut where what the client has of its text ends. How many events come before the
-        text is known once its first character is told."""
+        """Cut the part after the text that the client has. The text's first character is a piece
+        of its own: rendering it shows how many events precede the text."""
         text, choice = _text_of(part), part.choice
         had = self._had[choice] or 0
         if len(text) < 2 or had <= self._told[choice]:
@@ -104,8 +104,8 @@ class ToldEvents:
         yield _with_text(part, rest, is_last=True)
 
     def _has(self, choice: int, *, is_had: bool, is_empty: bool = False) -> bool:
-        """Whether the client has what was told last. A delta without text is told with its tokens,
-        which are not told again."""
+        """Whether the client has the event that was counted last. A delta without text belongs to
+        its tokens, which are not sent again."""
         had = self._had[choice]
         if had is None or (is_empty and is_had):
             return is_had

@@ -37,8 +37,8 @@ _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 class ContentBlocks:
     """Blocks follow one another: one is open at most. Thoughts get ``signature`` and are left out
-    unless ``tells_thoughts``. A call that was cut is told of in events, since they came before its
-    end, and is none of ``blocks``: clients run what has an ``input``."""
+    unless ``tells_thoughts``. Events tell of a call that was cut, since they were sent before its
+    end; ``blocks`` leaves it out, because clients run each call that has an ``input``."""
 
     def __init__(self, signature: str, *, tells_thoughts: bool) -> None:
         self.end: ChoiceEnd | None = None

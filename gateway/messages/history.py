@@ -67,9 +67,9 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def history_of(request: MessagesRequest) -> History:
-    """Turns of one role that follow one another are one. Results of tools are messages of their
-    own, before what the user says beside them. A last turn of the assistant's is one that the
-    answer goes on with.
+    """Read the history of a request. Consecutive turns of one role are one turn. Results of tools
+    are messages of their own, before the text of the same turn. The answer continues a last turn
+    of the assistant's.
 
     Raises ParameterError for a block that is not its role's, for a result without a call and for a
     call without a result.
@@ -126,12 +126,12 @@ def _check(where: str, turn: GivenMessage) -> None:
     for name in ("clear_at", "output_config"):
         if getattr(turn, name) is not None:
             raise ParameterError(
-                f"{where}.{name}", f"{where}.{name} belongs to the role system; leave it out."
+                f"{where}.{name}", f"{where}.{name} goes with the role system only; leave it out."
             )
 
 
 def _effort(messages: Sequence[GivenMessage]) -> str | None:
-    """What system's turns ask for the answer to come: those behind the assistant's last turn."""
+    """Return the effort that system turns after the assistant's last turn ask for."""
     for turn in reversed(messages):
         if turn.role == "assistant":
             return None
@@ -158,8 +158,8 @@ def _blocks(where: str, message: GivenMessage) -> _Blocks:
 
 
 class _Reader:
-    """Reads turn by turn. A system's turn between a call and its result comes behind the result:
-    templates want the one behind the other."""
+    """Reads turn by turn. A system turn between a call and its result is placed after the result,
+    since templates need a result right after its call."""
 
     def __init__(self, leading: Sequence[Message], tools: HistoryTools) -> None:
         self.tools = tools
@@ -189,7 +189,7 @@ class _Reader:
             if isinstance(block, ToolResultBlock):
                 if said:
                     raise ParameterError(
-                        path, f"{path}: results of tools come before the text of a message."
+                        path, f"{path}: tool_result blocks must come before the text of a message."
                     )
                 self._read_result(path, block)
             elif isinstance(block, ReadableBlock):

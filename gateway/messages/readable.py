@@ -30,8 +30,8 @@ def text_of(blocks: Sequence[tuple[str, ReadableBlock]]) -> str:
 
 
 def result_text(content: Any) -> tuple[str, tuple[str, ...]]:
-    """The text of what a provider's server tool gave, and the names of fields that are left out of
-    it, since only the provider can read them."""
+    """Return the text of a result of a provider's server tool, and the names of the fields that are
+    left out of it because only the provider can read them."""
     if content is None or isinstance(content, str):
         return content or "", ()
     if isinstance(content, list) and all(_is_text(block) for block in content):
@@ -66,8 +66,8 @@ def _document_text(where: str, block: DocumentBlock) -> str:
             return "".join([part["text"] for part in content])
     raise ParameterError(
         f"{where}.source",
-        f"{where}.source: this model takes documents of text only, with the source type text or "
-        f"content, not {kind!r:.100}.",
+        f"{where}.source: documents must be text, with the source type text or content, "
+        f"not {kind!r:.100}.",
     )
 
 

@@ -14,7 +14,7 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice, NoticeCode, notice
 
 _TOOL = msgspec.json.Decoder(MessagesTool)
-# Only the provider's server can search for tools, so nothing would ever find deferred ones.
+# Only the provider's server can run this search, so no search would find deferred tools here.
 _SERVER_SEARCH = "tool_search_tool"
 
 
@@ -49,7 +49,7 @@ class HistoryTools:
             self.notices.append(notice(NoticeCode.TOOL_LEFT_OUT, path, name))
 
     def change(self, path: str, block: ToolChange) -> None:
-        """Add or remove a tool. Raises ParameterError for one that is not there."""
+        """Add or remove a tool. Raises ParameterError for an unknown tool."""
         path = f"{path}.tool"
         kind = block.tool.get("type")
         if kind in ("mcp_tool_reference", "mcp_toolset_reference"):
@@ -64,7 +64,8 @@ class HistoryTools:
             name = self._referenced(path, block.tool.get("name"))
         else:
             raise ParameterError(
-                f"{path}.type", f"{path}.type: a {block.type} block has no {kind!r:.100}."
+                f"{path}.type",
+                f"{path}.type: a {block.type} block cannot have the type {kind!r:.100}.",
             )
         if isinstance(block, ToolAdditionBlock):
             self._hidden.discard(name)
@@ -79,7 +80,7 @@ class HistoryTools:
         if not isinstance(name, str) or not self._has(name):
             raise ParameterError(
                 f"{path}.name",
-                f"{path}.name: neither tools nor an earlier block has a tool {name!r:.100}.",
+                f"{path}.name: there is no tool {name!r:.100} in tools or in an earlier block.",
             )
         return name
 

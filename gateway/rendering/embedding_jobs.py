@@ -67,8 +67,8 @@ def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]
 async def jobs_of(
     base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
 ) -> list[Job]:
-    """A job like ``base`` for each input. Its notices say what is cut though its client did not ask
-    for that. Raises MillraceError, naming the input at fault."""
+    """Make a job like ``base`` for each input. Notices name the inputs that are cut without the
+    client having asked for it. Raises MillraceError, which names the input at fault."""
 
     def prepare_all() -> list[Job]:
         # Nothing is drawn for an embedding, so any seed will do.
@@ -164,8 +164,8 @@ def _shortened(one: Input, model: ServedModelLike) -> Input:
 
 
 def _fitting(base: Job, one: Input, model: ServedModelLike, seeds: random.Random) -> Job:
-    """A job for the input, which is cut to the context window if it may be. Raises
-    ContextLengthError if it may not."""
+    """Make a job for the input. An input that does not fit the context window is cut, or refused
+    with ContextLengthError, as its ``overflow`` says."""
     try:
         return model.prepare(_job(base, one), seeds)
     except ContextLengthError:
@@ -178,7 +178,7 @@ def _fitting(base: Job, one: Input, model: ServedModelLike, seeds: random.Random
 
 
 def _cut_job(base: Job, one: Input, model: ServedModelLike) -> Job:
-    """A job for as much of the input as fits, from its beginning."""
+    """Make a job for the beginning of the input that fits the context window."""
     room, classifier = model.context_window_tokens, model.classifier
     if not isinstance(one.given, str):
         return _job(base, one._replace(given=one.given[:room]))

@@ -11,7 +11,7 @@ from millrace.schemas.errors import ParameterError
 
 
 class Overflow(Enum):
-    """What becomes of an input that is longer than the model's context window."""
+    """How an input that is longer than the model's context window is treated."""
 
     REFUSED = auto()
     CUT = auto()  # at its end, as its client asks
@@ -19,8 +19,8 @@ class Overflow(Enum):
 
 
 def truncation(truncate: Truncate | None, num_kept: int | None) -> tuple[Overflow, int | None]:
-    """What becomes of longer inputs, and ``truncate_prompt_tokens`` for their jobs. Raises
-    ParameterError for two fields that ask for different things."""
+    """Return how longer inputs are treated, and ``truncate_prompt_tokens`` for their jobs. Raises
+    ParameterError if two fields contradict each other."""
     if truncate in (None, False, "NONE"):
         return Overflow.REFUSED, num_kept
     if num_kept is not None:

@@ -127,8 +127,8 @@ class JobMaker:
     async def prepare(
         self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> Job:
-        """The job with token ids, within the windows of model and caller; its notices name what its
-        calls are not held to."""
+        """The job with token ids, within the windows of model and caller; its notices name the
+        constraints that its calls are not held to."""
         if request.truncate_prompt_tokens is not None:
             job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
         self.check_template(request.chat_template)
@@ -217,9 +217,9 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 def _sampling(
     request: GenerationRequest, model: ServedModelLike, tools: tuple[ToolDefinition, ...]
 ) -> tuple[SamplingOptions, Notices]:
-    """What one job is drawn with, and what that does not keep. A call that is demanded is a
-    grammar, and so is the format of a custom tool, which is not kept if no grammar can be made of
-    the tools together."""
+    """Return the sampling options of one job, and notices of the constraints that they do not keep.
+    A forced call becomes a grammar, and so does the format of a custom tool. The format is not
+    kept if the tools together have no grammar."""
     sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling, ()

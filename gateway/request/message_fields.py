@@ -89,7 +89,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 
 
 def _text_of(message: Message) -> str:
-    """The words of a message. An answer that only refuses says its refusal."""
+    """Return the text of a message; of an answer without text or calls, its refusal."""
     content = message.content or ""
     text = content if isinstance(content, str) else "".join(map(_words, content))
     if text or message.tool_calls or not isinstance(message, EchoedMessage):
@@ -138,7 +138,7 @@ def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError
 
 
 def words_in_words(words: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-    """The words of an API that has others for some of them."""
+    """Apply ``others`` to the names in ``words``, and add ``others``."""
     return {**others, **{ours: in_words(theirs, others) for ours, theirs in words.items()}}
 
 

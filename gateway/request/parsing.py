@@ -66,7 +66,7 @@ def parse_chat(
     request: ChatCompletionRequest, offered: OfferedTools | None = None
 ) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured. ``offered`` are the tools of an
-    endpoint that spells them otherwise; None: they are those of ``request``."""
+    endpoint with its own form of tools; None: the tools of ``request``."""
     _check_stream(request)
     return _parse_chat(request, request.messages, offered)
 
@@ -282,7 +282,7 @@ def _sampling(
 
 
 def _words(request: GenerationFields) -> dict[str, str]:
-    """What the fields of this request are called that options of sampling call otherwise."""
+    """Return this request's names of fields by their names in the sampling options."""
     if not isinstance(request, ChatFields):
         return {}
     words = {"max_reasoning_tokens": "thinking_token_budget"}

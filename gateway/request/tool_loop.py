@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 0.5
-# A gateway that did not answer so many looks in a row is gone; fewer may be a link that was down.
+# A gateway is gone after this many unanswered looks in a row; fewer may be a link that was down.
 _MAX_UNANSWERED_LOOKS = 3
 
 

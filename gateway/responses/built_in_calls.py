@@ -65,8 +65,8 @@ _NOTHING: dict[type[BuiltInCallItem], dict[str, Any]] = {
 def built_in_item(
     kind: type[BuiltInCallItem], item_id: str, call_id: str, arguments: str, status: ItemStatus
 ) -> BuiltInCallItem:
-    """The item of a call with these arguments. Arguments that the tool does not take make a call
-    that is ``incomplete`` and asks for nothing."""
+    """Make the item of a call with these arguments. If the tool does not take the arguments, the
+    item is ``incomplete`` and its action is empty."""
     asked = _NOTHING[kind]
     if status == "completed":
         try:
@@ -83,7 +83,7 @@ def built_in_item(
 
 
 def called(item: OtherCallItem) -> CalledFunction:
-    """The call as the model made it, but for the namespace of a custom tool."""
+    """Return the call as the model made it, without the namespace of a custom tool."""
     if isinstance(item, CustomToolCallItem):
         return CalledFunction(name=item.name, arguments=arguments_of_input(item.input))
     if isinstance(item, LocalShellCallItem):
@@ -100,7 +100,7 @@ def called(item: OtherCallItem) -> CalledFunction:
 
 
 def told_output(item: OtherOutputItem) -> str:
-    """What the model reads of what a call gave."""
+    """Return the text of a call's output for the model."""
     if isinstance(item, ToolSearchOutputItem):
         names = ", ".join(filter(None, map(_names_of, item.tools)))
         return f"Found: {names}" if names else "Nothing was found."

@@ -63,7 +63,7 @@ from millrace.schemas.responses.items import (
 
 LOGPROBS = "message.output_text.logprobs"
 THOUGHTS = "reasoning.encrypted_content"
-# What only other servers' tools have is asked for in vain.
+# These ask for fields of other servers' tools; they change nothing here.
 _OF_OTHERS = (
     *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
@@ -115,7 +115,7 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
     ToolSearchOutputItem: "tso",
     AdditionalToolsItem: "at",
 }
-# Items of other servers' answers that say nothing that a model here could read.
+# Items of other servers' answers without text that a model here can read.
 _LEFT_OUT = frozenset(
     {
         *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call"),
@@ -228,8 +228,8 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
 def generation_request_of(
     request: ResponsesRequest, items: Sequence[Item], notices: Notices = ()
 ) -> GenerationRequest:
-    """What the model is asked behind ``items``; ``notices`` say what is missing of these. Raises
-    ParameterError, in this API's words, for whatever cannot be honoured."""
+    """Make the generation request of ``items``; ``notices`` name the items that were left out.
+    Raises ParameterError, with this API's names of fields, for what cannot be honoured."""
     messages = messages_of(items, request.instructions)
     offered = offered_of_responses(request, items)
     if request.use_beam_search:

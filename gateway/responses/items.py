@@ -54,7 +54,7 @@ from millrace.schemas.responses.items import (
 
 Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
 LENGTH = "length"
-# Of the ids of calls: a function's, a custom tool's, and those of built-in tools.
+# Prefixes of the ids of calls: of functions, of custom tools and of built-in tools.
 _PREFIX = ("fc", "ctc")
 _PREFIXES: Mapping[type[BuiltInCallItem], str] = {
     LocalShellCallItem: "lsh",
@@ -67,11 +67,11 @@ _PREFIXES: Mapping[type[BuiltInCallItem], str] = {
 class OutputItems:
     """The output of one answer as far as its parts were taken.
 
-    Ids of items and sequence numbers are functions of ``stem`` and of what the parts say together,
-    however it is cut into parts: so a stream that is read again says the same. ``incomplete`` is
-    why the answer ended before the model was done, if it did. ``kinds`` says what calls are, by the
-    names that the model knows tools by; of another tool they are a function's. Thoughts are told a
-    second time, for clients that keep nothing else, if it ``seals`` them.
+    Ids of items and sequence numbers depend on ``stem`` and on the joined content of the parts, not
+    on how the content is cut into parts: a stream that is read again has the same ids and numbers.
+    ``incomplete`` is the reason if the answer ended before the model was done. ``kinds`` has the
+    kind of each tool's calls by the tool's name for the model; calls of other tools are calls of
+    functions. If it ``seals`` thoughts, they are also in ``encrypted_content``.
     """
 
     def __init__(

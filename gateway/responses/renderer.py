@@ -311,8 +311,8 @@ def _usage(usage: Usage) -> ResponseUsage:
 
 
 def _error_code(refusal: Refusal) -> str:
-    """The nearest of the few codes that OpenAI's answers have: only what is wrong with what was
-    sent is the prompt's fault."""
+    """Return the nearest code that OpenAI's answers have. ``invalid_prompt`` is for faults of the
+    request only."""
     if refusal.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if refusal.status in (400, 413) else "server_error"

@@ -1,6 +1,6 @@
-"""The events of an answer that is over, made of what is kept of it.
+"""The events of an answer that is over, made from its stored response.
 
-Neither its model nor its tokens need to be there any more.
+Neither the model nor the tokens of the answer are needed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _decode = msgspec.json.Decoder(Response).decode
 
 
 def replayed(response: bytes, after: int) -> list[ResponseEvent]:
-    """The events with a sequence number over ``after`` of an answer as it is kept."""
+    """Return the events of a stored response whose sequence numbers are above ``after``."""
     return list(events_after(_events(_decode(response)), after))
 
 
@@ -98,7 +98,7 @@ def _end_of(response: Response) -> ChoiceEnd:
 
 
 def _described(logprobs: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
-    """Log-probabilities as they are kept, which are described already."""
+    """Return stored log-probabilities, which already have the form of an answer."""
     return cast("tuple[LogprobInfo, ...]", tuple(logprobs))
 
 
@@ -140,7 +140,7 @@ def _parts(output: Sequence[Item]) -> Iterator[Part]:
 
 
 def _kept_arguments(item: BuiltInCallItem) -> str:
-    """Arguments that make the same item again; no arguments make an ``incomplete`` item."""
+    """Return the arguments that make the same item; none make an ``incomplete`` item."""
     if item.status != "completed":
         return ""
     if isinstance(item, LocalShellCallItem | ShellCallItem):

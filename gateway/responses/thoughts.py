@@ -1,6 +1,6 @@
-"""Thoughts as ``encrypted_content``, for clients that send nothing else of a reasoning item back.
+"""Thoughts as ``encrypted_content``, for clients that send back only this field of reasoning.
 
-Thoughts are told here as they are, so nothing needs to be hidden in it.
+Answers have the thoughts as plain text, too, so the content is encoded, not encrypted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _MARK = "millrace1."
 
 
 def sealed(text: str) -> str:
-    """The text in the form that ``opened`` reads."""
+    """Encode thoughts in the form that ``opened`` reads."""
     return _MARK + base64.urlsafe_b64encode(text.encode(errors="replace")).decode()
 
 
 def opened(content: str) -> str | None:
-    """The thoughts of an answer of ours; None: of another server, which alone can read them."""
+    """Return the thoughts that ``sealed`` wrote; None for content of another server."""
     if not content.startswith(_MARK):
         return None
     try:

@@ -68,8 +68,8 @@ _COUNT: Mapping[str, Any] = {"type": "integer"}
 
 
 class CallKind(NamedTuple):
-    """What a call of a tool that the model knows by some name is for the client: a function's, a
-    custom tool's, or that of a ``built_in`` tool."""
+    """What a call is for the client: a call of a function, of a custom tool or of a ``built_in``
+    tool."""
 
     name: str
     namespace: str = ""
@@ -149,7 +149,7 @@ def offered_of_responses(request: ResponsesRequest, items: Iterable[Item]) -> Of
 
 
 def call_kinds(request: ResponsesRequest, items: Iterable[Item]) -> dict[str, CallKind]:
-    """By the names that the model knows them by: the tools of a request that was accepted."""
+    """Return the kinds of an accepted request's calls, by the tools' names for the model."""
     return {
         tool.definition.name: CallKind(tool.name or tool.type, tool.namespace, _item_of(tool.type))
         for tool in _given_tools(request, items)
@@ -158,7 +158,7 @@ def call_kinds(request: ResponsesRequest, items: Iterable[Item]) -> dict[str, Ca
 
 
 def told_name(name: str, namespace: str) -> str:
-    """What the model knows a function of a namespace by."""
+    """Return the name that the model knows a function of a namespace by."""
     if not namespace:
         return name
     joint = "" if namespace.endswith("_") else "__"
@@ -175,7 +175,8 @@ def _item_of(tool_type: str) -> type[BuiltInCallItem] | None:
 
 
 def _given_tools(request: ResponsesRequest, items: Iterable[Item]) -> list[GivenTool]:
-    """Tools that were found in a search may have been told of before; the last word counts."""
+    """Read the tools of the request and of its items. A later tool replaces an earlier tool with
+    the same name."""
     given = _read(map(bytes, request.tools or ()), "tools")
     for item in items:
         if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
@@ -212,7 +213,7 @@ def _given(
         yield GivenTool(where=where, type=head.type)
     elif isinstance(tool, NamespaceTool):
         for i, inner in enumerate(tool.tools):
-            # The first also says what all of them are for.
+            # The description of the first tool begins with that of the namespace.
             about = "" if i else tool.description or ""
             path = f"{where}.tools[{i}]"
             yield from _given(bytes(inner), path, _IN_NAMESPACES, tool.name, about)

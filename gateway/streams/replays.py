@@ -21,12 +21,13 @@ _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
 # After a partition the gateway may reach the index of requests before the worker that has the
-# answer and the store that has its result. It asks both for so long after it learnt of the end.
+# answer and the store that has its result. After it learnt of the end, it asks both
+# for at most this time.
 _UNREACHABLE_AFTER_S = 15.0
 _MAX_FRUITLESS = 3
-# So many other workers say whether another server is a good one.
+# Maximum number of other workers that are asked to test another server.
 _MAX_OTHERS = 16
-# A worker whose heartbeats stopped is asked so long before other servers are tried.
+# Time-out of a question to a worker whose heartbeats stopped, before other servers are tried.
 _SILENT_WORKER_TIMEOUT_S = 0.3
 
 
@@ -140,7 +141,7 @@ class Replays:
                 others = [name for name in heard if not self._fleet.is_silent(name)]
                 if not await self._bus.reach(worker_id, replay, timeout_s, others[:_MAX_OTHERS]):
                     return None
-                # What it sent then went the old way.
+                # Frames that it sent meanwhile went over the old server.
                 answer = await self._bus.control.command(worker_id, replay, _REPLAY_TIMEOUT_S)
         except (MillraceError, TimeoutError):
             return None

@@ -1,11 +1,11 @@
-"""Ids of server-sent events: what a client has of a stream, as ``Last-Event-ID`` says it.
+"""Ids of server-sent events. ``Last-Event-ID`` says by one how much of a stream the client has.
 
-``<request id>/<index>``: the index of the first token that the client lacks, one for each choice
-with commas between them; it has all that is told of the tokens before.
-``<request id>/<index>~<told>``: of each choice it has what ``told`` counts: characters of deltas,
-and other events.
-``<request id>/<index>~<told>~<others>``: it has so many of the events that are of no choice, those
-before the choices' and those behind them.
+``<request id>/<index>``: ``index`` is the first token that the client lacks; several choices have
+one index each, with commas between them. The client has all events of the tokens before.
+``<request id>/<index>~<told>``: ``told`` is what the client has of each choice: the number of
+characters in deltas plus the number of other events.
+``<request id>/<index>~<told>~<others>``: ``others`` is the number of events that it has of the
+stream as a whole, which come before and after the events of choices.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class EventId(NamedTuple):
 def event_id(
     request_id: str, indices: Sequence[int], told: Sequence[int], num_others: int | None = None
 ) -> str:
-    """Of the event after which a client has so much."""
+    """Make the id of the event after which a client has this much."""
     others = "" if num_others is None else f"~{num_others}"
     return f"{request_id}/{_joined(indices)}~{_joined(told)}{others}"
 
 
 def parse_event_id(text: str) -> EventId:
-    """Raises ParameterError."""
+    """Read an event id. Raises ParameterError for a text that is not an event id."""
     found = _FORM.fullmatch(text)
     if found is not None:
         request_id, indices, told, others = found.groups()
@@ -57,7 +57,7 @@ def parse_event_id(text: str) -> EventId:
         if parsed.told is None or len(parsed.told) == len(parsed.indices):
             return parsed
     raise ParameterError(
-        "last-event-id", "Last-Event-ID must be the id of an event of a stream from here."
+        "last-event-id", "Last-Event-ID must be the id of an event that Millrace sent."
     )
 
 

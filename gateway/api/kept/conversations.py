@@ -155,7 +155,7 @@ class ConversationsApi:
         for left_out in said.notices:
             raise ParameterError(
                 left_out.param,
-                f"{left_out.param}: no model here reads items of type {left_out.detail}; leave it "
+                f"{left_out.param}: items of type {left_out.detail} are not supported; leave it "
                 "out.",
             )
         given = await resolve(said.items, earlier, caller.tenant, self._responses, "items")

@@ -27,19 +27,19 @@ FUNCTION = "function"
 
 
 class ToolHead(msgspec.Struct, frozen=True):
-    """What a tool of any type has, and by what it may be called."""
+    """The fields that tools of all types have: the type, and the name or label."""
 
     type: str
     name: str | None = None
     server_label: str | None = None
 
     def left_out(self, where: str) -> GivenTool | None:
-        """The tool, if it is of a type that is left out."""
+        """Return the tool if its type is left out, else None."""
         return tool_left_out(self.type, where, self.name or self.server_label or "")
 
 
 class _ChatHead(ToolHead, frozen=True):
-    """A function need not say that it is one."""
+    """A tool without a ``type`` is a function."""
 
     type: str = FUNCTION
 
@@ -50,13 +50,14 @@ _CUSTOM = msgspec.json.Decoder(CustomTool)
 
 
 def offered_of_chat(request: ChatFields) -> OfferedTools:
-    """Raises ParameterError, naming the tool, for what cannot be honoured."""
+    """Read the tools and ``tool_choice`` of a chat request. Raises ParameterError, which names the
+    tool, for what cannot be honoured."""
     given = [*given_tools(request.tools or ()), *own_tools(request.server_tools or ())]
     return offered_tools(given, asked_choice(request.tool_choice))
 
 
 def given_tools(tools: Sequence[msgspec.Raw]) -> list[GivenTool]:
-    """Raises ParameterError."""
+    """Read the tools of a chat request. Raises ParameterError."""
     return [_given(bytes(raw), f"tools[{i}]") for i, raw in enumerate(tools)]
 
 
@@ -73,7 +74,8 @@ def _given(raw: bytes, where: str) -> GivenTool:
 
 
 def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
-    """The part of a request that is in its field ``where``. Raises ParameterError."""
+    """Decode the value of the field ``where`` of a request. Raises ParameterError, whose ``param``
+    begins with ``where``."""
     try:
         return decode(decoder, raw)
     except ParameterError as error:
@@ -84,10 +86,10 @@ def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> 
 
 
 def unknown_type(tool_type: str, where: str, known: Sequence[str]) -> ParameterError:
-    """The refusal of a tool of a type that is not known."""
+    """Make the refusal of a tool of an unknown type; ``known`` are the types that are taken."""
     return ParameterError(
         f"{where}.type",
-        f"{where}.type: {tool_type!r:.100} is no type of tool that is known here; give one of "
+        f"{where}.type: {tool_type!r:.100} is not a known type of tool; give one of "
         f"{', '.join(known)}.",
     )
 

@@ -1,7 +1,7 @@
-"""Tools of Anthropic's that the client runs, and whose input its models know by heart.
+"""Anthropic's tools that the client runs and whose input Anthropic's models were trained on.
 
-The requests give no schema of them. Models here are told the schema that Anthropic documents, and
-their calls are like those of any tool.
+Requests give no schema of these tools. Models here are told the schema that Anthropic
+documents, and call these tools like any others.
 """
 
 from __future__ import annotations

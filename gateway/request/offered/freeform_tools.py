@@ -31,9 +31,9 @@ def freeform_tool(
     namespace: str = "",
     told_name: str = "",
 ) -> GivenTool:
-    """A tool with a grammar if there is a ``syntax``; ``told_name`` is what the model knows it by,
-    if that is another. A grammar that no answer can be held to here is told to the model and named
-    in a notice. Raises ParameterError for a text that is no grammar."""
+    """Make a custom tool, with a grammar if there is a ``syntax``. The model knows the tool by
+    ``told_name``, or by ``name`` if that is empty. A grammar that cannot be kept is told to the
+    model and named in a notice. Raises ParameterError for a text that is not a grammar."""
     told = [description.strip(), _HINT]
     pattern, notices = "", Notices()
     if syntax:

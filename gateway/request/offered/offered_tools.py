@@ -1,5 +1,6 @@
-"""Which of a request's tools the model is told of, and whether it must call one: one rule for the
-endpoints, which spell tools in different ways.
+"""Which of a request's tools the model is told of, and whether it must call one.
+
+Endpoints spell tools in different ways; this rule holds for all of them.
 
 A tool that only its provider's server can run is left out, and the answer says so; a request that
 demands such a tool is refused.
@@ -48,7 +49,7 @@ class GivenTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolReference(NamedTuple):
-    """How ``tool_choice`` names a tool; an empty type or namespace is any."""
+    """How ``tool_choice`` names a tool; an empty type or namespace matches all."""
 
     type: str = ""
     name: str = ""
@@ -59,8 +60,8 @@ class ToolReference(NamedTuple):
 
 
 class AskedChoice(NamedTuple):
-    """``tool_choice`` as it was asked for: the tool that is ``named`` goes with NAMED only, and of
-    the tools in ``allowed`` one may be called; None: of all."""
+    """``tool_choice`` as the request asks for it. ``named`` is set in the mode NAMED only. The
+    model may call the tools in ``allowed``; None: all tools."""
 
     mode: ToolMode = ToolMode.AUTO
     named: ToolReference = ToolReference()
@@ -91,8 +92,8 @@ def own_tools(names: Sequence[str]) -> list[GivenTool]:
 
 
 def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTools:
-    """Raises ParameterError for tools of one name, for a tool that is not there, and for a choice
-    that demands a tool that is left out."""
+    """Choose the tools that the model is told of. Raises ParameterError for two tools with one
+    name, for a choice of an unknown tool, and for a choice that demands a tool that is left out."""
     _check(given)
     allowed = given if asked.allowed is None else _allowed(given, asked.allowed)
     choice = ToolChoice(mode=asked.mode)
@@ -130,25 +131,26 @@ def asked_choice(value: Any) -> AskedChoice:
     if not isinstance(value, dict):
         raise ParameterError(_CHOICE, _FORMS)
     if value.get("type") == _NAMESPACE:
-        raise ParameterError(_CHOICE, "A namespace goes with allowed_tools; name one of its tools.")
+        raise ParameterError(_CHOICE, "tool_choice cannot be a namespace; name one of its tools.")
     if value.get("type") != "allowed_tools":
         return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
     body = value.get("allowed_tools", value)
     if not isinstance(body, dict) or body.keys() - {"type"} != {"mode", "tools"}:
         raise ParameterError(_CHOICE, _FORMS)
     if body["mode"] not in ("auto", "required"):
-        raise ParameterError(f"{_CHOICE}.mode", "The mode of allowed_tools is auto or required.")
+        raise ParameterError(f"{_CHOICE}.mode", "tool_choice.mode must be auto or required.")
     tools = body["tools"]
     if not isinstance(tools, list) or not 1 <= len(tools) <= _MAX_REFERENCES:
         raise ParameterError(
-            f"{_CHOICE}.tools", f"allowed_tools names 1 to {_MAX_REFERENCES} tools in tools."
+            f"{_CHOICE}.tools", f"{_CHOICE}.tools must name 1 to {_MAX_REFERENCES} tools."
         )
     named = [_reference(tool, f"{_CHOICE}.tools[{i}]") for i, tool in enumerate(tools)]
     return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named))
 
 
 def _reference(value: Any, where: str) -> ToolReference:
-    """The name is in the object itself, or, in chat completions, in one named by the type."""
+    """Read the name of a tool: it is in the object itself or, in chat completions, in an inner
+    object whose field is the type."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ParameterError(where, _FORMS if where == _CHOICE else f"{where} must name a tool.")
     tool_type = value["type"]
@@ -169,10 +171,10 @@ def _are_texts(values: Any) -> bool:
 def _check(given: Sequence[GivenTool]) -> None:
     names = [tool.definition.name for tool in given if tool.definition is not None]
     if len(names) > MAX_TOOLS:
-        raise ParameterError("tools", f"at most {MAX_TOOLS} tools are taken")
+        raise ParameterError("tools", f"tools must have at most {MAX_TOOLS} tools.")
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
-        raise ParameterError("tools", f"tools has {double} twice.")
+        raise ParameterError("tools", f"tools has two tools with the name {double}.")
 
 
 def _fits(tool: GivenTool, reference: ToolReference) -> bool:
@@ -195,7 +197,7 @@ def _allowed(given: Sequence[GivenTool], references: Sequence[ToolReference]) ->
 
 
 def _named(given: Sequence[GivenTool], reference: ToolReference) -> str:
-    """What the model knows the tool by."""
+    """Return the name that the model knows the tool by."""
     found = [tool for tool in given if _fits(tool, reference)]
     if not given:
         raise ParameterError(_CHOICE, "tool_choice demands a tool, but there are no tools.")

@@ -17,7 +17,7 @@ _PROVIDER_TYPES = frozenset(
         *("tool_search", "tool_search_tool_regex", "tool_search_tool_bm25", "advisor"),
     }
 )
-# The client runs these, but what they give is a picture of a screen, which no model here takes.
+# The client runs these tools, but they answer with pictures, which no model here takes.
 _SCREEN_TYPES = frozenset({"computer", "computer_use", "computer_use_preview"})
 
 
@@ -27,7 +27,7 @@ def unversioned(tool_type: str) -> str:
 
 
 def is_left_out(tool_type: str) -> bool:
-    """Whether models here are never told of tools of that type."""
+    """Whether tools of that type are left out of every request."""
     return unversioned(tool_type) in _PROVIDER_TYPES | _SCREEN_TYPES
 
 
