@@ -47,15 +47,17 @@ from millrace.gateway.responses.window import fit_window, num_input_tokens
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import (
+    Headers,
     Receive,
     Scope,
     Send,
     json_response,
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.runtime.json.lines import on_one_line
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ModelNotFoundError, ParameterError, PayloadTooLargeError
-from millrace.schemas.notices import field_of
+from millrace.schemas.notices import NOTICE_HEADER, NOTICE_NAME, Notices, field_of, header_value
 from millrace.schemas.responses.items import Item, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
 from millrace.schemas.tools import ToolDefinition
@@ -218,7 +220,7 @@ class ResponsesApi:
         if stored is None:
             raise ResponseNotFoundError(response_id)
         if not is_stream:
-            return json_response(stored.response)
+            return _whole(stored)
         if not is_background(stored):
             raise NotInBackgroundError("stream")
         if is_over(stored):
@@ -229,7 +231,7 @@ class ResponsesApi:
         """Have an answer in the background end."""
         caller = await self._gateway.identity.caller(request.scope)
         stored = await self._background.cancel(caller, request.path_params["response_id"])
-        return json_response(stored.response)
+        return _whole(stored)
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the prompt of a request would have. It counts as a request."""
@@ -264,9 +266,31 @@ class ResponsesApi:
         return stored
 
 
+class _ToldNotices(msgspec.Struct, frozen=True):
+    """The notices of a stored response."""
+
+    notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
+
+
+_TOLD_NOTICES = msgspec.json.Decoder(_ToldNotices)
+
+
+def _whole(stored: StoredResponse) -> HttpResponse:
+    """Answer with a stored response, and with its notices in the header."""
+    encoded = bytes(stored.response)
+    return json_response(_TOLD_NOTICES.decode(encoded), encoded=encoded)
+
+
 def _replay(stored: StoredResponse, after: int) -> HttpResponse:
-    """The events of an answer that is over, after a sequence number."""
-    return HttpResponse(bytes_of(replayed(bytes(stored.response), after)), headers=_SSE)
+    """Answer with the events of an ended response, after a sequence number."""
+    events = on_one_line(bytes_of(replayed(bytes(stored.response), after)))
+    told = {name.decode(): value.decode() for name, value in _notice_headers(stored)}
+    return HttpResponse(events, headers=_SSE | told)
+
+
+def _notice_headers(stored: StoredResponse) -> Headers:
+    notices = _TOLD_NOTICES.decode(stored.response).notices
+    return [(NOTICE_HEADER, header_value(notices))] if notices else []
 
 
 class _Followed(HttpResponse):
@@ -293,7 +317,8 @@ class _Followed(HttpResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, caller, response_id = self._gateway, self._caller, self._response_id
         try:
-            await follow(gateway, scope, receive, send, caller, response_id, self._render, [])
+            headers = _notice_headers(self._stored)
+            await follow(gateway, scope, receive, send, caller, response_id, self._render, headers)
         except ModelNotFoundError:
             ended = await self._ended(receive)
             if ended is not None:

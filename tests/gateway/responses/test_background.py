@@ -14,6 +14,7 @@ from openai.types.responses import Response
 
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.frames import Failed
+from millrace.schemas.notices import NOTICE_NAME
 from tests.gateway.responses.fronts import transcribing_models
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
@@ -122,6 +123,35 @@ async def _followed(
 
 def _text(events: list[dict[str, Any]]) -> str:
     return "".join(one["delta"] for one in events if one["type"].endswith(".delta"))
+
+
+async def test_each_way_to_ask_has_the_notices_and_lines_that_no_client_splits(
+    front: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    text = "a\u2028b\u0085c"
+    tools = [{"type": "web_search"}]
+    fields = {"model": MODEL, "input": text, "background": True, "tools": tools}
+    front.worker.gate.clear()
+    begun = await http.post("/v1/responses", json=fields)
+    path = f"/v1/responses/{begun.json()['id']}"
+    looked = await http.get(path)
+    follow = asyncio.create_task(http.get(path, params={"stream": "true"}))
+    await eventually(lambda: front.worker.num_running == 1)
+    front.worker.gate.set()
+    followed = await follow
+
+    async def is_over() -> bool:
+        return bool((await http.get(path)).json()["status"] == "completed")
+
+    await eventually(is_over)
+    replayed = await http.get(path, params={"stream": "true"})
+    for answer in (begun, looked, followed, await http.get(path), replayed):
+        assert answer.status_code == 200
+        assert answer.headers[NOTICE_NAME] == 'tool_left_out;param="tools[0]";detail="web_search"'
+    for stream in (followed, replayed):
+        last = json.loads(stream.text.splitlines()[-2].removeprefix("data: "))
+        assert last["response"]["output"][0]["content"][0]["text"] == f"user:{text}"
+        assert not {"\u2028", "\u0085"} & {*stream.text}
 
 
 async def test_a_follower_that_leaves_changes_nothing(
