@@ -172,9 +172,13 @@ def _fitting(base: Job, one: Input, model: ServedModelLike, seeds: random.Random
         last = _parts(one)[-1]
         if last.overflow is Overflow.REFUSED:
             raise
+        cut = _cut_job(base, one, model)
+        if cut.text_pair == "":
+            # The first text alone fills the window.
+            raise
     if last.overflow is Overflow.CUT_WITH_NOTICE:
-        base = msgspec.structs.replace(base, notices=(notice(NoticeCode.TEXT_CUT, last.where),))
-    return model.prepare(_cut_job(base, one, model), seeds)
+        cut = msgspec.structs.replace(cut, notices=(notice(NoticeCode.TEXT_CUT, last.where),))
+    return model.prepare(cut, seeds)
 
 
 def _cut_job(base: Job, one: Input, model: ServedModelLike) -> Job:

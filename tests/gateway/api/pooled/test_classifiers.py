@@ -144,6 +144,19 @@ async def test_a_document_that_does_not_fit_beside_its_query(joins_pairs: bool) 
     assert prompts == {fitting[:CONTEXT_WINDOW_TOKENS], "milla"}
 
 
+@pytest.mark.parametrize("fields", [{"truncate": True}, {"max_tokens_per_doc": 4_096}])
+async def test_a_query_that_leaves_no_room_for_a_document(fields: dict[str, Any]) -> None:
+    """The refusal tells the length of the prompt, not of a document that has a text."""
+    head = msgspec.structs.replace(CROSS_ENCODER, joins_pairs=True)
+    query = "y" * CONTEXT_WINDOW_TOKENS
+    asked = {"model": MODEL, "query": query, "documents": ["a", "b"]} | fields
+    async with serving(head) as (front, http):
+        refused = await http.post("/v1/rerank", json=asked)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert not front.worker.jobs
+
+
 async def test_a_head_may_have_no_activation() -> None:
     head = ClassifierHead(
         labels=("x",), class_activation=Activation.SIGMOID, score_activation=Activation.NONE
