@@ -138,8 +138,16 @@ def _prepare(
             raise ParameterError(part.where, f"{part.where} must not be empty")
     request_id = f"{base.request_id}.{index}" if index else base.request_id
     base = msgspec.structs.replace(base, request_id=request_id)
+    short = _shortened(one, model)
+    for part in _parts(short):
+        if not part.given:
+            raise ParameterError(
+                part.where,
+                f"{part.where}: its first character has more tokens than the limit of "
+                f"{part.max_tokens}; give a higher limit.",
+            )
     try:
-        return _fitting(base, _shortened(one, model), model, seeds)
+        return _fitting(base, short, model, seeds)
     except ParameterError as error:
         fields = {"prompt": one, "prompt_token_ids": one, _PAIR_FIELD: one.pair}
         field = error.param.partition("[")[0]

@@ -226,6 +226,18 @@ async def test_the_first_tokens_of_texts_are_read(
 
 
 @pytest.mark.parametrize(
+    ("field", "where"), [("max_tokens_per_doc", "documents[1]"), ("max_query_length", "query")]
+)
+async def test_a_limit_below_the_first_character_is_refused(
+    http: httpx.AsyncClient, field: str, where: str
+) -> None:
+    asked = {"model": MODEL, "query": "\u20ac", "documents": ["a", "\u20ac"], field: 2}
+    error = (await http.post("/v1/rerank", json=asked)).json()["error"]
+    assert error["param"] == where
+    assert "more tokens than the limit of 2" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "status", "notice"),
     [
         ({}, 400, None),
