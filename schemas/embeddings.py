@@ -21,8 +21,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
     ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
     longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
-    ``truncate`` says where an input that does not fit is cut, if it is not refused. Of the requests
-    of a tenant those with a lower ``priority`` are served earlier (0 if it is not given).
+    ``truncate`` says where an input that does not fit is cut; by default it is refused. A tenant's
+    requests with a lower ``priority`` (default 0) are served earlier.
     ``metadata`` is noted in its row of analytics, as that of chat completions is.
     """
 
@@ -186,8 +186,8 @@ class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=T
     """``POST /v1/rerank``, as Jina's and Cohere's APIs and vLLM's servers have it. The best
     ``top_n`` documents are given out (0 or nothing: all), with their texts unless
     ``return_documents`` is false. A document is a text or an object. The text of an object is its
-    ``text``, or the fields that ``rank_fields`` names: the value of one, several as YAML. Each
-    document is read as one chunk, which is within any ``max_chunks_per_doc``."""
+    ``text``, or the fields that ``rank_fields`` names: the value of one field, or several fields
+    as YAML. ``max_chunks_per_doc`` changes nothing: each document is read as one chunk."""
 
     query: str
     documents: tuple[str | dict[str, Any], ...]

@@ -15,14 +15,14 @@ _LONG_VALUE = re.compile(
 
 
 def shown(value: str) -> str:
-    """A value as errors and logs show it: whole, or its beginning and ``…``."""
+    """Return a value as errors and logs show it: whole, or its beginning and ``…``."""
     if len(value) <= SHOWN_CHARACTERS:
         return value
     return f"{value[: SHOWN_CHARACTERS - 1]}…"
 
 
 def _bounded(message: str) -> str:
-    """A message in which each value, and which itself, is of bounded length."""
+    """Shorten the long values of a message, then the message itself."""
     if len(message) <= SHOWN_CHARACTERS:
         return message
     message = _LONG_VALUE.sub(_shortened, message)

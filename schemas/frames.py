@@ -124,8 +124,8 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
     the number of prompt log-probabilities and the size of the embedding. ``stop_reason`` is the
     stop string or the id of the stop token that ended it, if one did. ``beams`` are the answers of
-    a beam search, the best first, which is the one that the reasons are those of. ``notices`` say
-    what the answer leaves out."""
+    a beam search, the best first; the reasons are those of the best answer. ``notices`` say what
+    the answer leaves out."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None

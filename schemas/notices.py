@@ -1,4 +1,4 @@
-"""What an answer says where it leaves something out that its request asked for.
+"""Notices: what an answer leaves out of what its request asked for.
 
 A notice travels as the header ``x-millrace-notice`` and as a field of that name: in whole answers,
 in the last server-sent event, in the WebSocket's ``done`` and in a job's ``Done`` and result.
@@ -19,7 +19,7 @@ MAX_NOTICE_CHARACTERS = 200
 
 
 class NoticeCode(StrEnum):
-    """What kind of thing an answer leaves out."""
+    """The kind of thing that an answer leaves out."""
 
     TOOL_LEFT_OUT = "tool_left_out"
     CONTENT_LEFT_OUT = "content_left_out"

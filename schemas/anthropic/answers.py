@@ -48,8 +48,8 @@ class ThinkingText(_Typed, frozen=True, kw_only=True, tag="thinking"):
 
 
 class ToolUse(_Typed, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that the model made. An ``input`` that is no JSON object stands as text under
-    ``INVALID_JSON``."""
+    """A call that the model made. If the model's input is not a JSON object, ``input`` has its
+    text under ``INVALID_JSON``."""
 
     id: str
     name: str

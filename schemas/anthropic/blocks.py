@@ -1,6 +1,6 @@
 """Blocks of content in the history of a Messages request.
 
-Blocks come back as an SDK keeps them, so what is not known in these is ignored.
+Clients send back blocks with all fields that an SDK keeps, so unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
-    """A piece of what is said."""
+    """A piece of text of a turn."""
 
     type: ClassVar[str] = "text"
 
@@ -28,7 +28,7 @@ class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
 
 
 class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
-    """What a search of the client's found. The model reads title, source and text."""
+    """A result of the client's own search. The model reads title, source and text."""
 
     type: ClassVar[str] = "search_result"
 
@@ -38,7 +38,7 @@ class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
 
 
 class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
-    """A document. The model reads those whose ``source`` has the type ``text`` or ``content``."""
+    """A document. Its ``source`` must have the type ``text`` or ``content``."""
 
     type: ClassVar[str] = "document"
 
@@ -48,7 +48,7 @@ class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
 
 
 class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
-    """A search for tools found the tool ``tool_name``, which the model is told of from then on."""
+    """A search found the tool ``tool_name``. The model is told of the tool from then on."""
 
     type: ClassVar[str] = "tool_reference"
 
@@ -73,8 +73,8 @@ ReadableBlock = (
 
 
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that the model made. ``input`` is an object. Of a call that was cut it may be empty,
-    or the text that there was of its JSON."""
+    """A call that the model made. ``input`` is an object. Of a call that was cut it may be empty
+    or a string of partial JSON."""
 
     type: ClassVar[str] = "tool_use"
 
@@ -84,7 +84,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """What the call ``tool_use_id`` gave, or with ``is_error`` why it gave nothing."""
+    """The result of the call ``tool_use_id``, or its error with ``is_error``."""
 
     type: ClassVar[str] = "tool_result"
 
@@ -118,7 +118,7 @@ class McpToolUseBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_use"):
 
 
 class _ServerResult(_Block, frozen=True, kw_only=True):
-    """What the call ``tool_use_id`` gave. The model reads it as text, or as JSON."""
+    """The result of the call ``tool_use_id``. The model reads it as text or as JSON."""
 
     tool_use_id: str
     content: Any = None
@@ -148,7 +148,7 @@ class EditorResult(
 
 
 class ToolSearchResult(_ServerResult, frozen=True, kw_only=True, tag="tool_search_tool_result"):
-    """The model is told of the tools that it refers to from then on."""
+    """The result of a search for tools. The model is told of the found tools from then on."""
 
     type: ClassVar[str] = "tool_search_tool_result"
 
@@ -201,7 +201,7 @@ ToolChange = ToolAdditionBlock | ToolRemovalBlock
 
 
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. Nothing is made of ``signature``."""
+    """Thoughts of the model. ``signature`` is ignored."""
 
     type: ClassVar[str] = "thinking"
 
@@ -210,8 +210,8 @@ class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
 
 
 class CompactionBlock(_Block, frozen=True, kw_only=True, tag="compaction"):
-    """A summary that takes the place of all messages before it; null: there is none.
-    ``tool_changes`` are those of the messages that it stands for."""
+    """A summary in place of all messages before it; null: no summary. ``tool_changes`` are the
+    changes of tools in those messages."""
 
     type: ClassVar[str] = "compaction"
 

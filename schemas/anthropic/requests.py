@@ -1,6 +1,6 @@
 """What clients of Anthropic's Messages API send.
 
-A field of the request that is not known is refused by name.
+An unknown field of the request is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROLES = ("user", "assistant", "system")
 
 
 class TurnOutputConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``effort`` holds for the answer to the turn that it stands in."""
+    """``effort`` is for the answer to this turn."""
 
     effort: str | None = None
 
@@ -35,7 +35,7 @@ class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
     Tools of other types than ``custom`` have none: the client's ``bash``, ``text_editor`` and
     ``memory``, whose input is known, and tools that only Anthropic's server can run, which are left
-    out. What stands behind ``strict`` are hints that change nothing here, and fields of tools that
+    out. The fields after ``strict`` are hints, which change nothing here, and fields of tools that
     are left out."""
 
     name: str = ""

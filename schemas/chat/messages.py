@@ -93,7 +93,7 @@ class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
 
 class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
     """An earlier answer, sent back; null content is no text. ``reasoning_content`` and
-    ``reasoning`` are its thoughts, by either name; what is no text in them is ignored as unknown
+    ``reasoning`` are its thoughts, by either name; a value that is not text is ignored as unknown
     fields are. ``refusal`` is the text of an answer that has neither content nor calls. ``audio``
     and ``function_call`` are refused where they are all that the answer has."""
 
@@ -108,7 +108,7 @@ class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
 
 
 class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
-    """What the call ``tool_call_id`` gave; null is no text."""
+    """The result of the call ``tool_call_id``; null is no text."""
 
     role: ClassVar[str] = "tool"
 

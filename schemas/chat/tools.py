@@ -15,7 +15,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said about a function."""
+    """The description of a function."""
 
     name: str
     description: str | None = None
@@ -30,7 +30,7 @@ class CustomTextFormat(
 
 
 class CustomGrammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a text must match, in Lark's notation or as a regular expression."""
+    """A grammar of a text, in Lark's notation or as a regular expression."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -50,7 +50,7 @@ class CustomGrammarFormat(
 
 
 class CustomFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is said about a tool whose input is text."""
+    """The description of a tool whose input is text."""
 
     name: str
     description: str | None = None

@@ -1,7 +1,7 @@
-"""Calls of tools that the client runs, and what they gave, as items of a conversation.
+"""Calls of tools that the client runs, and their outputs, as items of a conversation.
 
 Items that are sent back may have fields that an SDK or another server added: these are ignored.
-Null is a field that is not there.
+A field with null counts as left out.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ class ToolSearchCallItem(_Call, frozen=True, kw_only=True, tag="tool_search_call
 
 
 class OutputPiece(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
-    """A piece of what a call gave."""
+    """A piece of a call's output."""
 
     text: str
 
 
 class EchoedPiece(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """A piece of what a call gave, as text of an answer."""
+    """A piece of a call's output, as text of an answer."""
 
     text: str
 
 
 class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
-    """What a call of a custom tool gave."""
+    """The output of a call of a custom tool."""
 
     output: str | tuple[OutputPiece | EchoedPiece, ...] = ""
 
 
 class LocalShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="local_shell_call_output"):
-    """What the command gave. Without a ``call_id`` the ``id`` is the call's."""
+    """The output of the command. Without a ``call_id``, ``id`` is the id of the call."""
 
     output: str = ""
 
 
 class ShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="shell_call_output"):
-    """What the commands gave: objects of ``stdout``, ``stderr`` and ``outcome``."""
+    """The outputs of the commands: objects of ``stdout``, ``stderr`` and ``outcome``."""
 
     output: tuple[dict[str, Any], ...]
     max_output_length: int | None = None
@@ -91,7 +91,7 @@ class ShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="shell_call_outp
 class ApplyPatchCallOutputItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="apply_patch_call_output"
 ):
-    """Whether the change was made, and maybe what was said of it."""
+    """Whether the change was made, and an optional text about it."""
 
     id: str = ""
     call_id: str = ""
@@ -100,7 +100,7 @@ class ApplyPatchCallOutputItem(
 
 
 class ToolSearchOutputItem(_Call, frozen=True, kw_only=True, tag="tool_search_output"):
-    """The tools that were found: the model is told of them from here on."""
+    """The tools that a search found. The model is told of them from then on."""
 
     tools: tuple[dict[str, Any], ...]
     execution: Literal["server", "client"] = "client"
@@ -109,7 +109,7 @@ class ToolSearchOutputItem(_Call, frozen=True, kw_only=True, tag="tool_search_ou
 class AdditionalToolsItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="additional_tools"
 ):
-    """Tools that the model is told of beside those of the request."""
+    """Tools that the model is told of in addition to the tools of the request."""
 
     tools: tuple[dict[str, Any], ...]
     id: str = ""
