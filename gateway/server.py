@@ -181,7 +181,7 @@ class _GatewayServer(ManagedServer):
 
 
 class _HttpProtocol(HttpProtocol):
-    """Lends handlers the transport, and answers what is no HTTP as everything else is refused."""
+    """Gives handlers the transport, and answers malformed HTTP with a refusal of the usual form."""
 
     _note: Callable[[Refusal, Caller | None], None]
 

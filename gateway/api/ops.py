@@ -87,7 +87,7 @@ class OpsApi:
 
         ``requests.csv`` is each request of a range, row by row; ``alerts`` is how the alerts stand,
         as this gateway and telemetry see it, ``rollouts`` how rollouts of versions do, as
-        schedulers say. Objectives that are not given are those of the configuration.
+        schedulers say. Objectives that are left out have the configuration's values.
 
         Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
         TelemetryUnavailableError.

@@ -23,9 +23,9 @@ _PAIR_FIELD = "text_pair"
 
 
 class Input(NamedTuple):
-    """A text, or token ids, to be read, which the request has at ``where``; with ``pair`` another
-    text that is read with it. Of a text the first ``max_tokens`` tokens are read, if that is
-    given."""
+    """A text, or token ids, in the field ``where`` of the request. The model reads ``pair``,
+    another text, together with it. If ``max_tokens`` is given, it reads at most this many tokens of
+    the text, from the beginning."""
 
     given: str | tuple[int, ...]
     where: str
@@ -165,7 +165,7 @@ def _parts(one: Input) -> tuple[Input, ...]:
 
 
 def _shortened(one: Input, model: ServedModelLike) -> Input:
-    """The input with its texts cut to ``max_tokens``."""
+    """Cut the texts of the input to their ``max_tokens``."""
     if one.max_tokens is not None and isinstance(one.given, str):
         one = one._replace(given=first_tokens(model.tokenizer, one.given, one.max_tokens))
     return one if one.pair is None else one._replace(pair=_shortened(one.pair, model))

@@ -26,8 +26,8 @@ def logprob_infos(
 
 
 def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
-    """The text of a token. A token that is not whole characters shows as OpenAI's servers write it,
-    ``bytes:`` and its bytes with escapes, such as ``bytes:\\xf0\\x9f``, so that tokens of
+    """Return the text of a token. A token that is not whole characters shows as OpenAI's servers
+    write it: ``bytes:`` and its bytes with escapes, such as ``bytes:\\xf0\\x9f``, so that tokens of
     different bytes have different texts."""
     raw = tokenizer.token_bytes(token_id)
     try:
@@ -37,9 +37,8 @@ def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
 
 
 def _alternatives(one: TokenLogprob) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens, and the token itself last where it is not among them: what a grammar,
-    a bias or chance made of the logits is left out of log-probabilities. None if none were asked
-    for."""
+    """Return the likeliest tokens, and last the chosen token if it is not among them: a grammar, a
+    bias or chance may have chosen it. Empty if no alternatives were asked for."""
     if not one.top or any(token_id == one.token_id for token_id, _ in one.top):
         return one.top
     return (*one.top, (one.token_id, one.logprob))
@@ -103,8 +102,8 @@ def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptToken
 
 
 def _top(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[str, float]:
-    """The alternatives and the chosen token, which is there also where no alternatives were asked
-    for, by their texts; of two with one text the likelier."""
+    """Return log-probabilities of the alternatives and of the chosen token by their texts. The
+    chosen token is always among them. Of two tokens with one text, the likelier counts."""
     found: dict[str, float] = {}
     for token_id, logprob in _alternatives(one) or ((one.token_id, one.logprob),):
         text = token_text(tokenizer, token_id)

@@ -36,7 +36,7 @@ class Renderer(Protocol):
         """Events before any part; may be empty."""
 
     def part(self, part: Part) -> PartEvents:
-        """The events of a part, also of one that another connection told."""
+        """Return the events of a part, also of a part that an earlier connection sent."""
 
     def last(self) -> bytes:
         """Events after the last part of an answer that ended well."""

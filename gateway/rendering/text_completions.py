@@ -183,7 +183,7 @@ class CompletionRenderer:
     def _lists(
         self, index: int, first_index: int, logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs:
-        """Of the tokens of a choice from ``first_index`` on."""
+        """Return the offsets of a choice's tokens from ``first_index`` on."""
         offsets = self._offsets.get(index)
         if offsets is None:
             offsets = self._offsets[index] = self._offsets_from(index, first_index)
@@ -192,7 +192,8 @@ class CompletionRenderer:
         return completion_logprobs(tokenizer, token_ids, logprobs, offsets.push_all(token_ids))
 
     def _offsets_from(self, index: int, first_index: int) -> TextOffsets:
-        """Behind the prompt, if it is echoed, and the tokens that another connection gave out."""
+        """Make the offsets of a choice. They begin after the echoed prompt and after the
+        tokens that an earlier connection sent."""
         response = self._response
         sampling = response.request.sampling
         offsets = TextOffsets(

@@ -12,10 +12,10 @@ _PROMPT_TAIL_CHARACTERS = 8
 
 
 class TextOffsets:
-    """Counts the characters of a text that is given out, token by token, from ``start`` on.
+    """Counts the characters of a text, token by token, from ``start`` on.
 
-    All tokens of one character begin where the character does. Tokens that show no text, special
-    ones or those of ``silent``, begin where the next text does.
+    All tokens of one character begin where the character does. Tokens without text (special tokens
+    and tokens in ``silent``) begin where the next text does.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TextOffsets:
         self._length = start
 
     def push(self, token_id: int) -> int:
-        """Where the token begins."""
+        """Return where the token begins, in characters."""
         detokenizer = self._detokenizer
         if token_id in self._silent:
             return self._length
@@ -50,7 +50,7 @@ class TextOffsets:
         return offset
 
     def push_all(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Where each begins."""
+        """Return where each token begins."""
         return tuple(map(self.push, token_ids))
 
 

@@ -123,9 +123,9 @@ class Replays:
                 yield worker.worker_id
 
     async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
-        """True: it sends the frames again; False: it knows nothing of them; None: no answer. One
-        whose heartbeats are missing, too, may be behind a link that is down: it is asked over the
-        other servers of the bus then."""
+        """True: it sends the frames again; False: it knows nothing of them; None: no answer. A
+        worker whose heartbeats are missing may be behind a link that is down: it is then asked over
+        the other servers of the bus."""
         replay = Replay(
             request_id=stream.request_id,
             from_index=stream.reader.next_index,

@@ -36,8 +36,8 @@ class ReplayState:
     another gateway that lives, so that each news of it has to be asked for. No question is put
     while one ``is_asked``, nor before ``not_before_s`` (monotonic). ``num_fruitless`` workers in a
     row said that they send what is missing from ``from_index`` on, which the client still lacks;
-    the first of them at ``fruitless_since_s``. It is over as far as is known, and has no end here,
-    since ``over_since_s``."""
+    the first of them at ``fruitless_since_s``. ``over_since_s`` is when
+    the request was found to be over while its end is missing here; None: not found to be over."""
 
     is_needed: bool = False
     is_foreign: bool = False

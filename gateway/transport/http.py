@@ -162,7 +162,7 @@ async def refuse_and_close(
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     num_bytes = 0
-    # What still comes may be no longer what its Content-Encoding says.
+    # The rest of the body may not fit its Content-Encoding.
     with contextlib.suppress(TimeoutError, MillraceError):
         async with asyncio.timeout(_LINGER_S):
             while num_bytes < _LINGER_BYTES:

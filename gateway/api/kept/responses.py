@@ -125,7 +125,7 @@ class ResponsesEndpoint(Endpoint):
         )
 
     async def count(self, body: bytes, caller: Caller, prompts: PromptPool) -> InputTokens:
-        """The tokens of the prompt that a body makes. Raises what ``prepare`` raises."""
+        """Count the tokens of a body's prompt. Raises what ``prepare`` raises."""
         prepared = await self.prepare(body, caller, prompts)
         tools = self._all_tools(prepared.request)
         model = await self._gateway.models.get(
@@ -294,8 +294,8 @@ def _notice_headers(stored: StoredResponse) -> Headers:
 
 
 class _Followed(HttpResponse):
-    """The events of an answer in the background, as they come. Another gateway may go on with one
-    whose model this one has no more: its events come when it is over."""
+    """The events of an answer in the background, as they come. If this gateway no longer has the
+    model, another gateway may go on with the answer; all events are then sent after its end."""
 
     def __init__(
         self,
@@ -328,8 +328,9 @@ class _Followed(HttpResponse):
         return self._background.renderer(self._stored, response, self._after)
 
     async def _ended(self, receive: Receive) -> StoredResponse | None:
-        """What is kept of the answer once it is over; None: the client left before. Raises
-        ResponseNotFoundError for an answer that takes longer than any request may."""
+        """Wait for the end of the answer and return the stored response; None if the client left
+        before. Raises ResponseNotFoundError for an answer that takes longer than
+        ``request_timeout_s``."""
         gateway = self._gateway
         client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
         give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s

@@ -133,8 +133,8 @@ class SocketSession(Client):
             request.response.cancel(CancelReason.CLIENT)
 
     def refuse(self, error: Error, status: int, limit: str = "") -> None:
-        """Say why a message is refused, which over HTTP would have had that status. An id that is
-        longer than ids are is left out."""
+        """Say why a message is refused; ``status`` is the status that HTTP would have. An id that
+        is too long is left out."""
         if error.id is not None and len(error.id) > _MAX_ID_CHARACTERS:
             error = msgspec.structs.replace(error, id=None)
         self.note_refusal(Refusal(status=status, code=error.code, message="", limit=limit))
