@@ -169,9 +169,9 @@ class SamplingOptions(
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ParameterError("seed", f"seed must be between 0 and {MAX_SEED}, got {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError("stop", f"at most {MAX_STOP_STRINGS} stop strings are taken")
+            raise ParameterError("stop", f"stop must have at most {MAX_STOP_STRINGS} strings")
         if self.stop and not all(self.stop):
-            raise ParameterError("stop", "a stop string must not be empty")
+            raise ParameterError("stop", "stop must not have an empty string")
         if self.stop_token_ids and min(self.stop_token_ids) < 0:
             raise ParameterError("stop_token_ids", "a token id must not be negative")
         for name in ("logprobs", "prompt_logprobs"):

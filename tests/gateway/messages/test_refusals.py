@@ -111,3 +111,22 @@ async def test_our_id_stands_beside_the_clients(
     answer = await http.post("/v1/messages", json=HELLO, headers={"X-Request-Id": "theirs"})
     assert answer.headers["x-request-id"] == "theirs"
     assert answer.headers["request-id"] == answer.json()["id"] == front.worker.jobs[0].request_id
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([""], "stop_sequences must not have an empty string"),
+        (["a"] * 17, "stop_sequences must have at most 16 strings"),
+    ],
+)
+async def test_stop_sequences_are_refused_in_the_words_of_the_api(
+    http: httpx.AsyncClient, given: list[str], message: str
+) -> None:
+    answer = await http.post("/v1/messages", json=HELLO | {"stop_sequences": given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["message"]) == (
+        400,
+        "stop_sequences",
+        message,
+    )
