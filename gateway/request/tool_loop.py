@@ -207,7 +207,9 @@ class ToolCallLoop:
         job = await self._maker.prepare(
             with_prompt(first, request), request, response.model, response.caller
         )
-        return replace(job, sampling=replace(job.sampling, seed=former.sampling.seed))
+        # The notices of the request hold for all rounds: counting them again would add to them.
+        sampling = replace(job.sampling, seed=former.sampling.seed)
+        return replace(job, sampling=sampling, notices=request.notices)
 
     def _may_call(self, number: int) -> bool:
         """Whether tools can be called in the round of this number, from 0."""

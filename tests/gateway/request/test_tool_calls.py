@@ -255,6 +255,26 @@ async def test_the_gateway_runs_its_own_tool(
     assert answer.usage.completion_tokens == len(text) + len("It is noon.")
 
 
+async def test_all_rounds_have_the_notices_of_the_request(
+    client: openai.AsyncOpenAI, front: RunningGateway
+) -> None:
+    properties = {f"p{i}": {"type": "array", "uniqueItems": True} for i in range(20)}
+    tool: Any = {"type": "function", "function": {"name": "f"}}
+    tool["function"]["parameters"] = {"type": "object", "properties": properties}
+    texts = [says("clock", "{}"), "It is late."]
+    front.worker.script = lambda _job: texts.pop(0)
+    await client.chat.completions.create(
+        model="echo",
+        messages=asks("Late?"),
+        tools=[tool],
+        parallel_tool_calls=False,
+        extra_body={"server_tools": ["clock"]},
+    )
+    first, second = (job.notices for job in front.worker.jobs)
+    assert len(first) == 16
+    assert second == first
+
+
 async def test_rounds_are_bounded(client: openai.AsyncOpenAI, server: ToolServer) -> None:
     again = says("clock", "{}")
     server.answers["/clock"] = reply(again)
