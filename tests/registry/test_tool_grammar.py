@@ -94,7 +94,8 @@ def test_words_of_a_schema_take_no_room_in_a_grammar() -> None:
     }
     named = dict.fromkeys(("title", "description", "default", *"abcdefg"), described)
     parameters = {
-        "properties": named | {"kind": {"enum": [{"title": "kept"}]}},
+        "properties": named
+        | {"kind": {"enum": [{"title": "kept"}]}, "of": {"$ref": "#/$defs/description"}},
         "required": ["title", "description", "default"],
         "$defs": {"description": {"type": "null", "description": "y"}},
         "default": {"title": "x"},

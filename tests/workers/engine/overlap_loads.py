@@ -166,7 +166,10 @@ class World:
             assert output.request_id in self._asker, "an output of a cancelled request"
             told = self.told[self._asker[output.request_id], output.choice]
             assert not told.outputs or not told.outputs[-1].finished, "an output after the last"
-            assert output.started == (not told.outputs), "it starts with its first output, once"
+            # A request that is refused before it is in the batch never starts.
+            refused = not told.outputs and output.error is not None and not output.started
+            starts = not told.outputs and not refused
+            assert output.started == starts, "it starts with its first output, once"
             assert all(token >= 0 for token in output.token_ids), "a placeholder was handed over"
             told.outputs.append(output)
             told.token_ids.extend(output.token_ids)
