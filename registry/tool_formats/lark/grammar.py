@@ -93,6 +93,7 @@ class _Solver:
         self._solved: dict[str, str] = {}
         self._num_steps_left = _MAX_STEPS
         self._reached: dict[str, frozenset[str]] = {}
+        self._named: dict[str, set[str]] = {}
 
     def pattern_of(self, name: str) -> str:
         known = self._solved.get(name)
@@ -172,11 +173,18 @@ class _Solver:
             found: set[str] = set()
             waiting = [name]
             while waiting:
-                for other in _references(self._rules[waiting.pop()]):
+                for other in self._named_in(waiting.pop()):
                     if other not in found:
                         found.add(other)
                         waiting.append(other)
             known = self._reached[name] = frozenset(found)
+        return known
+
+    def _named_in(self, name: str) -> set[str]:
+        """The rules that a rule names itself."""
+        known = self._named.get(name)
+        if known is None:
+            known = self._named[name] = _references(self._rules[name])
         return known
 
 

@@ -83,6 +83,7 @@ _STRING_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _STRING_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 _MAX_DEPTH = 64
 _MAX_TOKENS = 4_096
+_MAX_DIGITS = 4
 # Terminals that Lark's own library has.
 _COMMON = {
     "DIGIT": "[0-9]",
@@ -295,7 +296,9 @@ class _Reader:
 
     def _number(self) -> int:
         token = self._take("number")
-        number = int(token.text)
+        digits = token.text.lstrip("0") or "0"
+        # Python refuses to read a number of thousands of digits.
+        number = int(digits) if len(digits) <= _MAX_DIGITS else -1
         if not 0 <= number <= 1_000:
             raise LarkSyntaxError(f"line {token.line}: a count is between 0 and 1000")
         return number
