@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from string import Formatter
 from typing import Any, NoReturn
 
@@ -75,7 +75,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.literals: list[str] = []
         self.filters |= {"tojson": _tojson, "join": _join, "replace": _replace}
-        self.filters |= {"safe": _safe, "title": _title}
+        self.filters |= {"safe": _safe, "title": _title, "indent": _indent}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
 
@@ -97,14 +97,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         def wrapper(*args: Any, **kwargs: Any) -> str:
             text = formatted(*args, **kwargs)
-            parts = joined(self._formatted(form, args, kwargs))
+            if value.__name__ == "format_map":
+                parts = joined(self._formatted(form, (), args[0]))
+            else:
+                parts = joined(self._formatted(form, args, kwargs))
             # Fields that are not known here make another text.
             return parts if parts == text else text
 
         return wrapper
 
     def _formatted(
-        self, form: TemplateText, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, form: TemplateText, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[str]:
         """The parts of a format with fields of a number, a name, or neither."""
         number = 0
@@ -167,6 +170,17 @@ def _title(value: Any) -> str:
     if isinstance(value, TemplateText) and len(value) == len(text):
         return TemplateText(text, value.spans)
     return text
+
+
+def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """As jinja's filter, which joins lines by a method of plain strings."""
+    if not (isinstance(s, TemplateText) and s.spans):
+        text: str = FILTERS["indent"](s, width, first, blank)
+        return text
+    margin = width if isinstance(width, str) else " " * width
+    top, *lines = joined((s, "\n")).splitlines()
+    indented = [joined((margin, line)) if line or blank else line for line in lines]
+    return TemplateText("\n").join([joined((margin, top)) if first else top, *indented])
 
 
 def _as_text(value: Any) -> Any:

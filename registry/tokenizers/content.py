@@ -107,8 +107,8 @@ def _is_text(token: AddedToken) -> bool:
 
 
 def _is_within_word(text: str, start: int, end: int) -> bool:
-    around = (str.__getitem__(text, slice(max(start - 1, 0), start)), text[end : end + 1])
-    return any(map(_WORD.match, around))
+    around = (slice(max(start - 1, 0), start), slice(end, end + 1))
+    return any(_WORD.match(str.__getitem__(text, one)) for one in around)
 
 
 def _finder(texts: dict[int, str]) -> tuple[Tokenizer, dict[int, int]]:
