@@ -87,5 +87,5 @@ async def _greeting_of(server: Srv) -> dict[str, Any] | None:
         return {}
     try:
         return dict(json.loads(line.removeprefix(_GREETING)))
-    except ValueError:
+    except (TypeError, ValueError):
         return None
