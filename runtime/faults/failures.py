@@ -43,11 +43,13 @@ class Failures(Collector):
         self.trouble = ""
 
     def note(self, task: str, error: Exception, foreseen: tuple[type[Exception], ...] = ()) -> None:
-        """A task failed; ``foreseen`` are further types of error that are."""
-        is_foreseen = isinstance(error, (MillraceError, OSError, *foreseen))
+        """A task failed. ``foreseen`` are further types of foreseen errors. A group of errors is
+        foreseen if all its errors are."""
+        causes = list(_causes(error))
+        is_foreseen = all(isinstance(one, (MillraceError, OSError, *foreseen)) for one in causes)
         self._counts[task, "foreseen" if is_foreseen else "unforeseen"] += 1
         if is_foreseen:
-            cause = f"{type(error).__name__}: {error}"
+            cause = "; ".join(f"{type(one).__name__}: {one}" for one in causes)
             logger.warning("a task failed", extra={"task": task, "cause": cause})
             return
         logger.error("a task failed", extra={"task": task}, exc_info=error)
@@ -75,6 +77,15 @@ class Failures(Collector):
         for labels, count in self._counts.items():
             family.add_metric(labels, count)
         yield family
+
+
+def _causes(error: Exception) -> Iterator[Exception]:
+    """The errors of a group, as a task group raises it; else the error itself."""
+    if isinstance(error, ExceptionGroup):
+        for one in error.exceptions:
+            yield from _causes(one)
+    else:
+        yield error
 
 
 def _nothing() -> None:
