@@ -1,4 +1,4 @@
-"""Jobs that the server drops because their ``Nats-Msg-Id`` was used: stored anew.
+"""Stores jobs again that the server dropped because their ``Nats-Msg-Id`` was used before.
 
 The server acknowledges such a message to its publisher (``duplicate``) and tells no one else. Core
 subscribers of the subject hear it all the same. A scheduler stores it again under an id of its own,
@@ -149,7 +149,7 @@ class DroppedJobs:
                         await self._store_anew(message)
                 except MillraceError as error:
                     logger.warning(
-                        "a job that the server dropped as a duplicate is not answered",
+                        "a job that the server dropped as a duplicate could not be stored again",
                         extra={"subject": message.subject, "reason": error.message},
                     )
 
@@ -174,7 +174,10 @@ class DroppedJobs:
         headers = {name: known[name] for name in (CONTENT_TYPE, TRACEPARENT) if name in known}
         headers |= {MESSAGE_ID: f"repeat:{digest.hexdigest()}", _REPEAT: "job"}
         await jetstream.store(self._connection, message.subject, message.payload, headers)
-        logger.info("a job with a used id is stored anew", extra={"subject": message.subject})
+        logger.info(
+            "a job whose message id was used before is stored under a new id",
+            extra={"subject": message.subject},
+        )
 
 
 def _key(message_id: str) -> str:

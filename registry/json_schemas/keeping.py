@@ -121,8 +121,8 @@ def _escaped(name: str) -> str:
 
 
 def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
-    """What leaves a schema without a value."""
-    why = "nothing finite matches it: it needs itself, or has no values"
+    """The keyword that leaves a schema without a finite value."""
+    why = "nothing finite matches it: it requires itself, or lists no values"
     properties = table(schema, "properties")
     for name in listed(schema, "required"):
         if isinstance(name, str) and not productive.has_value(properties.get(name, True)):
@@ -182,7 +182,7 @@ class _Keeper:
                 why = f"there is no {reference:.80} in the schema"
                 raise UnkeptError(Unkept(path, "$ref", why))
         elif not reference.startswith("#"):
-            why = f"{reference:.80} is outside of the schema; nothing is fetched: put it into $defs"
+            why = f"{reference:.80} is outside this schema and is not fetched; put it into $defs"
             raise UnkeptError(Unkept(path, "$ref", why))
 
     def _drop_unfollowed(self, found: dict[str, Any], path: str) -> None:
@@ -272,13 +272,11 @@ class _Keeper:
         return named | ({} if others else {"type": "object"}) | {"anyOf": bare}
 
 
-_WHY_NO_OBJECT = "no object has so many of the listed properties"
-_WHY_NOT_ONE = (
-    "a value could match two of its schemas; have them exclude each other, or write anyOf"
-)
+_WHY_NO_OBJECT = "no object can have that many of the listed properties"
+_WHY_NOT_ONE = "a value could match two of its schemas; make them exclude each other, or use anyOf"
 _WHY_NO_COUNT = (
-    "it is kept where all properties are listed, additionalProperties is false and the ways to "
-    "choose them are few; names of others could come again"
+    "it needs additionalProperties false, no patternProperties and few listed properties; an "
+    "unlisted name could otherwise be repeated"
 )
 
 

@@ -1,5 +1,5 @@
-"""HTTP/1.1 as all ports take it: with bounds on what a client sends beside a body, without
-trailers, and with refusals that say what was wrong."""
+"""HTTP/1.1 on all ports: bounds on everything but the body, no trailers, and refusals that say what
+was wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millrace.runtime.http.head import (
 _HEAD_TIMEOUT_S = 20.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
-_SLICE_BYTES = 16_384  # that the parser gets at a time: after each the bounds are looked at
+_SLICE_BYTES = 16_384  # fed to the parser at a time; the bounds are checked after each slice
 _CHUNK_LINES_BYTES = 16  # of a chunk without extensions: its size in hexadecimal and two CRLFs
 _MAX_METHOD_BYTES = 32
 _METHODS = frozenset(
@@ -44,15 +44,15 @@ _VERSION_REASON = "Invalid HTTP version"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Subclasses say how a fault is told (``refusal_of``)."""
+    """One connection. Subclasses choose the form of a refusal (``refusal_of``)."""
 
     _in_head = False
     _in_body = False
     _is_refused = False
-    _late_fault: HttpFault | None = None  # to be told behind the answers that are not complete
+    _late_fault: HttpFault | None = None  # sent after the responses that are not complete
     _num_fields = 0
     _field_bytes = 0
-    _excess_bytes = 0  # received since the parser last told of something, chunks' lines aside
+    _excess_bytes = 0  # received since the parser last reported progress, without chunk lines
     _held = b""  # the beginning of a method
     _unknown_method = ""
     _timer: asyncio.TimerHandle | None = None  # of the head, or of the wait after a refusal
@@ -233,7 +233,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._in_head or self._held:
-            message = f"No whole head of a request came in {_HEAD_TIMEOUT_S:g} s."
+            message = f"The request line and headers did not arrive within {_HEAD_TIMEOUT_S:g} s."
             self._refuse(HttpFault(408, "request_timeout", message))
         else:
             self.transport.close()

@@ -86,7 +86,10 @@ class RepeatedJobs:
                 awaits_result = is_shared and not is_over
                 await context.finalizer.finish_repeated(job, lease, awaits_result=awaits_result)
         except BusUnavailableError as error:
-            logger.warning("a repeated job comes again", extra={"reason": error.message})
+            logger.warning(
+                "a repeated job could not be answered; it will be delivered again",
+                extra={"reason": error.message},
+            )
 
     def _may_follow(self, job: Job) -> bool:
         return (
