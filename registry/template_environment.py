@@ -66,7 +66,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(joined)
 
     def __init__(self, now: Callable[[], datetime.datetime]) -> None:
-        # Folded lists of strings would be content.
+        # The optimizer would fold lists of literals to plain strings, which count as content.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -85,11 +85,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return f"environment.literals[{len(self.literals) - 1}]"
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Methods of content take and keep what the template gives them."""
+        """Make methods of content return ``TemplateText``, so that literals passed to them stay
+        marked."""
         return super().getattr(TemplateText(obj) if type(obj) is str else obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What formats in the sandbox; a format that the template wrote stays its text."""
+        """The sandbox's version of ``str.format``. The literal parts of a template's own format
+        stay marked."""
         formatted = super().wrap_str_format(value)
         form = getattr(value, "__self__", None)
         if formatted is None or not (isinstance(form, TemplateText) and form.spans):
@@ -101,7 +103,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 parts = joined(self._formatted(form, (), args[0]))
             else:
                 parts = joined(self._formatted(form, args, kwargs))
-            # Fields that are not known here make another text.
+            # Fields of other kinds give another text, which counts as content.
             return parts if parts == text else text
 
         return wrapper

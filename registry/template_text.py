@@ -1,4 +1,4 @@
-"""Text that keeps apart what a chat template wrote and the content that it put in between."""
+"""Text in which the characters of a chat template are told from those of content."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ _MAX_PENDING_BYTES = 64 * 1024 * 1024
 _MAX_KNOWN = 65_536
 # An id may be as long as a header of the server; a longer one is known by its digest.
 _MAX_ID_CHARACTERS = 128
-# The mark of a job that was stored anew.
+# The header of a job that was stored again.
 _REPEAT = "Millrace-Repeat"
 _SEQUENCE = "Nats-Sequence"
 
 
 @dataclass(slots=True)
 class _Announced:
-    """A message that the server stored; ``is_heard``: its publication was heard, too. Either may
-    come first where they come by different servers."""
+    """A message that the server stored. ``is_heard``: its publication was received, too.
+    Publication and announcement arrive in any order if they come over different servers."""
 
     sequence: int
     announced_s: float
@@ -50,14 +50,16 @@ class _Announced:
 
 
 class DroppedJobs:
-    """Hears the jobs of services and the announcements of what the server stored. A job without
-    an announcement, or one of several that have the same id, is compared with the message that was
-    announced under its id: if that is another, the job was dropped.
+    """Listens to the jobs of services and to the server's announcements of stored messages. A job
+    without an announcement, and each of several jobs with the same id, is compared with the message
+    that was announced under its id. If they differ, the job was dropped.
 
-    Every scheduler does this. The id under which a job is stored anew is made of its id, its
-    publisher's inbox and its payload, so that the server keeps one of the copies. The server is
-    never asked for an id: nats-server 2.15 has no request for that, and a replicated stream stops
-    taking messages after one with a wrong ``Nats-Expected-Last-Msg-Id``.
+    Every scheduler does this. The new id of a job is a digest of its id, its publisher's inbox and
+    its payload, so that the server keeps one of the copies. The server is never asked for an id:
+    nats-server 2.15 has no request for that, and a replicated stream stops accepting messages after
+    one with a wrong ``Nats-Expected-Last-Msg-Id``.
+
+    Up to ``_MAX_KNOWN`` ids are remembered. A duplicate of an older id is not answered.
     """
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
@@ -73,7 +75,7 @@ class DroppedJobs:
         self._tasks = Tasks()
 
     async def open(self) -> None:
-        """Begin to listen."""
+        """Subscribe to jobs and announcements."""
         subscribe = self._connection.subscribe
         self._subscriptions.append(await subscribe(subjects.ALL_STORED_JOBS, self._on_stored))
         for subject in subjects.SERVICE_JOBS:
@@ -154,8 +156,8 @@ class DroppedJobs:
                     )
 
     async def _was_dropped(self, key: str, message: Message) -> bool:
-        """Whether another message has the id, as far as this process has heard. False for a message
-        that the server refused, which its publisher was told, and for a copy of a job that waits or
+        """Whether another message has the id, as far as this process knows. False for a message
+        that the server refused, since its publisher was told, and for a copy of a job that waits or
         runs."""
         known = self._known.get(key)
         if known is None:
@@ -187,5 +189,6 @@ def _key(message_id: str) -> str:
 
 
 def _is_condition(header: str) -> bool:
-    """Whether the server stores a message under a condition, of whose failure it tells."""
+    """Whether a header is a condition for storing; the server reports to the publisher if it
+    fails."""
     return header.startswith("Nats-Expected-")

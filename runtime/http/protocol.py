@@ -103,7 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
                 if self._should_upgrade():
                     self.handle_websocket_upgrade()
                     return
-                # The parser takes the rest for another protocol: a new one reads the head again.
+                # The parser stops at an upgrade; a new parser reads the head without the upgrade.
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -145,7 +145,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         super().handle_websocket_upgrade()
-        # It holds methods of this protocol, which would wait for the garbage collector with it.
+        # The parser refers to this protocol: break the cycle so that both are freed at once.
         self.parser = cast("Any", None)
 
     def _should_upgrade(self) -> bool:
@@ -179,7 +179,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _FaultError(too_large("Headers" if self._in_head else "Trailers"))
         if self._in_head:
             super().on_header(name, value)
-        # A trailer is dropped: whoever checked the head has not seen it.
+        # A trailer is dropped: checks of the head have not seen it.
 
     def on_headers_complete(self) -> None:
         version, method = self.parser.get_http_version(), self.parser.get_method().decode("ascii")
@@ -212,7 +212,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._excess_bytes = 0
         super().on_message_complete()
         if not self.parser.should_keep_alive():
-            # A trailer may say so, and the parser reads no further.
+            # A trailer may have demanded the close; the parser then reads no further.
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
