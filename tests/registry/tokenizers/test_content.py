@@ -316,6 +316,7 @@ _CONTENT = " <a>x\n<b> "
         ("{{ ('<x>' ~ m.content).removeprefix('<') ~ 'z>'.removesuffix('>') }}", "x>z"),
         ("{{ ('<x>' ~ m.content)|list|join }}{{ '<x>'|first }}", "<x><"),
         ("{{ '<x>' * 2 }}{{ 2 * '<y>' }}{{ 1 }}{{ '<n' ~ 3 ~ '>' }}", "<x><x><y><y>1<n3>"),
+        ("{{ ('<x>' ~ m.content) * 2 }}{{ m.content * 2 }}{{ '<y>' * 0 }}", "<x><x>"),
         ("{{ bos_token + m.content + eos_token }}{{ m.content ~ bos_token }}", "<s></s><s>"),
         ("{{ m.content.split('<b>')[0] + '<k>' }}{{ m.content.strip() }}", "<k>"),
         ("{{ {'<k>': m.content}|tojson }}{{ m.content|e }}", ""),
