@@ -190,7 +190,7 @@ class _Solver:
 
 
 class _NotLinearError(Exception):
-    """A rule refers to itself somewhere else than at one end."""
+    """A rule refers to itself in its middle or at both ends."""
 
 
 def _is_terminal(name: str) -> bool:

@@ -20,7 +20,7 @@ class NotKeptError(ValueError):
 
 
 class NoPatternError(ValueError):
-    """The text is no regular expression; the message says why."""
+    """The text is not a valid regular expression. The message says why."""
 
 
 def plain_pattern(text: str, flags: str = "") -> str:
