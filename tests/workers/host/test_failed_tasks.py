@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.registry.served import ServedModel
 from millrace.runtime.faults.failures import MAX_FAILURES, PartFailedError
 from millrace.schemas.config import Config, EngineConfig, NatsConfig, RedisConfig, WorkerConfig
@@ -68,7 +69,7 @@ async def failing(
         expire_late(requests)
 
     monkeypatch.setattr(Requests, "expire_late", expire)
-    bus = await nats.connect(nats_config, "test")
+    bus = await nats.connect(nats_config, "test", part=Part.SCHEDULER)
     await bus.workers.watch(told.statuses.append)
     yield told
     await bus.close()
