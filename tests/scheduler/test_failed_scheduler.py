@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.runtime.faults.failures import MAX_FAILURES, PartFailedError
 from millrace.scheduler.__main__ import serve
 from millrace.scheduler.dispatch.health_monitor import HealthMonitor
@@ -51,7 +52,7 @@ def config(nats_config: NatsConfig, tmp_path: Path) -> Config:
 
 async def test_it_lives_again(failing: Failing, config: Config) -> None:
     told: list[str] = []
-    bus = await nats.connect(config.nats, "test")
+    bus = await nats.connect(config.nats, "test", part=Part.SCHEDULER)
     await bus.control.subscribe_queue_status(lambda status: told.append(status.model))
     serving = asyncio.create_task(serve(config))
     await eventually(lambda: bool(told))
