@@ -25,7 +25,7 @@ from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.types import EngineRequest
 
 _GOAL_S = 0.25
-# Multiples of such numbers take so long on a core of today.
+# Multiples of these numbers compile slowly: the first ones within the limit, the others beyond it.
 _ACCEPTED_FROM = 50_001
 _REFUSED_FROM = 200_001
 _numbers = itertools.count()
@@ -38,7 +38,7 @@ def _slow(first: int, count: int) -> Iterator[Grammar]:
 
 
 def _small() -> Grammar:
-    """Another one each time."""
+    """A grammar that was not used before."""
     return Grammar(kind=GrammarKind.REGEX, text=f"[ab]{{1,6}}{next(_numbers)}")
 
 
@@ -52,7 +52,7 @@ def _request(tenant: str, grammar: Grammar) -> EngineRequest:
 
 
 def _ask(engine: Engine, tenant: str, grammars: Iterable[Grammar]) -> dict[str, float]:
-    """Add a request for each; when they were added, by their ids."""
+    """Add a request for each grammar. Returns the time of adding by request id."""
     added_s = {}
     for grammar in grammars:
         request = _request(tenant, grammar)
@@ -62,7 +62,7 @@ def _ask(engine: Engine, tenant: str, grammars: Iterable[Grammar]) -> dict[str, 
 
 
 def _waits_s(engine: Engine, added_s: dict[str, float]) -> dict[str, float]:
-    """Run the engine until it is idle; how long each request waited for its first word."""
+    """Run the engine until it is idle. Returns each request's time to first token in seconds."""
     waits_s: dict[str, float] = {}
     while engine.has_work:
         for output in engine.step():
@@ -72,7 +72,7 @@ def _waits_s(engine: Engine, added_s: dict[str, float]) -> dict[str, float]:
 
 
 def _behind(engine: Engine, slow: Iterable[Grammar]) -> tuple[float, float]:
-    """How long b waited, and the last of a."""
+    """Seconds that tenant b waited, and that the last request of tenant a waited."""
     added_s = _ask(engine, "a", slow)
     (own,) = other = _ask(engine, "b", [_small()])
     waits_s = _waits_s(engine, added_s | other)

@@ -61,9 +61,10 @@ return redis.call('HGET', KEYS[1], 'adapter_version')
 )
 
 
-# KEYS: the request's. ARGV: a message's place in the queue, its job's digest, reply and tenant, TTL
-# in s, whether the message is known to be new, and the place of a claim that is void. Gives the
-# claim of another message, if there is one; a request that runs and has none is another's, too.
+# KEYS: the request's key. ARGV: the message's place in the queue; its job's digest, reply and
+# tenant; the TTL in seconds; whether the message is known to be new; the place of a claim that is
+# void. Returns the claim of another message, if there is one. A running request without a claim
+# belongs to another message, too.
 _CLAIM = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'sequence', 'digest', 'reply', 'tenant', 'worker_id')
@@ -79,8 +80,9 @@ return {}
 
 
 class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """The message whose job has a request id: its place in the queue (0: it is unknown), and what
-    tells the same job from another: ``digest`` is of all but who is told, and when."""
+    """The message that owns a request id. ``sequence`` is its place in the queue (0: unknown).
+    ``digest`` identifies its job: it covers all fields but those for delivery, times and
+    tracing."""
 
     sequence: int
     digest: str = ""
@@ -89,7 +91,7 @@ class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, job: Job, sequence: int) -> JobClaim:
-        """That of the message at a place in the queue."""
+        """The claim of a job whose message is at a place in the queue."""
         asked = msgspec.structs.replace(
             job,
             reply="",
@@ -157,9 +159,10 @@ class RunningRequestIndex:
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
-        """Take a request id for a message of the queue; the claim of the message that has it, if
-        that is another. ``is_new``: the message was not delivered before, so a request of its id
-        that runs is another's. None also while Redis is unreachable."""
+        """Claim a request id for a message of the queue. Returns the claim of another message that
+        owns the id; None if the id is now this message's, or while Redis is unreachable.
+        ``is_new``: the message was not delivered before, so a running request with its id belongs
+        to another message."""
         key = redis_keys.generation_key(request_id)
         arguments: list[Argument] = [
             *(mine.sequence, mine.digest, mine.reply, mine.tenant),

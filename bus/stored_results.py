@@ -1,4 +1,4 @@
-"""Results that were stored, as the frames that tell of them."""
+"""Converts stored results to the frames that a reader would have received."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHED_RETRY_S = 1.0
 
 
 def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
-    """The frames that a reader would have got for a stored result."""
+    """The frames of a stored result, in order, with the terminal frame last."""
     usage = result.usage or Usage()
     token_ids = _token_ids(result)
     yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
@@ -55,7 +55,7 @@ def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
 
 
 def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
-    """The last of these frames."""
+    """The terminal frame of a stored result."""
     num_tokens = len(_token_ids(result))
     match result.status:
         case Status.DONE if result.finish_reason is not None:

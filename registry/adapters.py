@@ -45,7 +45,7 @@ class AdapterOffer(NamedTuple):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raises ParameterError for what no request could name an adapter by."""
+    """Raises ParameterError for a name by which no request could select an adapter."""
     if not _NAME.fullmatch(name):
         raise ParameterError(
             "lora_name",
@@ -106,9 +106,9 @@ def adapter_folder(source: str, name: str, version: str = "") -> Path:
         folder = Path(source).expanduser()
         if not folder.is_absolute() or not folder.is_dir():
             raise AdapterError(
-                f"The adapter {name}: {source!r:.200} is no folder by its absolute path, there on "
-                "this machine and on those of the workers, no address in an object store, and no "
-                "hub id."
+                f"The adapter {name}: {source!r:.200} cannot be found. Give the absolute path of a "
+                "folder that is on this machine and on those of the workers, an address in an "
+                "object store, or a hub id."
             )
     if version and not _is(folder, version):
         raise AdapterError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from string import Formatter
 from typing import Any, NoReturn
 
@@ -66,7 +66,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(joined)
 
     def __init__(self, now: Callable[[], datetime.datetime]) -> None:
-        # Folded lists of strings would be content.
+        # The optimizer would fold lists of literals to plain strings, which count as content.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -75,7 +75,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.literals: list[str] = []
         self.filters |= {"tojson": _tojson, "join": _join, "replace": _replace}
-        self.filters |= {"safe": _safe, "title": _title}
+        self.filters |= {"safe": _safe, "title": _title, "indent": _indent}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
 
@@ -85,11 +85,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return f"environment.literals[{len(self.literals) - 1}]"
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Methods of content take and keep what the template gives them."""
+        """Make methods of content return ``TemplateText``, so that literals passed to them stay
+        marked."""
         return super().getattr(TemplateText(obj) if type(obj) is str else obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What formats in the sandbox; a format that the template wrote stays its text."""
+        """The sandbox's version of ``str.format``. The literal parts of a template's own format
+        stay marked."""
         formatted = super().wrap_str_format(value)
         form = getattr(value, "__self__", None)
         if formatted is None or not (isinstance(form, TemplateText) and form.spans):
@@ -97,14 +99,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         def wrapper(*args: Any, **kwargs: Any) -> str:
             text = formatted(*args, **kwargs)
-            parts = joined(self._formatted(form, args, kwargs))
-            # Fields that are not known here make another text.
+            if value.__name__ == "format_map":
+                parts = joined(self._formatted(form, (), args[0]))
+            else:
+                parts = joined(self._formatted(form, args, kwargs))
+            # Fields of other kinds give another text, which counts as content.
             return parts if parts == text else text
 
         return wrapper
 
     def _formatted(
-        self, form: TemplateText, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, form: TemplateText, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[str]:
         """The parts of a format with fields of a number, a name, or neither."""
         number = 0
@@ -167,6 +172,17 @@ def _title(value: Any) -> str:
     if isinstance(value, TemplateText) and len(value) == len(text):
         return TemplateText(text, value.spans)
     return text
+
+
+def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """As jinja's filter, which joins lines by a method of plain strings."""
+    if not (isinstance(s, TemplateText) and s.spans):
+        text: str = FILTERS["indent"](s, width, first, blank)
+        return text
+    margin = width if isinstance(width, str) else " " * width
+    top, *lines = joined((s, "\n")).splitlines()
+    indented = [joined((margin, line)) if line or blank else line for line in lines]
+    return TemplateText("\n").join([joined((margin, top)) if first else top, *indented])
 
 
 def _as_text(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Text that keeps apart what a chat template wrote and the content that it put in between."""
+"""Text in which the characters of a chat template are told from those of content."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class TemplateText(str):
         return joined((other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> str:
+        text = str.__mul__(self, times)
+        if not self.spans:
+            return text
+        if self.spans == ((0, len(self)),):
+            return literal(text)
         return joined([self] * times.__index__())
 
     __rmul__ = __mul__
@@ -188,6 +193,11 @@ def joined(pieces: Iterable[str]) -> TemplateText:
     at = 0
     for piece in pieces:
         if isinstance(piece, TemplateText):
+            if not at:
+                # Templates that gather a conversation in one text add to it once for each turn.
+                spans.extend(piece.spans)
+                at = len(piece)
+                continue
             for first, last in piece.spans:
                 if spans and spans[-1][1] == at + first:
                     spans[-1] = (spans[-1][0], at + last)

@@ -18,7 +18,7 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls, split_urls
 
 _MAX_PORT = 65_535
-# The last three are left out by those who read addresses.
+# Parsers of addresses remove the last three.
 _ENDS_USER_DATA = re.compile(r"[/?#\[\]\t\r\n]")
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

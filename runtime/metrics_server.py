@@ -96,7 +96,7 @@ class Monitor:
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
-            return _refusal(invalid("This is no HTTP request."))
+            return _refusal(invalid("The request line is not valid HTTP."))
         headers = _headers(lines)
         fault = _size_fault(head, headers) or head_fault(
             words[2][5:].decode("latin-1"), words[0].decode("latin-1"), headers
@@ -105,7 +105,7 @@ class Monitor:
             return _refusal(fault)
         method, path = words[0], words[1].partition(b"?")[0]
         if path not in (b"/metrics", b"/healthz"):
-            return _response(404, _TEXT, b"There are /metrics and /healthz here.\n")
+            return _response(404, _TEXT, b"Not found. Use /metrics or /healthz.\n")
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"Use GET.\n", allow=True)
         if path == b"/healthz":

@@ -82,6 +82,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         monitor.registry.register(metrics)
         monitor.models = lambda: scheduler.dispatchers
         monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
+        gc.unfreeze()  # an earlier life that failed
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -89,10 +90,10 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.dispatchers)}
         )
         watch = CatalogueWatch(config.catalogue, read, clock, partial(_follow, scheduler, config))
-        watch.start()
-        await directories.start()
-        note_served()
         try:
+            watch.start()
+            await directories.start()
+            note_served()
             await scheduler.run(stopping)
         finally:
             await watch.close()

@@ -165,7 +165,7 @@ class Scheduler:
             subscriptions.append(await bus.jobs.recover_dropped())
         except BusForbiddenError as error:
             logger.warning(
-                "jobs that the server drops as duplicates are not answered",
+                "jobs that the NATS server drops as duplicates will not be answered: no permission",
                 extra={"reason": error.message},
             )
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
@@ -374,7 +374,7 @@ class Scheduler:
 
     def _on_reconnect(self) -> None:
         if self._is_over:
-            return  # another scheduler of this process goes on with the bus
+            return  # this process runs a newer Scheduler
         self._health_monitor.reconnected()
         self._queue_watch.wake()
         self._dispatch_ready()

@@ -102,8 +102,8 @@ def _trouble(service: TelemetryService, bus: Bus) -> str:
 
 
 async def open_service(config: Config, clock: Clock) -> TelemetryService:
-    """Try for as long as other connections are tried for: a store may still be starting. A folder
-    that a command reads, or a process that is just ending has, is waited for longer."""
+    """Open the service, and retry for ``nats.connect_timeout_s`` while the store is unavailable. A
+    folder that another process has open is waited for up to 45 s."""
     began_s, told = clock.monotonic(), ""
     while True:
         try:

@@ -189,6 +189,7 @@ async def _run_worker(
             worker = await make_worker(config, engine)
             stop.workers.append(worker)
             metrics.watch(config.name, served_model.entry.name, engine, worker)
+            gc.unfreeze()  # an earlier life that failed
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)

@@ -10,6 +10,7 @@ import msgspec
 import yaml
 
 from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.schemas.config import (
     Config,
@@ -60,7 +61,7 @@ class HostedSystem:
         """Returns once every worker was heard."""
         url = ",".join(f"nats://{Network.address(host)}:{_NATS}" for host in HOSTS)
         config = NatsConfig(url=url, replicas=len(HOSTS), connect_timeout_s=30.0)
-        bus = await nats.connect(config, "hosts")
+        bus = await nats.connect(config, "hosts", part=Part.SCHEDULER)
         await bus.workers.watch(self._note)
         for host in HOSTS:
             self._start_host(host, config)

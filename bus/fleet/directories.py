@@ -14,8 +14,8 @@ from millrace.runtime.redis.link import RedisLink
 
 @dataclass(frozen=True)
 class Directories:
-    """The adapters that there are, rollouts of versions, and which listeners are a tenant's.
-    ``start`` has the first two looked at, which ``close`` ends."""
+    """The adapters, the rollouts of versions, and the tenants that own listeners. ``start`` begins
+    to watch adapters and rollouts; ``close`` ends that."""
 
     adapters: AdapterDirectory
     rollouts: RolloutDirectory

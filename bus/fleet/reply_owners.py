@@ -1,4 +1,4 @@
-"""Whose a bare listener's name is that a job of the keyless tenant gives."""
+"""Finds out whether the listener that a job of the keyless tenant names is another tenant's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
 
 class ReplyOwners:
-    """The keyless tenant may name any listener but those of tenants that have a record."""
+    """The keyless tenant may name any listener except those of tenants with a record in Redis."""
 
     def __init__(self, link: RedisLink | None) -> None:
         """Without a link no tenant has a record."""
         self._link = link
 
     async def is_foreign(self, tenant: str, reply: str) -> bool:
-        """See ``bus.job_queue.IsForeignReply``. While Redis is unreachable no tenant is known to
-        have a record."""
+        """See ``bus.job_queue.IsForeignReply``. While Redis is unreachable, every tenant counts as
+        one without a record."""
         if not may_reply_to(tenant, reply):
             return True
         is_bare = reply not in ("", tenant) and "/" not in reply

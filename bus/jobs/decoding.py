@@ -181,7 +181,7 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _tenant_of(subject: str) -> str:
-    """The keyless tenant also where the subject names none that can be read."""
+    """The tenant that a subject names; the keyless tenant if it names none or cannot be read."""
     parts = subject.split(".")
     try:
         tenant = untoken(parts[3]) if len(parts) in (4, 5) else LOCAL_TENANT

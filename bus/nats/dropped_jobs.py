@@ -1,4 +1,4 @@
-"""Jobs that the server drops because their ``Nats-Msg-Id`` was used: stored anew.
+"""Stores jobs again that the server dropped because their ``Nats-Msg-Id`` was used before.
 
 The server acknowledges such a message to its publisher (``duplicate``) and tells no one else. Core
 subscribers of the subject hear it all the same. A scheduler stores it again under an id of its own,
@@ -30,16 +30,19 @@ logger = logging.getLogger(__name__)
 GRACE_S = 1.0
 _LOOK_S = 0.25
 _MAX_PENDING = 10_000
+_MAX_PENDING_BYTES = 64 * 1024 * 1024
 _MAX_KNOWN = 65_536
-# The mark of a job that was stored anew.
+# An id may be as long as a header of the server; a longer one is known by its digest.
+_MAX_ID_CHARACTERS = 128
+# The header of a job that was stored again.
 _REPEAT = "Millrace-Repeat"
 _SEQUENCE = "Nats-Sequence"
 
 
 @dataclass(slots=True)
 class _Announced:
-    """A message that the server stored; ``is_heard``: its publication was heard, too. Either may
-    come first where they come by different servers."""
+    """A message that the server stored. ``is_heard``: its publication was received, too.
+    Publication and announcement arrive in any order if they come over different servers."""
 
     sequence: int
     announced_s: float
@@ -47,14 +50,16 @@ class _Announced:
 
 
 class DroppedJobs:
-    """Hears the jobs of services and the announcements of what the server stored. A job without
-    an announcement, or one of several that have the same id, is compared with the message that was
-    announced under its id: if that is another, the job was dropped.
+    """Listens to the jobs of services and to the server's announcements of stored messages. A job
+    without an announcement, and each of several jobs with the same id, is compared with the message
+    that was announced under its id. If they differ, the job was dropped.
 
-    Every scheduler does this. The id under which a job is stored anew is made of its id, its
-    publisher's inbox and its payload, so that the server keeps one of the copies. The server is
-    never asked for an id: nats-server 2.15 has no request for that, and a replicated stream stops
-    taking messages after one with a wrong ``Nats-Expected-Last-Msg-Id``.
+    Every scheduler does this. The new id of a job is a digest of its id, its publisher's inbox and
+    its payload, so that the server keeps one of the copies. The server is never asked for an id:
+    nats-server 2.15 has no request for that, and a replicated stream stops accepting messages after
+    one with a wrong ``Nats-Expected-Last-Msg-Id``.
+
+    Up to ``_MAX_KNOWN`` ids are remembered. A duplicate of an older id is not answered.
     """
 
     def __init__(self, connection: Connection, clock: Clock) -> None:
@@ -62,13 +67,15 @@ class DroppedJobs:
         self._clock = clock
         self._pending: dict[str, list[tuple[float, Message]]] = {}
         self._num_pending = 0
-        # By id, the oldest first.
+        self._pending_bytes = 0
+        self._num_unchecked = 0
+        # By key, the oldest first.
         self._known: OrderedDict[str, _Announced] = OrderedDict()
         self._subscriptions: list[Subscription] = []
         self._tasks = Tasks()
 
     async def open(self) -> None:
-        """Begin to listen."""
+        """Subscribe to jobs and announcements."""
         subscribe = self._connection.subscribe
         self._subscriptions.append(await subscribe(subjects.ALL_STORED_JOBS, self._on_stored))
         for subject in subjects.SERVICE_JOBS:
@@ -85,16 +92,19 @@ class DroppedJobs:
         message_id = headers.get(MESSAGE_ID)
         if not message_id or _REPEAT in headers or any(map(_is_condition, headers)):
             return
+        key = _key(message_id)
         now_s = self._clock.monotonic()
-        known = self._known.get(message_id)
+        known = self._known.get(key)
         if known is not None and not known.is_heard and known.announced_s >= now_s - GRACE_S:
             known.is_heard = True
             return
-        if self._num_pending >= _MAX_PENDING:
-            logger.warning("a job is not checked for being dropped: too many wait for it")
+        num_bytes = self._pending_bytes + len(message.payload)
+        if self._num_pending >= _MAX_PENDING or num_bytes > _MAX_PENDING_BYTES:
+            self._num_unchecked += 1
             return
         self._num_pending += 1
-        self._pending.setdefault(message_id, []).append((now_s, message))
+        self._pending_bytes = num_bytes
+        self._pending.setdefault(key, []).append((now_s, message))
 
     def _on_stored(self, message: Message) -> None:
         headers = message.headers or {}
@@ -105,18 +115,21 @@ class DroppedJobs:
             or subjects.is_stored_reserved(message.subject)
         ):
             return
-        num_heard = len(self._pending.get(message_id, ()))
+        key = _key(message_id)
+        num_heard = len(self._pending.get(key, ()))
         now_s = self._clock.monotonic()
-        self._known[message_id] = _Announced(int(sequence), now_s, is_heard=num_heard > 0)
-        self._known.move_to_end(message_id)
+        self._known[key] = _Announced(int(sequence), now_s, is_heard=num_heard > 0)
+        self._known.move_to_end(key)
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         if num_heard == 1:
-            self._take(message_id)
+            self._take(key)
 
-    def _take(self, message_id: str) -> list[Message]:
-        taken = [message for _, message in self._pending.pop(message_id)]
+    def _take(self, key: str) -> list[Message]:
+        """The messages of a key, which wait no longer; none if they were taken meanwhile."""
+        taken = [message for _, message in self._pending.pop(key, ())]
         self._num_pending -= len(taken)
+        self._pending_bytes -= sum(len(message.payload) for message in taken)
         return taken
 
     async def _look(self) -> None:
@@ -124,23 +137,29 @@ class DroppedJobs:
         forgotten_s = self._clock.monotonic() - DUPLICATE_WINDOW_S
         while self._known and next(iter(self._known.values())).announced_s < forgotten_s:
             self._known.popitem(last=False)
-        due = [one for one, heard in self._pending.items() if heard[0][0] <= due_s]
-        for message_id in due:
-            for message in self._take(message_id):
+        if self._num_unchecked:
+            logger.warning(
+                "duplicates of jobs may stay unanswered: too many jobs wait to be checked",
+                extra={"num_unchecked": self._num_unchecked},
+            )
+            self._num_unchecked = 0
+        due = [key for key, heard in self._pending.items() if heard[0][0] <= due_s]
+        for key in due:
+            for message in self._take(key):
                 try:
-                    if await self._was_dropped(message_id, message):
-                        await self._store_anew(message_id, message)
+                    if await self._was_dropped(key, message):
+                        await self._store_anew(message)
                 except MillraceError as error:
                     logger.warning(
-                        "a job that the server dropped as a duplicate is not answered",
+                        "a job that the server dropped as a duplicate could not be stored again",
                         extra={"subject": message.subject, "reason": error.message},
                     )
 
-    async def _was_dropped(self, message_id: str, message: Message) -> bool:
-        """Whether another message has the id, as far as this process has heard. False for a message
-        that the server refused, which its publisher was told, and for a copy of a job that waits or
+    async def _was_dropped(self, key: str, message: Message) -> bool:
+        """Whether another message has the id, as far as this process knows. False for a message
+        that the server refused, since its publisher was told, and for a copy of a job that waits or
         runs."""
-        known = self._known.get(message_id)
+        known = self._known.get(key)
         if known is None:
             return False
         stored = await jetstream.get(self._connection, subjects.JOBS_STREAM, known.sequence)
@@ -148,18 +167,28 @@ class DroppedJobs:
             stored is None or stored.subject != message.subject or stored.payload != message.payload
         )
 
-    async def _store_anew(self, message_id: str, message: Message) -> None:
+    async def _store_anew(self, message: Message) -> None:
+        known = message.headers or {}
         digest = hashlib.blake2b(digest_size=16)
-        for part in (message_id.encode(), message.reply.encode(), message.payload):
+        for part in (known[MESSAGE_ID].encode(), message.reply.encode(), message.payload):
             digest.update(len(part).to_bytes(8))
             digest.update(part)
-        known = message.headers or {}
         headers = {name: known[name] for name in (CONTENT_TYPE, TRACEPARENT) if name in known}
         headers |= {MESSAGE_ID: f"repeat:{digest.hexdigest()}", _REPEAT: "job"}
         await jetstream.store(self._connection, message.subject, message.payload, headers)
-        logger.info("a job with a used id is stored anew", extra={"subject": message.subject})
+        logger.info(
+            "a job whose message id was used before is stored under a new id",
+            extra={"subject": message.subject},
+        )
+
+
+def _key(message_id: str) -> str:
+    if len(message_id) <= _MAX_ID_CHARACTERS:
+        return message_id
+    return hashlib.blake2b(message_id.encode(), digest_size=32).hexdigest()
 
 
 def _is_condition(header: str) -> bool:
-    """Whether the server stores a message under a condition, of whose failure it tells."""
+    """Whether a header is a condition for storing; the server reports to the publisher if it
+    fails."""
     return header.startswith("Nats-Expected-")

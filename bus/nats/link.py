@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -57,7 +59,7 @@ class Link:
         self._forbidden = Forbidden()
         self._up = asyncio.Event()
         self._refusals = Refusals(config)
-        self._on_reconnect_calls: list[Callable[[], None]] = []
+        self._on_reconnect_calls: list[Callable[[], Callable[[], None] | None]] = []
         self._on_loss_calls: list[Callable[[], None]] = []
 
     async def open(self) -> None:
@@ -130,7 +132,12 @@ class Link:
         await self._client.move_to(server)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
-        self._on_reconnect_calls.append(callback)
+        """Call ``callback`` after each reconnect. A bound method is called as long as its object is
+        used elsewhere: a worker or scheduler that failed does not stay in memory for it."""
+        is_method = inspect.ismethod(callback)
+        self._on_reconnect_calls.append(
+            weakref.WeakMethod(callback) if is_method else lambda: callback
+        )
 
     def on_loss(self, callback: Callable[[], None]) -> None:
         """Call back whenever the connection is lost: what was asked is not answered any more."""
@@ -202,7 +209,11 @@ class Link:
         self._refusals.on_connected()
         self._home.note_connected()
         logger.info("the NATS server is reachable again", extra={"url": self._where})
-        for callback in self._on_reconnect_calls:
+        self._on_reconnect_calls = [one for one in self._on_reconnect_calls if one() is not None]
+        for reference in self._on_reconnect_calls:
+            callback = reference()
+            if callback is None:
+                continue
             try:
                 callback()
             except Exception:
@@ -219,8 +230,10 @@ class Link:
         except Exception:
             # nats-py raises assorted errors when it is closed during a reconnect.
             logger.debug("the client did not close cleanly", exc_info=True)
-        self._client.abort()
-        self._lose_all()
+        finally:
+            # A cancelled close has to end the watchdog, too.
+            self._client.abort()
+            self._lose_all()
 
     async def _end_reconnecting(self) -> None:
         """nats-py cancels its attempts once, in ``asyncio.wait_for``, which up to Python 3.11 may

@@ -147,7 +147,7 @@ async def _ensure_stream(connection: Connection, wanted: Json, default: Json | N
             if default is not None:
                 await _update_stream(connection, wanted, default)
     except BusForbiddenError:
-        logger.info("a stream is left to those who may change it", extra={"stream": name})
+        logger.info("this process may not create or change a stream", extra={"stream": name})
     except JetStreamError as error:
         if jetstream.is_of_a_file(error):
             raise StoreFullError(NATS, f"cannot set up its stream {name}") from error

@@ -31,11 +31,11 @@ Value = str | int | float
 
 _WIRE_FORMAT = "JSONCompact"
 _TIMEOUT_S = 60.0
-# A system may take so long to start on a busy machine.
+# The time that a system may need to start on a busy machine.
 _WAIT_S = 60.0
 _SILENT_S = 1.0
 _LOOK_EVERY_S = 0.2
-# ClickHouse's code.
+# ClickHouse's error code.
 _UNKNOWN_DATABASE = 81
 
 
@@ -48,7 +48,7 @@ class NotListeningError(NoStoreError):
 
 
 class NoDatabaseError(NoStoreError):
-    """The folder of a store has no database so far."""
+    """The folder of a store does not contain the database yet."""
 
 
 class _TakenError(Exception):

@@ -239,6 +239,6 @@ def run_synthesise(arguments: argparse.Namespace) -> int:
     try:
         trace = synthesise(recipe)
     except ValueError as error:
-        raise ConfigError(f"no trace can be made of this: {error}") from error
+        raise ConfigError(f"these arguments describe no valid trace: {error}") from error
     write_trace(trace, sys.stdout)
     return 0

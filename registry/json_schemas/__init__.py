@@ -1,1 +1,1 @@
-"""What of a JSON Schema a grammar can keep. Schemas in, schemas out; no library of grammars."""
+"""JSON Schemas rewritten so that grammars can keep them. Does not use the grammar library."""

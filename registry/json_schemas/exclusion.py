@@ -1,4 +1,4 @@
-"""Schemas that no value matches both of."""
+"""Finds out whether schemas exclude each other: no value matches two of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItem
 
 
 class Exclusion:
-    """Tells of schemas within ``root``, as long as it has visits left."""
+    """Compares schemas within ``root`` until its budget of visits is spent."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._visits = Visits()
 
     def holds(self, choices: Sequence[Any], kinds: frozenset[str] = TYPES) -> bool:
-        """Whether it is sure that no value of these ``kinds`` matches two of the schemas. False
-        where that takes too long to find out."""
+        """Whether it is certain that no value of these ``kinds`` matches two of the schemas. False
+        also if that takes too many visits to find out."""
         if len(choices) > _MAX_CHOICES:
             return False
         pairs = itertools.combinations(choices, 2)
@@ -71,7 +71,7 @@ class Exclusion:
         return kind == "object" and self._objects_exclude(one, other, depth)
 
     def _is_outside(self, value: Any, schema: Mapping[str, Any], depth: int) -> bool:
-        """Whether it is sure that the value does not match, by its size or by a part of it."""
+        """Whether the value certainly does not match, because of its size or one of its parts."""
         match value:
             case bool() | None:
                 return False
@@ -98,8 +98,8 @@ class Exclusion:
     def _objects_exclude(
         self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
     ) -> bool:
-        """By a property that both need with values that exclude each other, or that one needs and
-        the other has no place for."""
+        """Whether objects are excluded by a property: both require it with values that exclude each
+        other, or one requires it and the other forbids it."""
         for schema, whole in ((one, other), (other, one)):
             mine, its = table(schema, "properties"), table(whole, "properties")
             for name in listed(schema, "required"):
@@ -116,7 +116,7 @@ class Exclusion:
 
 
 def _parts(schema: Mapping[str, Any]) -> list[list[Any]]:
-    """What else a value must match: one of each list."""
+    """Further lists of schemas; a value must match one of each list."""
     parts = [[part] for part in listed(schema, "allOf")]
     return parts + [listed(schema, key) for key in ("anyOf", "oneOf") if listed(schema, key)]
 
@@ -145,7 +145,7 @@ def _kind(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any], kind: str) -> list[Any] | None:
-    """The values of that kind, if the schema lists all of its own."""
+    """The values of a kind that the schema lists; None if it does not list its values."""
     if "const" in schema:
         values = [schema["const"]]
     elif isinstance(schema.get("enum"), list):
@@ -156,7 +156,7 @@ def _values(schema: Mapping[str, Any], kind: str) -> list[Any] | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """As JSON Schema compares: 1 is 1.0, and true is not 1."""
+    """Whether two values are equal in JSON Schema: 1 equals 1.0, and true does not equal 1."""
     if _kind(one) != _kind(other):
         return False
     if isinstance(one, list):
@@ -216,7 +216,7 @@ def _lengths(schema: Mapping[str, Any], kind: str) -> _Range:
 
 
 def _apart(one: _Range, other: _Range) -> bool:
-    """Whether no number is in both."""
+    """Whether two ranges have no number in common."""
     low, high = (one, other) if (one.least, one.most) <= (other.least, other.most) else (other, one)
     if low.most < high.least or low.most < low.least or high.most < high.least:
         return True

@@ -1,4 +1,4 @@
-"""A schema as the library of grammars can keep it, and what of it cannot be kept."""
+"""Rewrites a schema for the grammar library, and finds the keywords that it cannot keep."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
 class Unkept(NamedTuple):
-    """A keyword that an answer does not keep, of the schema at ``path``, which is empty for the
-    whole; and why."""
+    """A keyword that answers do not keep, and why. ``path`` is the place of its schema, empty for
+    the root."""
 
     path: str
     keyword: str
@@ -80,8 +80,8 @@ Note = Callable[[Unkept], None]
 
 
 def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
-    """The schema without what cannot be kept, each of which ``note`` is told, or raises for. What
-    can be said in words that the library knows is said so.
+    """The schema without the keywords that cannot be kept. ``note`` is called with each of them and
+    may raise. Keywords that the library does not know are expressed by others where possible.
 
     Raises UnkeptError for a schema that nothing finite matches, RecursionError for one that is
     nested too deeply.
@@ -96,7 +96,7 @@ def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without the definitions that nothing refers to: it does not matter what they say."""
+    """The schema without unused definitions, which must not cause a refusal."""
     definitions = {key: table(schema, key) for key in _DEFINITIONS if table(schema, key)}
     if not definitions:
         return schema
@@ -121,8 +121,8 @@ def _escaped(name: str) -> str:
 
 
 def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
-    """What leaves a schema without a value."""
-    why = "nothing finite matches it: it needs itself, or has no values"
+    """The keyword that leaves a schema without a finite value."""
+    why = "nothing finite matches it: it requires itself, or lists no values"
     properties = table(schema, "properties")
     for name in listed(schema, "required"):
         if isinstance(name, str) and not productive.has_value(properties.get(name, True)):
@@ -132,7 +132,7 @@ def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
 
 
 def refuse(unkept: Unkept) -> None:
-    """The ``note`` of a schema that is to be kept to the letter."""
+    """A ``note`` that raises UnkeptError: for schemas that must be kept completely."""
     raise UnkeptError(unkept)
 
 
@@ -145,7 +145,7 @@ class _Keeper:
         self._note = note
 
     def kept_root(self) -> Any:
-        """The schema of the whole."""
+        """The root schema, as it can be kept."""
         return self.kept(self._root, "")
 
     def kept(self, schema: Any, path: str) -> Any:
@@ -172,8 +172,8 @@ class _Keeper:
         return self._counted(found, path)
 
     def _check_reference(self, schema: dict[str, Any], path: str) -> None:
-        """What is referred to is known, or the whole schema means nothing. Names that the library
-        may know in another way are left to it."""
+        """Raise UnkeptError for a reference that leads nowhere. A schema with ``$id`` is left to
+        the library, which may resolve its references."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or "$id" in self._root:
             return
@@ -182,7 +182,7 @@ class _Keeper:
                 why = f"there is no {reference:.80} in the schema"
                 raise UnkeptError(Unkept(path, "$ref", why))
         elif not reference.startswith("#"):
-            why = f"{reference:.80} is outside of the schema; nothing is fetched: put it into $defs"
+            why = f"{reference:.80} is outside this schema and is not fetched; put it into $defs"
             raise UnkeptError(Unkept(path, "$ref", why))
 
     def _drop_unfollowed(self, found: dict[str, Any], path: str) -> None:
@@ -226,7 +226,8 @@ class _Keeper:
         return found
 
     def _check_choice(self, schema: dict[str, Any], path: str) -> None:
-        """``oneOf`` is followed as ``anyOf``: the same if its schemas exclude each other."""
+        """Note a ``oneOf`` whose schemas do not exclude each other: the library treats it as
+        anyOf."""
         choices = schema.get("oneOf")
         if isinstance(choices, list) and not self._exclusion.holds(choices, types_of(schema)):
             self._note(Unkept(path, "oneOf", _WHY_NOT_ONE))
@@ -244,7 +245,8 @@ class _Keeper:
         return forms
 
     def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any] | bool:
-        """Say in other words how many properties an object has; False if none has so many."""
+        """Express the bounds on the number of properties by other keywords; False if no object has
+        that many."""
         if MIN not in found and MAX not in found:
             return found
         if "object" not in types_of(found):
@@ -272,13 +274,11 @@ class _Keeper:
         return named | ({} if others else {"type": "object"}) | {"anyOf": bare}
 
 
-_WHY_NO_OBJECT = "no object has so many of the listed properties"
-_WHY_NOT_ONE = (
-    "a value could match two of its schemas; have them exclude each other, or write anyOf"
-)
+_WHY_NO_OBJECT = "no object can have that many of the listed properties"
+_WHY_NOT_ONE = "a value could match two of its schemas; make them exclude each other, or use anyOf"
 _WHY_NO_COUNT = (
-    "it is kept where all properties are listed, additionalProperties is false and the ways to "
-    "choose them are few; names of others could come again"
+    "it needs additionalProperties false, no patternProperties and few listed properties; an "
+    "unlisted name could otherwise be repeated"
 )
 
 

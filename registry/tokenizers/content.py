@@ -1,4 +1,4 @@
-"""Prompts in which content spells no control token, whatever it contains."""
+"""Tokenizes prompts so that no content becomes a control token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.registry.tokenizers.long_texts import ids_of
 
 _OTHER_TEXT = "\0"
 _SPACE_MARK = "\u2581"
-# Literals of templates are few; each is looked through once.
+# Templates have few literals; the control tokens in each are searched for once.
 _MAX_KNOWN_RUNS = 512
 _WORD = re.compile(r"\w")
 
@@ -107,8 +107,8 @@ def _is_text(token: AddedToken) -> bool:
 
 
 def _is_within_word(text: str, start: int, end: int) -> bool:
-    around = (str.__getitem__(text, slice(max(start - 1, 0), start)), text[end : end + 1])
-    return any(map(_WORD.match, around))
+    around = (slice(max(start - 1, 0), start), slice(end, end + 1))
+    return any(_WORD.match(str.__getitem__(text, one)) for one in around)
 
 
 def _finder(texts: dict[int, str]) -> tuple[Tokenizer, dict[int, int]]:

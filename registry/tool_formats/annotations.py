@@ -1,4 +1,4 @@
-"""What a schema says for its readers, and no grammar needs."""
+"""Removes from schemas the annotations that no grammar needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _VALUES = frozenset({"const", "enum", SCHEMA_SETTINGS})
 
 
 def without_annotations(tool: ToolDefinition) -> ToolDefinition:
-    """The tool with parameters that say nothing but what arguments must be: words make up most of
-    many schemas, and a grammar has a bound on its length."""
+    """The tool without the annotations of its parameters. Descriptions make up most of many
+    schemas, and the length of a grammar is limited."""
     parameters = None if tool.parameters is None else _bare(tool.parameters)
     return msgspec.structs.replace(tool, parameters=parameters)
 

@@ -1,4 +1,4 @@
-"""Keywords of tools' schemas that calls are not held to."""
+"""Keywords of tools' schemas that grammars do not enforce."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from millrace.schemas.tools import ToolDefinition
 
 
 class DroppedKeyword(NamedTuple):
-    """A keyword in the parameters of a tool, at ``path`` within them (empty: at their top), that
-    its calls need not fit."""
+    """A keyword in the parameters of a tool that its calls need not satisfy. ``path`` is its place
+    in the parameters, empty for the root."""
 
     tool: str
     path: str
@@ -22,7 +22,7 @@ class DroppedKeyword(NamedTuple):
 
 
 class Dropped:
-    """Gathers what tools that are not strict do without. A strict tool is refused instead."""
+    """Collects the dropped keywords of tools that are not strict. A strict tool is refused."""
 
     def __init__(self) -> None:
         self.keywords: list[DroppedKeyword] = []

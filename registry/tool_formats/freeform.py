@@ -1,4 +1,4 @@
-"""Tools whose input is one text rather than JSON.
+"""Tools whose input is a text instead of JSON.
 
 A model is told of such a tool as of a function with one argument, ``input``, and calls it in its
 own format. The client gets the text.
@@ -41,7 +41,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class InputReader:
-    """Takes the text out of a call's arguments while they are being written.
+    """Extracts the input text from a call's arguments while they are being generated.
 
     Arguments that do not begin as ``{"input": "`` does are the text themselves. What has come out
     depends on the arguments alone, not on how they were cut.
@@ -54,7 +54,7 @@ class InputReader:
         self._is_over = False
 
     def feed(self, text: str) -> str:
-        """More of the input."""
+        """Add a piece of the arguments. Returns the next piece of the input text."""
         if self._is_over:
             return ""
         if self._is_raw:
@@ -97,8 +97,8 @@ class InputReader:
 
 
 def _escaped(data: str, at: int) -> tuple[str, int]:
-    """The character that the escape at ``at`` stands for and the escape's length; 0: it is not
-    whole. What is no escape of JSON stands for itself."""
+    """The character of the escape at ``at``, and the escape's length; 0 if the escape is
+    incomplete. An invalid escape stands for itself."""
     if at + 1 == len(data):
         return "", 0
     mark = data[at + 1]

@@ -1,1 +1,1 @@
-"""What becomes of errors: of a connection, and of a long-lived task."""
+"""Errors of connections and failures of long-lived tasks."""

@@ -1,5 +1,4 @@
-"""What holds for the connections of every client library: one type of error, and sockets that
-notice a peer that is gone."""
+"""Connections of client libraries: one type of error, and sockets that notice a dead peer."""
 
 from __future__ import annotations
 
@@ -57,8 +56,8 @@ def _is_cancelled() -> bool:
 
 def silence_options(timeout_s: float) -> list[tuple[int, int, int]]:
     """Options, as ``setsockopt`` takes them, with which the kernel ends a TCP connection whose peer
-    acknowledges nothing for about ``timeout_s`` seconds: neither what was sent, nor a keepalive
-    probe where nothing is. A system other than Linux has some of them only."""
+    acknowledges neither data nor, while none is sent, keepalive probes for about ``timeout_s``
+    seconds. Systems other than Linux lack some of these options."""
     probe_every_s = max(1, round(timeout_s / (1 + _NUM_PROBES)))
     named = (
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),

@@ -26,11 +26,11 @@ _CALM_S = 30.0
 
 
 class PartFailedError(MillraceError, code="part_failed"):
-    """Tasks of this process failed again and again with unforeseen errors."""
+    """Tasks of this process failed repeatedly with unforeseen errors."""
 
 
 class Failures(Collector):
-    """What long-lived tasks failed with. An error of ours (MillraceError) or of a connection
+    """Counts the failures of long-lived tasks. An error of ours (MillraceError) or of a connection
     (OSError) is foreseen: it is a warning. Any other is an error, with its traceback; after
     ``MAX_FAILURES`` of them within ``WINDOW_S`` seconds the process is in ``trouble`` for good, and
     ``on_giving_up`` has it drain."""
@@ -43,11 +43,13 @@ class Failures(Collector):
         self.trouble = ""
 
     def note(self, task: str, error: Exception, foreseen: tuple[type[Exception], ...] = ()) -> None:
-        """A task failed; ``foreseen`` are further types of error that are."""
-        is_foreseen = isinstance(error, (MillraceError, OSError, *foreseen))
+        """A task failed. ``foreseen`` are further types of foreseen errors. A group of errors is
+        foreseen if all its errors are."""
+        causes = list(_causes(error))
+        is_foreseen = all(isinstance(one, (MillraceError, OSError, *foreseen)) for one in causes)
         self._counts[task, "foreseen" if is_foreseen else "unforeseen"] += 1
         if is_foreseen:
-            cause = f"{type(error).__name__}: {error}"
+            cause = "; ".join(f"{type(one).__name__}: {one}" for one in causes)
             logger.warning("a task failed", extra={"task": task, "cause": cause})
             return
         logger.error("a task failed", extra={"task": task}, exc_info=error)
@@ -64,7 +66,7 @@ class Failures(Collector):
     def check(self) -> None:
         """Raises PartFailedError if the process gave up."""
         if self.trouble:
-            raise PartFailedError(f"It gave up: {self.trouble}. Its log has the causes.")
+            raise PartFailedError(f"This process gave up: {self.trouble}. Its log has the causes.")
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
@@ -77,6 +79,15 @@ class Failures(Collector):
         yield family
 
 
+def _causes(error: Exception) -> Iterator[Exception]:
+    """The errors of a group, as a task group raises it; else the error itself."""
+    if isinstance(error, ExceptionGroup):
+        for one in error.exceptions:
+            yield from _causes(one)
+    else:
+        yield error
+
+
 def _nothing() -> None:
     return
 
@@ -85,12 +96,12 @@ _of_process: ContextVar[Failures] = ContextVar("failures", default=Failures())  
 
 
 def failures() -> Failures:
-    """Those of the part to which the running task belongs."""
+    """The failures of the part to which the running task belongs."""
     return _of_process.get()
 
 
 def note_in(noted: Failures) -> None:
-    """Have the failures of this task, and of all that it starts from now on, noted there."""
+    """Note the failures of this task, and of all tasks that it starts from now on, in ``noted``."""
     _of_process.set(noted)
 
 
@@ -123,10 +134,10 @@ async def keep_running(
 async def keep_part_running(
     name: str, live: Callable[[Callable[[], None]], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run a part until it returns by itself. A part that fails is run again, on a state of its own.
+    """Run a part until it returns by itself. A part that fails is run again, from rebuilt state.
 
-    ``live`` calls its argument once it serves. Raises what a life failed with before that, and an
-    error of ours, unless it says that a server is unreachable.
+    ``live`` calls its argument once it serves. An error before that is raised. So is any later
+    MillraceError except BusUnavailableError.
     """
     has_served = False
 

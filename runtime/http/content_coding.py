@@ -34,7 +34,7 @@ Receive = Callable[[], Awaitable[Event]]
 
 
 class ContentCodingError(MillraceError, code="unsupported_content_encoding", http_status=415):
-    """A body has a coding that is not taken; ``headers`` tell those that are."""
+    """A body has an unsupported coding. ``headers`` lists the supported codings."""
 
     param = "content-encoding"
 
@@ -50,14 +50,14 @@ class BadCodingError(MillraceError, code="invalid_content_encoding", http_status
 
 
 class RatioError(PayloadTooLargeError, code="compression_ratio_exceeded"):
-    """A body becomes too many times its size."""
+    """A body decompresses to too many times its size."""
 
     param = "content-encoding"
 
     def __init__(self) -> None:
         MillraceError.__init__(
             self,
-            f"The compressed body becomes more than {MAX_RATIO} times its size and more than "
+            f"The body decompresses to more than {MAX_RATIO} times its size and more than "
             f"{_FREE_BYTES} bytes. Send it without Content-Encoding.",
         )
 
@@ -133,13 +133,15 @@ def _decoded(stages: list[_Stage], data: bytes) -> Iterator[bytes]:
 def _stages(codings: list[bytes], received: _Received) -> list[_Stage]:
     """One for each coding, the last that was applied first."""
     if len(codings) > _MAX_CODINGS:
-        raise ContentCodingError(f"The body has {len(codings)} codings, one over the other.")
+        raise ContentCodingError(
+            f"The body has {len(codings)} codings; {_MAX_CODINGS} are allowed."
+        )
     stages = []
     for coding in reversed(codings):
         make = _CODECS.get(coding)
         if make is None:
             name = shown(coding.decode("latin-1"))
-            raise ContentCodingError(f"Content-Encoding {name} is not taken.")
+            raise ContentCodingError(f"Content-Encoding {name} is not supported.")
         stages.append(_Stage(coding.decode(), make, received))
     return stages
 
@@ -191,7 +193,7 @@ class _Stage:
 
     def _begin(self, data: bytes) -> None:
         if self._num_members and self._coding == "deflate":
-            raise BadCodingError("The body goes on behind the end of its deflate data.")
+            raise BadCodingError("The body has data after the end of its deflate stream.")
         if self._num_members == _MAX_MEMBERS:
             raise BadCodingError(f"The body has more than {_MAX_MEMBERS} {self._coding} streams.")
         self._codec = self._make(data)

@@ -1,5 +1,4 @@
-"""What a request of HTTP/1.1 may be on each port: the bounds of its head, and what is wrong with
-it."""
+"""The bounds of the head of an HTTP/1.1 request, and the faults that it can have."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class HttpFault(NamedTuple):
 
 
 def too_large(what: str) -> HttpFault:
-    """For more than a head, trailers or lines of chunks may have."""
+    """A fault for headers, trailers or chunk lines that exceed the bounds."""
     return HttpFault(
         431,
         "request_header_fields_too_large",
@@ -32,7 +31,8 @@ def too_large(what: str) -> HttpFault:
 
 
 def head_fault(version: str, method: str, headers: Headers) -> HttpFault | None:
-    """What is wrong with a head whose syntax is right. ``headers`` have names in lower case."""
+    """The fault of a head whose syntax is valid; None if it has none. ``headers`` have names in
+    lower case."""
     if version not in ("1.0", "1.1"):
         return wrong_version(f"HTTP/{version}")
     if method == "CONNECT":
@@ -84,7 +84,7 @@ def _shown(value: bytes) -> str:
 
 
 def tokens(headers: Headers, name: bytes) -> list[bytes]:
-    """The elements of a header that is a list, of all its lines, in lower case."""
+    """The elements of all headers of a name whose value is a list, in lower case."""
     return [token for known, value in headers if known == name for token in split(value)]
 
 

@@ -1,5 +1,5 @@
-"""HTTP/1.1 as all ports take it: with bounds on what a client sends beside a body, without
-trailers, and with refusals that say what was wrong."""
+"""HTTP/1.1 on all ports: bounds on everything but the body, no trailers, and refusals that say what
+was wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millrace.runtime.http.head import (
 _HEAD_TIMEOUT_S = 20.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
-_SLICE_BYTES = 16_384  # that the parser gets at a time: after each the bounds are looked at
+_SLICE_BYTES = 16_384  # fed to the parser at a time; the bounds are checked after each slice
 _CHUNK_LINES_BYTES = 16  # of a chunk without extensions: its size in hexadecimal and two CRLFs
 _MAX_METHOD_BYTES = 32
 _METHODS = frozenset(
@@ -44,15 +44,15 @@ _VERSION_REASON = "Invalid HTTP version"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Subclasses say how a fault is told (``refusal_of``)."""
+    """One connection. Subclasses choose the form of a refusal (``refusal_of``)."""
 
     _in_head = False
     _in_body = False
     _is_refused = False
-    _late_fault: HttpFault | None = None  # to be told behind the answers that are not complete
+    _late_fault: HttpFault | None = None  # sent after the responses that are not complete
     _num_fields = 0
     _field_bytes = 0
-    _excess_bytes = 0  # received since the parser last told of something, chunks' lines aside
+    _excess_bytes = 0  # received since the parser last reported progress, without chunk lines
     _held = b""  # the beginning of a method
     _unknown_method = ""
     _timer: asyncio.TimerHandle | None = None  # of the head, or of the wait after a refusal
@@ -103,7 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
                 if self._should_upgrade():
                     self.handle_websocket_upgrade()
                     return
-                # The parser takes the rest for another protocol: a new one reads the head again.
+                # The parser stops at an upgrade; a new parser reads the head without the upgrade.
                 head = self._head_without_upgrade()
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -145,7 +145,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         super().handle_websocket_upgrade()
-        # It holds methods of this protocol, which would wait for the garbage collector with it.
+        # The parser refers to this protocol: break the cycle so that both are freed at once.
         self.parser = cast("Any", None)
 
     def _should_upgrade(self) -> bool:
@@ -179,7 +179,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _FaultError(too_large("Headers" if self._in_head else "Trailers"))
         if self._in_head:
             super().on_header(name, value)
-        # A trailer is dropped: whoever checked the head has not seen it.
+        # A trailer is dropped: checks of the head have not seen it.
 
     def on_headers_complete(self) -> None:
         version, method = self.parser.get_http_version(), self.parser.get_method().decode("ascii")
@@ -212,7 +212,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._excess_bytes = 0
         super().on_message_complete()
         if not self.parser.should_keep_alive():
-            # A trailer may say so, and the parser reads no further.
+            # A trailer may have demanded the close; the parser then reads no further.
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
@@ -233,7 +233,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._in_head or self._held:
-            message = f"No whole head of a request came in {_HEAD_TIMEOUT_S:g} s."
+            message = f"The request line and headers did not arrive within {_HEAD_TIMEOUT_S:g} s."
             self._refuse(HttpFault(408, "request_timeout", message))
         else:
             self.transport.close()

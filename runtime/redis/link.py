@@ -192,7 +192,7 @@ class RedisLink:
                 self._wire = RedisWire(self._connection, _TIMEOUT_S, self._answer, self._lose)
         except (RedisError, OSError) as error:
             if isinstance(error, BrokenConnectionError):
-                # What it left may break again: the next attempt begins without it.
+                # The connection may be broken for good: the next attempt opens a new one.
                 self._connection = None
                 pool.reset()  # type: ignore[no-untyped-call]
             self._lose([], error)

@@ -273,7 +273,10 @@ class Puller:
                 self._preparation.repeated.answer(leased.job, leased.lease, mine, former.claim)
                 return
         except BusUnavailableError as error:
-            logger.warning("a repeated job comes again", extra={"reason": error.message})
+            logger.warning(
+                "a repeated job could not be answered; it will be delivered again",
+                extra={"reason": error.message},
+            )
             return
         self._by_model[former.job.model].runner.complete(former)
         self.accept(leased)

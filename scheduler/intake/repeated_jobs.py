@@ -25,12 +25,12 @@ _MAX_FOLLOWING = 256
 
 
 class RepeatedJobs:
-    """Tells a message's job from the job that has its request id.
+    """Answers messages whose request id belongs to an earlier message.
 
-    The same job, published again for another reader, gets the answer of the first: what its worker
-    has and what it makes from then on, or the stored result. Another job under the same id gets
-    ``duplicate``. While the first job is under way, a message with the same ``reply`` gets nothing
-    of its own, since its reader has what the first job sends.
+    The same job, published again for another reader, gets the answer of the first: the frames that
+    its worker has and makes from then on, or the stored result. Another job under the same id gets
+    ``duplicate``. While the first job runs, a message with the same ``reply`` gets no frames of its
+    own, since its reader receives those of the first job.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -81,12 +81,15 @@ class RepeatedJobs:
                     if not self._followers[request_id]:
                         del self._followers[request_id]
             else:
-                # The first may store a result yet, which this one must not be in the way of.
+                # The first job may still store a result, which this one must not prevent.
                 is_shared = first.tenant in ("", job.tenant)
                 awaits_result = is_shared and not is_over
                 await context.finalizer.finish_repeated(job, lease, awaits_result=awaits_result)
         except BusUnavailableError as error:
-            logger.warning("a repeated job comes again", extra={"reason": error.message})
+            logger.warning(
+                "a repeated job could not be answered; it will be delivered again",
+                extra={"reason": error.message},
+            )
 
     def _may_follow(self, job: Job) -> bool:
         return (

@@ -36,9 +36,9 @@ class _Publisher(msgspec.Struct, frozen=True):
 
 
 class JobAdmission:
-    """Sets aside what jobs may use, once
-    however often they are delivered and by whichever scheduler. Whoever ends a job settles that,
-    before it is acknowledged: a worker what was used, the scheduler that nothing was."""
+    """Reserves what jobs may use of their tenants' limits: once for each job, however often it is
+    delivered and by whichever scheduler. The reservation is settled before the job is acknowledged:
+    by the worker that ends it with what was used, by a scheduler that ends it with nothing."""
 
     def __init__(
         self, keeper: LimitKeeper, prices: Callable[[str], PriceBook], clock: Clock

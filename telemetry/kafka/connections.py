@@ -1,4 +1,4 @@
-"""The connections of aiokafka's clients: their errors, and the end of one whose broker is gone."""
+"""Connections of aiokafka's clients: their errors, and the end of one whose broker is dead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiokafka.errors import KafkaError
 
 from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 
-# A broker may take its time to answer; its machine acknowledges keepalive probes.
+# A broker may answer late; its machine still acknowledges keepalive probes.
 _SILENCE_S = 10.0
 _ERRORS = ConnectionErrors(KafkaError)
 
@@ -24,5 +24,5 @@ async def connect(*arguments: Any, **options: Any) -> AIOKafkaConnection:
 
 
 def install() -> None:
-    """Have every client of aiokafka in this process connect so: it offers no other place."""
+    """Replace the connect function of aiokafka in this process: aiokafka has no option for it."""
     client.create_conn = connect

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 # ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
 _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
-# A query may take long without a word; the server's machine acknowledges keepalive probes.
+# A query may run for long without an answer; the machine still acknowledges keepalive probes.
 _SILENCE_S = 10.0
 _ERRORS = ConnectionErrors(ClickHouseError)
 
 
 def server_address(config: ClickHouseConfig) -> SplitResult:
-    """The parts of ``clickhouse.url``. Raises ConfigError for what is no such address."""
+    """The parts of ``clickhouse.url``. Raises ConfigError for an invalid address."""
     try:
         parts = urlsplit(config.url)
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname)
@@ -45,8 +45,8 @@ def server_address(config: ClickHouseConfig) -> SplitResult:
 
 
 def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
-    """What connects to the server at ``config.url``. Raises ConfigError that names the setting at
-    fault."""
+    """A function that connects to the server at ``config.url``. Raises ConfigError that names the
+    wrong setting."""
     parts = server_address(config)
     return functools.partial(
         _get_client,

@@ -39,7 +39,7 @@ class EmbeddedReader(Reader):
         self._database = database
         self._path = path
         self._known: dict[str, str] = {}
-        # By whether they quote integers. One is open from the start: the engine lives as long.
+        # Idle connections by whether they quote integers. One stays open, and with it the engine.
         self._idle: dict[bool, queue.SimpleQueue[Any]] = {
             quotes: queue.SimpleQueue() for quotes in (False, True)
         }
@@ -58,7 +58,7 @@ class EmbeddedReader(Reader):
         return connection
 
     def _connection(self, *, quotes_integers: bool) -> Any:
-        """One that no other thread has; there are never more of a kind than threads."""
+        """A connection for this thread alone. Each kind has at most one connection a thread."""
         try:
             return self._idle[quotes_integers].get_nowait()
         except queue.Empty:

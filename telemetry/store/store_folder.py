@@ -1,4 +1,4 @@
-"""Who has an embedded store open: the engine locks a file in the store's folder."""
+"""Finds out whether a process has an embedded store open, by the lock on a file in its folder."""
 
 from __future__ import annotations
 

@@ -58,13 +58,30 @@ async def test_five_unforeseen_failures_in_a_minute_are_the_end() -> None:
     task.cancel()
 
 
-@pytest.mark.parametrize("error", [BusUnavailableError("away"), OSError("away"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        BusUnavailableError("away"),
+        OSError("away"),
+        KeyError("x"),
+        ExceptionGroup("", [OSError("away"), ExceptionGroup("", [KeyError("x")])]),
+    ],
+)
 async def test_what_is_foreseen_is_never_the_end(error: Exception) -> None:
     noted = Noted()
     run = keep_running("loop", lambda: fail_on(error), noted.clock, foreseen=(KeyError,))
     task = asyncio.create_task(run)
     await noted.clock.advance(300)
     assert not noted.failures.trouble
+    task.cancel()
+
+
+async def test_a_group_with_an_unforeseen_error_is_unforeseen() -> None:
+    noted = Noted()
+    group = ExceptionGroup("", [OSError("away"), RuntimeError("x")])
+    task = asyncio.create_task(keep_running("loop", lambda: fail_on(group), noted.clock))
+    await noted.clock.advance(5)
+    assert noted.failures.trouble
     task.cancel()
 
 

@@ -40,7 +40,7 @@ class WorkerMetrics(Collector):
         self._workers.append(_Watched((model, name), engine, worker))
 
     def forget(self, worker: Worker) -> None:
-        """Tell no more of a worker that is over, if it was told of."""
+        """Remove a worker that has ended; do nothing if it is not there."""
         self._workers = [one for one in self._workers if one.worker is not worker]
 
     @property

@@ -161,7 +161,7 @@ class Worker:
                 await self._release(sends=False)
             raise error from None
         except* Exception:
-            # Others go on with what it has; what it made and did not send, they make again.
+            # Other workers take over its requests; they generate unsent tokens again.
             await self._release(sends=False)
             raise
         finally:

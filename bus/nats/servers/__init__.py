@@ -1,1 +1,1 @@
-"""Which server of a cluster a client uses, and what it does when that one is gone."""
+"""The choice of a server in a NATS cluster, and what a client does when its server is gone."""

@@ -1,5 +1,5 @@
-"""nats-py's client with what it lacks: one type of error of its connections, and an end of those
-whose server is gone without a word."""
+"""nats-py's client with two additions: one type of error for its connections, and a watchdog that
+ends a connection whose server is silent."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 # seconds: time in which this process stood still is not the server's silence.
 _LOOK_EVERY_S = 0.5
 _MAX_SILENT_LOOKS = 4
-# What is sent has to be acknowledged by the server's machine in this time.
+# The server's machine must acknowledge sent data within this time.
 _UNACKNOWLEDGED_S = 2.5
 _RETRY_WAIT_S = 0.1
 _clock = SystemClock()
 _ERRORS = ConnectionErrors(nats.errors.Error)
 _REFUSED = re.compile(r"authorization|authentication|credential|account|nonce", re.IGNORECASE)
-# Of one subject: the connection stays.
+# Such an error is about one subject; the connection stays open.
 _NO_PERMISSION = "permissions violation"
 
 
 def is_refusal(message: str) -> bool:
-    """Whether a server's error says that it does not take us."""
+    """Whether a server's error refuses this client's credentials or account."""
     return bool(_REFUSED.search(message)) and _NO_PERMISSION not in message.lower()
 
 
 class NoTlsError(nats.errors.Error):
-    """The server has no TLS, which is demanded: it is told nothing of us."""
+    """TLS is required and the server does not offer it. No credentials were sent."""
 
 
 class ClosedAtOnceError(nats.errors.Error):
@@ -48,8 +48,8 @@ class ClosedAtOnceError(nats.errors.Error):
 
 
 class _Tcp(TcpTransport):
-    """``abort`` ends it without waiting for what is unsent. The end of a handshake that failed is
-    not waited for: asyncio would never tell of it."""
+    """A TCP transport. ``abort`` ends it without waiting for unsent data. ``wait_closed`` returns
+    at once after an abort or a failed TLS handshake, whose end asyncio never reports."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class _Tcp(TcpTransport):
 
 
 class _WebSocket(WebSocketTransport):
-    """The same for ``ws://`` and ``wss://``."""
+    """A transport for ``ws://`` and ``wss://`` with the same additions as ``_Tcp``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Watchdog:
             self._timer = None
 
     def _wait(self) -> None:
-        # Together with what else a resting process does: its wake-ups are what it costs.
+        # At a beat that timers of this process share, so that an idle process wakes up less often.
         rest_s = until_beat_s(_clock, _LOOK_EVERY_S)
         self._timer = asyncio.get_running_loop().call_later(rest_s, self._look)
 
@@ -192,8 +192,8 @@ async def _told(work: Awaitable[None]) -> None:
     try:
         await work
     except (nats.errors.Error, OSError) as error:
-        # The end of the connection, of which the client hears by its own ways, too.
-        logger.debug("nats", extra={"cause": repr(error)})
+        # The connection ended, which the client notices by itself as well.
+        logger.debug("a check of the NATS connection failed", extra={"cause": repr(error)})
 
 
 class SecureClient(Client):
@@ -218,7 +218,7 @@ class SecureClient(Client):
 
     @property
     def server_id(self) -> str:
-        """What the server calls itself; another one after each of its starts."""
+        """The id of the server, which changes whenever it starts."""
         return str(self._server_info.get("server_id", ""))
 
     @property
@@ -228,11 +228,12 @@ class SecureClient(Client):
 
     @property
     def is_moving(self) -> bool:
-        """Whether it leaves its server of its own accord."""
+        """Whether this client is about to leave its server by ``move_to``."""
         return self._first_choice is not None
 
     async def move_to(self, server: Srv) -> None:
-        """Go on at another server. The present one gets what was published before."""
+        """Move the connection to another server. What was published before goes to the present
+        one."""
         if self.is_connected:
             self._first_choice = server
             await self.force_reconnect()
@@ -248,14 +249,14 @@ class SecureClient(Client):
         return transport.num_reads if isinstance(transport, _Tcp | _WebSocket) else 0
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """Of a task that waits for the flush of a full buffer, the client drops a cancellation."""
+        """Raise a cancellation that nats-py drops while a task waits for a full buffer's flush."""
         flushed = await super()._flush_pending(force_flush)
         if force_flush and (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError
         return flushed
 
     async def _on_silence(self) -> None:
-        logger.warning("the NATS server is silent; its connection is given up")
+        logger.warning("the NATS server sends nothing; the connection is closed")
         await self._process_op_err(nats.errors.StaleConnectionError())
 
     async def _connect_to_server(self, s: Srv) -> None:
@@ -314,14 +315,14 @@ class SecureClient(Client):
         if self._status == Client.CONNECTED:
             self._watchdog.start()
             return
-        # It hung up without a word, which the client takes for a welcome.
+        # The server closed the connection without a greeting, which nats-py takes for success.
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
             if task is not None:
                 task.cancel()
         raise ClosedAtOnceError("the server closed the connection")
 
     async def _process_err(self, err_msg: str) -> None:
-        """The client would close itself for good."""
+        """Reconnect after an error of the server: nats-py would close for good."""
         error = nats.errors.Error(f"nats: {err_msg}")
         await self._error_cb(error)
         if _NO_PERMISSION not in err_msg.lower():

@@ -1,4 +1,4 @@
-"""Another way to a worker, where the servers of a cluster do not see one another.
+"""Reaches a worker over another server when servers of a cluster cannot see each other.
 
 NATS passes messages on between two servers only directly: while the link of two of them is down,
 their clients do not reach each other, although a third server reaches both.
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 0.5
 _MOVE_TIMEOUT_S = 2.0
-# A worker that no server reached is not sought again for so long.
+# After a search without success, the same worker is not searched for during this time.
 _PAUSE_S = 2.0
 
 
 class Detours:
-    """Moves a connection to another server, if a worker answers there that is silent here. One
-    search at a time: a move helps all who wait."""
+    """Moves a connection to another server if a worker that is silent here answers there. One
+    search runs at a time; a move ends the search of all callers that wait."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -40,8 +40,9 @@ class Detours:
     async def reach(
         self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
     ) -> bool:
-        """Whether the connection moved to a server over which the worker does ``command``, or has
-        just moved. Of several such servers it is the one over which most of ``others`` answer."""
+        """Move to a server over which the worker does ``command``; of several such servers to the
+        one over which most of ``others`` answer. True if the connection moved, also for another
+        caller while this one waited."""
         num_moves = self._num_moves
         async with self._searching:
             if self._num_moves > num_moves:
@@ -53,7 +54,7 @@ class Detours:
                 return False
             self._num_moves += 1
             logger.warning(
-                "a worker is reached over another NATS server only; this process moves there",
+                "a worker answers only over another NATS server; the connection moves there",
                 extra={"worker_id": worker_id, "url": redact_urls(server.uri.geturl())},
             )
             await self._connection.move_to(server)
@@ -94,7 +95,10 @@ class Detours:
                 *(control.command(name, command, timeout_s) for name in (worker_id, *others))
             )
         except MillraceError as error:
-            logger.debug("a server does not help", extra={"cause": error.message})
+            logger.debug(
+                "the worker cannot be reached over another NATS server either",
+                extra={"cause": error.message},
+            )
             return 0
         finally:
             await connection.close()

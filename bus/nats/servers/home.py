@@ -1,7 +1,7 @@
-"""The way back of a client to the server at which it began.
+"""Moves a client back to the server of its first connection.
 
-A rolling restart takes every client away from its server, and without a way back all of them end up
-at the servers that were restarted first.
+A rolling restart moves every client away from its server. Without a way back all clients end up at
+the servers that were restarted first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 1.0
 _GREETING = b"INFO "
-# Between two looks, in seconds; random, so that clients do not move together.
+# Pause between two checks, in seconds: random, so that clients do not all move at once.
 _PAUSES_S = (20.0, 60.0)
 
 
 class Home:
-    """Takes ``client`` back to the server of its first connection some time after a loss, once that
-    server greets and is not about to stop. A client moves once for each loss."""
+    """Moves ``client`` back to its home, the server of its first connection, 20 to 60 s after a
+    loss, once that server sends its greeting and is not shutting down. A client moves once for each
+    loss."""
 
     def __init__(self, client: SecureClient) -> None:
         self._client = client
@@ -57,7 +58,7 @@ class Home:
         while self._is_away and not self._client.is_closed:
             await asyncio.sleep(random.uniform(*_PAUSES_S))
             if server is not self._server:
-                return  # another one is home by now
+                return  # the home was changed meanwhile
             greeting = await _greeting_of(server) if self._client.is_connected else None
             if greeting is None or greeting.get("ldm"):
                 continue
@@ -65,7 +66,7 @@ class Home:
                 self._server = self._client.server  # it has two addresses
                 return
             logger.info(
-                "this process goes back to its NATS server",
+                "the connection moves back to its first NATS server",
                 extra={"url": redact_urls(server.uri.geturl())},
             )
             await self._client.move_to(server)
@@ -87,5 +88,5 @@ async def _greeting_of(server: Srv) -> dict[str, Any] | None:
         return {}
     try:
         return dict(json.loads(line.removeprefix(_GREETING)))
-    except ValueError:
+    except (TypeError, ValueError):
         return None

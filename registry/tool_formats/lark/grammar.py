@@ -1,8 +1,9 @@
-"""Lark grammars of a text as one regular expression, for what can be held to nothing else.
+"""Lark grammars, translated to one regular expression.
 
-A text within a call is a string in JSON or stands between tags. The grammar library can hold such
-a string to a regular expression, whatever escapes the string needs. So a grammar is kept if it is
-regular: its rules refer to themselves at their end or at their beginning only.
+The input of a freeform tool is a JSON string or stands between tags. The grammar library can hold
+such a string to a regular expression only, whatever escapes the string needs. A grammar can
+therefore be kept if it is regular: each rule refers to itself only at its end or only at its
+beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from millrace.registry.tool_formats.lark.reader import (
 
 MAX_PATTERN_CHARACTERS = 16_384
 MAX_RULES = 512
-# Rules that lead to one another are solved anew on each way.
+# Rules that refer to one another are solved again on each path.
 _MAX_STEPS = 4_000
 START = "start"
 _NOTHING: Mapping[str, str] = {}
@@ -46,9 +47,9 @@ class _Form:
 
 @lru_cache(maxsize=64)
 def pattern_of_lark(text: str) -> str:
-    """The regular expression that a whole text must match. Raises LarkSyntaxError for a text that
-    is no grammar, NoPatternError for a regular expression in it that is none, and NotKeptError for
-    a grammar that no regular expression is."""
+    """The regular expression that a whole text must match. Raises LarkSyntaxError for an invalid
+    grammar, NoPatternError for an invalid regular expression in it, and NotKeptError for a grammar
+    that no regular expression can express."""
     _check_length(text)
     try:
         return _pattern_of_lark(text)
@@ -93,6 +94,7 @@ class _Solver:
         self._solved: dict[str, str] = {}
         self._num_steps_left = _MAX_STEPS
         self._reached: dict[str, frozenset[str]] = {}
+        self._named: dict[str, set[str]] = {}
 
     def pattern_of(self, name: str) -> str:
         known = self._solved.get(name)
@@ -112,7 +114,7 @@ class _Solver:
         return known
 
     def pattern_of_node(self, node: Node) -> str:
-        """Of a terminal that has no name."""
+        """The pattern of a terminal without a name."""
         return self._form(node, (), is_left=False).fixed or ""
 
     def _solve(self, name: str, opened: tuple[str, ...], *, is_left: bool) -> _Form:
@@ -172,16 +174,23 @@ class _Solver:
             found: set[str] = set()
             waiting = [name]
             while waiting:
-                for other in _references(self._rules[waiting.pop()]):
+                for other in self._named_in(waiting.pop()):
                     if other not in found:
                         found.add(other)
                         waiting.append(other)
             known = self._reached[name] = frozenset(found)
         return known
 
+    def _named_in(self, name: str) -> set[str]:
+        """The rules that a rule names itself."""
+        known = self._named.get(name)
+        if known is None:
+            known = self._named[name] = _references(self._rules[name])
+        return known
+
 
 class _NotLinearError(Exception):
-    """A rule refers to itself somewhere else than at one end."""
+    """A rule refers to itself in its middle or at both ends."""
 
 
 def _is_terminal(name: str) -> bool:

@@ -10,17 +10,17 @@ _LOOKS = ("(?=", "(?!", "(?<=", "(?<!", "(?>", "(?(", "(?#", "(?P=", "(?R")
 _EDGES = frozenset("bBAZzG")
 _KNOWN_FLAGS = frozenset("ismuU")
 _POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
-# Written so, because a following letter would make another escape of it for those who search the
-# pattern for escapes.
+# Hexadecimal, because code that searches a pattern for escapes would join a plain backslash with
+# the letter behind it.
 _BACKSLASH = r"\x5c"
 
 
 class NotKeptError(ValueError):
-    """No answer can be held to this here; the message says why."""
+    """A pattern or grammar that answers cannot be held to. The message says why."""
 
 
 class NoPatternError(ValueError):
-    """The text is no regular expression; the message says why."""
+    """The text is not a valid regular expression. The message says why."""
 
 
 def plain_pattern(text: str, flags: str = "") -> str:
@@ -58,7 +58,7 @@ def _is_escaped(text: str, at: int) -> bool:
 
 
 class _Plain:
-    """Writes an expression anew, piece by piece."""
+    """Rewrites an expression piece by piece."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -117,7 +117,9 @@ class _Plain:
             self._write("(?:", 1)
             return
         if rest.startswith(_LOOKS):
-            raise NotKeptError("a regular expression looks around or back")
+            raise NotKeptError(
+                "a regular expression looks around (look-ahead, look-behind) or refers back"
+            )
         if named := _GROUP_NAME.match(rest):
             self._write("(?:", named.end())
             return

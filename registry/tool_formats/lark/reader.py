@@ -1,4 +1,4 @@
-"""Grammars in Lark's notation, as far as texts of tools are described by them."""
+"""Parser for the subset of Lark's grammar notation that describes the input of tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.registry.tool_formats.lark.plain_pattern import (
 
 
 class LarkSyntaxError(ValueError):
-    """The text is no grammar; the message names the line."""
+    """The text is not a valid grammar. The message names the line."""
 
 
 class Pattern(NamedTuple):
@@ -31,19 +31,19 @@ class Reference(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One behind the other."""
+    """Nodes that follow one another."""
 
     nodes: tuple[Node, ...]
 
 
 class Alternatives(NamedTuple):
-    """One of several."""
+    """Nodes of which one matches."""
 
     nodes: tuple[Node, ...]
 
 
 class Repeated(NamedTuple):
-    """``least`` to ``most`` times; None: without a bound."""
+    """A node that is repeated ``least`` to ``most`` times; None: without an upper bound."""
 
     node: Node
     least: int
@@ -83,7 +83,8 @@ _STRING_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _STRING_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 _MAX_DEPTH = 64
 _MAX_TOKENS = 4_096
-# Terminals that Lark's own library has.
+_MAX_DIGITS = 4
+# The terminals of Lark's library ``common``.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[0-9a-fA-F]",
@@ -110,8 +111,8 @@ _COMMON = {
 
 
 def read_lark(text: str) -> LarkGrammar:
-    """Raises LarkSyntaxError for a text that is no grammar or names a rule that it does not have,
-    and NotKeptError for what is Lark's but not known here."""
+    """Parse a grammar. Raises LarkSyntaxError for an invalid grammar or an undefined rule, and
+    NotKeptError for features of Lark that are not supported."""
     reader = _Reader(list(islice(_tokens(text), _MAX_TOKENS)))
     reader.read()
     rules = reader.rules
@@ -139,7 +140,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _Reader:
-    """Reads statements one by one. A line that begins with ``|`` goes on with the one before it."""
+    """Reads statements one by one. A line that begins with ``|`` continues the line before it."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self.rules: dict[str, Node] = {}
@@ -295,7 +296,9 @@ class _Reader:
 
     def _number(self) -> int:
         token = self._take("number")
-        number = int(token.text)
+        digits = token.text.lstrip("0") or "0"
+        # Python refuses to read a number of thousands of digits.
+        number = int(digits) if len(digits) <= _MAX_DIGITS else -1
         if not 0 <= number <= 1_000:
             raise LarkSyntaxError(f"line {token.line}: a count is between 0 and 1000")
         return number

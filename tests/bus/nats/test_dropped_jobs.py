@@ -126,3 +126,42 @@ async def test_more_than_can_be_checked(server: Server, monkeypatch: pytest.Monk
     assert await server.pass_s(5.0) == [b"2", b"3"]
     server.publish(b"5")
     assert await server.pass_s(5.0) == [b"2", b"3", b"5"]
+
+
+async def test_more_bytes_than_can_be_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dropped_jobs, "_MAX_PENDING_BYTES", 2)
+    server.publish(b"1")
+    server.announce()
+    for payload in (b"22", b"3", b"4"):
+        server.publish(payload)
+    assert await server.pass_s(5.0) == [b"22"]
+    counts = [vars(record).get("num_unchecked", 0) for record in caplog.records]
+    assert sum(counts) == 2
+    server.publish(b"55")
+    assert await server.pass_s(5.0) == [b"22", b"55"]
+
+
+async def test_an_announcement_while_others_are_looked_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def get(*_: object) -> None:
+        server.announce("late")
+
+    monkeypatch.setattr(jetstream, "get", get)
+    server.publish(b"1")
+    server.announce()
+    server.publish(b"2")
+    server.publish(b"3", "late")
+    assert await server.pass_s(5.0) == [b"2"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_ids_of_any_length(server: Server) -> None:
+    message_id = "long" * 1000
+    server.publish(b"1", message_id)
+    server.announce(message_id)
+    server.publish(b"2", message_id)
+    server.publish(b"3", message_id + "er")
+    assert await server.pass_s(5.0) == [b"2"]

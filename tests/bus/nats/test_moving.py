@@ -90,3 +90,23 @@ async def test_what_is_published_by_a_client_that_moves_arrives(servers: list[Na
         await publishing
         await eventually(lambda: len(seen) == len(taken))
         assert seen == Counter(taken)
+
+
+async def test_an_object_that_is_over_hears_of_no_reconnect(servers: list[NatsServer]) -> None:
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def note(self) -> None:
+            heard.append(self._name)
+
+    heard: list[str] = []
+    over, stays = Listener("over"), Listener("stays")
+    async with connected(config_of(servers), 1) as [connection]:
+        connection.on_reconnect(over.note)
+        connection.on_reconnect(stays.note)
+        connection.on_reconnect(lambda: heard.append("function"))
+        del over
+        [other] = connection.other_servers
+        await connection.move_to(other)
+        await eventually(lambda: heard == ["stays", "function"])

@@ -142,7 +142,7 @@ async def test_other_codings_are_refused_with_those_that_are_taken(
         ("zstd", zstd.compress(_BODY)[:-1], "ends before its zstd data does"),
         ("gzip", gzip.compress(_BODY)[:-8] + b"12345678", "is not valid gzip"),
         ("gzip", gzip.compress(_BODY) + b"more", "is not valid gzip"),
-        ("deflate", zlib.compress(_BODY) + b"more", "goes on behind the end"),
+        ("deflate", zlib.compress(_BODY) + b"more", "has data after the end"),
         ("gzip, zstd", zstd.compress(_BODY), "is not valid gzip"),
         ("gzip, zstd", zstd.compress(gzip.compress(_BODY)[:-1]), "before its gzip data does"),
     ],

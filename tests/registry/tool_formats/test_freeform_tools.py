@@ -188,6 +188,8 @@ def test_what_no_regular_expression_keeps(grammar: str, why: str) -> None:
         ('start "a"', "line 1: '\"a\"' is not expected there"),
         ('start: ("a"', "line 1: the end is not expected there"),
         ('start: "a', "line 1: '\"a' is not understood"),
+        ('start: "a"~1001', "line 1: a count is between 0 and 1000"),
+        ('start: "a"~' + "9" * 5000, "line 1: a count is between 0 and 1000"),
         ("", "it has no rule start"),
     ],
 )

@@ -50,10 +50,10 @@ class GrammarCompiler:
     """Gives each sequence a matcher of its own, and then calls it ready.
 
     ``compile_grammar`` is called once for each grammar that is not among the
-    ``MAX_CACHED_GRAMMARS`` that are kept, refusals too. It runs on ``num_helpers`` threads, whose
-    time tenants share; what is kept waits for none of them. Where there is no more room, the tenant
-    that has the most gives up its oldest. ``on_settled`` is called on one of these threads when
-    sequences are ready or over.
+    ``MAX_CACHED_GRAMMARS`` in the cache, which also has refusals. It runs on ``num_helpers``
+    threads, whose time tenants share; a cached grammar waits for none of them. When the cache is
+    full, the tenant with the most grammars loses its least recently used one. ``on_settled`` is
+    called on one of these threads when sequences are ready or over.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GrammarCompiler:
             self._quick.submit(task)
 
     def run_soon(self, task: Callable[[], None]) -> None:
-        """Have something else done that grammars need."""
+        """Run another task of grammars on the thread that compiles nothing."""
         self._quick.submit(task)
 
     def pop_settled(self) -> list[Settled]:
@@ -143,7 +143,7 @@ class GrammarCompiler:
             return known.start.result()
 
     def _must_compile(self, grammar: Grammar | None) -> bool:
-        """Whether it is not known yet what comes of the grammar, if there is one."""
+        """Whether there is a grammar whose compilation has not ended."""
         if grammar is None:
             return False
         with self._lock:

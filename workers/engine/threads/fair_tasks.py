@@ -1,4 +1,4 @@
-"""Threads for tasks of several owners, none of which may hold up the others."""
+"""Threads shared fairly between the tasks of several owners."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millrace.workers.engine.threads.tasks import Task, TaskThreads
 
 
 class FairTasks:
-    """Runs tasks on ``count`` threads, the next one always of the owner who has used the least
-    time. Each owner's tasks run in the order in which they come.
+    """Runs tasks on ``count`` threads. The next task is always one of the owner who has used the
+    least time. Each owner's tasks run in order of arrival.
 
-    One owner has at most ``count`` - 1 threads at a time (but at least one), so that a thread is
-    free for another one's first task. Time is counted from the moment at which an owner's tasks
-    meet those of others: who was idle has saved nothing.
+    One owner has at most ``count`` - 1 threads at a time, and at least one, so that a thread is
+    free for another owner's first task. An owner who was idle gets no credit for that time: it
+    starts with the used time of the owner whose task began last.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FairTasks:
 
 
 class OwnedTask:
-    """A task, and whose time it takes."""
+    """A task and the owner whose time it uses."""
 
     def __init__(self, owner: str, task: Task) -> None:
         self.owner = owner
@@ -47,9 +47,9 @@ class OwnedTask:
 
 
 class FairQueue:
-    """The tasks that wait, and what time each owner's tasks took. For several threads.
+    """The waiting tasks and the time that each owner has used. Safe for several threads.
 
-    A task that ``get`` gives must be run: that counts its time."""
+    A task that ``get`` returns must be run: running it counts its time."""
 
     def __init__(self, max_running: int, monotonic: Callable[[], float]) -> None:
         self._max_running = max_running
@@ -58,7 +58,7 @@ class FairQueue:
         self._waiting: dict[str, collections.deque[Task]] = {}
         self._running: collections.Counter[str] = collections.Counter()
         self._used_s: dict[str, float] = {}
-        # What the owner had used whose task began last.
+        # The time that the owner of the most recently started task had used.
         self._level_s = 0.0
         self._num_ends = 0
 
