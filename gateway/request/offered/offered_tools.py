@@ -60,11 +60,13 @@ class ToolReference(NamedTuple):
 
 class AskedChoice(NamedTuple):
     """``tool_choice`` as it was asked for: the tool that is ``named`` goes with NAMED only, and of
-    the tools in ``allowed`` one may be called; None: of all."""
+    the tools in ``allowed`` one may be called; None: of all. ``where`` is the field that holds
+    these."""
 
     mode: ToolMode = ToolMode.AUTO
     named: ToolReference = ToolReference()
     allowed: tuple[ToolReference, ...] | None = None
+    where: str = _CHOICE
 
 
 class OfferedTools(NamedTuple):
@@ -94,7 +96,7 @@ def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTool
     """Raises ParameterError for tools of one name, for a tool that is not there, and for a choice
     that demands a tool that is left out."""
     _check(given)
-    allowed = given if asked.allowed is None else _allowed(given, asked.allowed)
+    allowed = given if asked.allowed is None else _allowed(given, asked)
     choice = ToolChoice(mode=asked.mode)
     if asked.mode is ToolMode.NAMED:
         choice = ToolChoice(mode=ToolMode.NAMED, name=_named(given, asked.named))
@@ -134,17 +136,19 @@ def asked_choice(value: Any) -> AskedChoice:
     if value.get("type") != "allowed_tools":
         return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
     body = value.get("allowed_tools", value)
+    # Chat completions have an object within the object, responses do not.
+    where = _CHOICE if body is value else f"{_CHOICE}.allowed_tools"
     if not isinstance(body, dict) or body.keys() - {"type"} != {"mode", "tools"}:
         raise ParameterError(_CHOICE, _FORMS)
     if body["mode"] not in ("auto", "required"):
-        raise ParameterError(f"{_CHOICE}.mode", "The mode of allowed_tools is auto or required.")
+        raise ParameterError(f"{where}.mode", "The mode of allowed_tools is auto or required.")
     tools = body["tools"]
     if not isinstance(tools, list) or not 1 <= len(tools) <= _MAX_REFERENCES:
         raise ParameterError(
-            f"{_CHOICE}.tools", f"allowed_tools names 1 to {_MAX_REFERENCES} tools in tools."
+            f"{where}.tools", f"allowed_tools names 1 to {_MAX_REFERENCES} tools in tools."
         )
-    named = [_reference(tool, f"{_CHOICE}.tools[{i}]") for i, tool in enumerate(tools)]
-    return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named))
+    named = [_reference(tool, f"{where}.tools[{i}]") for i, tool in enumerate(tools)]
+    return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named), where=where)
 
 
 def _reference(value: Any, where: str) -> ToolReference:
@@ -186,10 +190,11 @@ def _fits(tool: GivenTool, reference: ToolReference) -> bool:
     return reference.name in names or "" in (reference.name, tool.name)
 
 
-def _allowed(given: Sequence[GivenTool], references: Sequence[ToolReference]) -> list[GivenTool]:
+def _allowed(given: Sequence[GivenTool], asked: AskedChoice) -> list[GivenTool]:
+    references = asked.allowed or ()
     for i, reference in enumerate(references):
         if not any(_fits(tool, reference) for tool in given):
-            where = f"{_CHOICE}.tools[{i}]"
+            where = f"{asked.where}.tools[{i}]"
             raise ParameterError(where, f"{where}: there is no tool {str(reference)!r:.100}.")
     return [tool for tool in given if any(_fits(tool, one) for one in references)]
 
