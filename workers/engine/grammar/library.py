@@ -16,6 +16,7 @@ from llguidance import (
 )
 
 from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
+from millrace.registry.json_schemas.patterns import ends_within_escape
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import SCHEMA_SETTINGS, TOOL_MARK, Grammar, GrammarKind
 
@@ -185,9 +186,19 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return _json_source(grammar.text)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return LLMatcher.grammar_from_regex(_checked_regex(grammar.text))
         case GrammarKind.EBNF:
             return grammar_from("ebnf", grammar.text)
+
+
+def _checked_regex(text: str) -> str:
+    """The text, unless it ends within an escape, which the library leaves out. Raises
+    GrammarError."""
+    if ends_within_escape(text):
+        raise GrammarError(
+            "The grammar cannot be used: the regular expression ends in a lone backslash"
+        )
+    return text
 
 
 def _json_source(text: str) -> str:
