@@ -137,7 +137,7 @@ def _starlette(gateway: Gateway) -> Starlette:
         *scoring_endpoints(gateway),
         *classify_endpoints(gateway),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[
             *Api(gateway).routes(),
             *(route for one in pooled for route in one.routes()),
@@ -165,6 +165,9 @@ def _starlette(gateway: Gateway) -> Starlette:
             Exception: _answer_bug,
         },
     )
+    # A slash at a path's end is dropped above: a redirection that adds one would never end.
+    app.router.redirect_slashes = False
+    return app
 
 
 def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:

@@ -33,6 +33,7 @@ from millrace.registry.catalogue import load_catalogue
 from millrace.registry.rollouts.versions import INITIAL, SEPARATOR, Versions
 from millrace.schemas.config import Config
 from millrace.schemas.control import QueueStatus
+from millrace.schemas.errors import shown
 
 # A catalogue is read again once a second.
 _HEARD_WITHIN_S = 15.0
@@ -188,5 +189,5 @@ class LiveSystem:
 
 def _wish(request: AddModelRequest | RemoveModelRequest) -> str:
     if isinstance(request, AddModelRequest):
-        return f"add the model {request.name} ({request.model})"
-    return f"remove the model {request.name}"
+        return f"add the model {shown(request.name)} ({shown(request.model)})"
+    return f"remove the model {shown(request.name)}"

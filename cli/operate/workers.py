@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
+from millrace.cli.numbers import seconds_to_wait
 from millrace.cli.store_access import print_json
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
@@ -53,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     drain.add_argument("name", metavar="NAME")
     drain.add_argument(
         "--timeout",
-        type=float,
+        type=seconds_to_wait,
         default=30.0,
         metavar="S",
         help="seconds to wait until it is empty; 0: do not wait (default: %(default)s)",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
-from millrace.cli.numbers import whole_number
+from millrace.cli.numbers import seconds_to_wait, whole_number
 from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tenant", default="local", help="default: %(default)s")
     group.add_argument(
         "--timeout",
-        type=float,
+        type=seconds_to_wait,
         default=120.0,
         metavar="S",
         help="seconds to wait for the result (default: %(default)s)",
@@ -80,6 +80,7 @@ def build_job(arguments: argparse.Namespace) -> Job:
 
     prompt = _read_prompt(arguments)
     request_id = f"job-{uuid.uuid4().hex}"
+    check_names(request_id=request_id, tenant=arguments.tenant)
     try:
         return Job(
             request_id=request_id,
@@ -104,6 +105,19 @@ def build_job(arguments: argparse.Namespace) -> Job:
         # A model with an adapter is named by both.
         why = str(error).replace("model_requested", "--model and --adapter together")
         raise ParameterError("job", f"the job is not valid: {why}") from error
+
+
+def check_names(**names: str) -> None:
+    """Raises ParameterError for a name that no job has: the bus has no subject for it."""
+    from millrace.schemas.jobs import MAX_NAME_CHARACTERS, check_length
+
+    for name, value in names.items():
+        if not value:
+            raise ParameterError(name, f"{name} must not be empty")
+        try:
+            check_length(name, value, MAX_NAME_CHARACTERS)
+        except ValueError as error:
+            raise ParameterError(name, str(error)) from error
 
 
 def _requested(arguments: argparse.Namespace) -> str:

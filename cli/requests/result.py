@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from millrace.cli.endpoints import locate_nats
-from millrace.cli.requests.publish import add_bus_arguments
+from millrace.cli.requests.publish import add_bus_arguments, check_names
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,9 +22,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 once it is printed; 1 if the request failed or there is no result in time."""
+    """0 once it is printed; 1 if the request failed or there is no result in time. Raises
+    ParameterError for a name that no job has."""
     import uvloop
 
+    check_names(request_id=arguments.request_id, tenant=arguments.tenant)
     return uvloop.run(_fetch(arguments))
 
 

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 after q, or once it is printed; 128 and its number after a signal. Raises ParameterError,
     ConfigError and BusUnavailableError."""
-    if arguments.interval < _MIN_INTERVAL_S:
+    if not arguments.interval >= _MIN_INTERVAL_S:
         raise ParameterError("interval", f"--interval must be at least {_MIN_INTERVAL_S} s")
     return asyncio.run(_run(arguments))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from millrace.registry.json_schemas.bounds import kept_bounds
 from millrace.registry.json_schemas.counts import MAX, MIN, OF_THE_WHOLE, counted_forms
 from millrace.registry.json_schemas.exclusion import Exclusion
-from millrace.registry.json_schemas.patterns import followed_pattern
+from millrace.registry.json_schemas.patterns import ends_within_escape, followed_pattern
 from millrace.registry.json_schemas.productive import Productive, references
 from millrace.registry.json_schemas.walk import TYPES, listed, referred, table, types_of
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
@@ -283,6 +283,8 @@ _WHY_NO_COUNT = (
 
 
 def _why_not(pattern: str) -> str:
+    if ends_within_escape(pattern):
+        return f"{pattern!r:.80} ends in a lone backslash"
     return f"{pattern!r:.80} looks ahead or behind, refers to a group, or has a boundary within it"
 
 

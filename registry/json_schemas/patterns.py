@@ -14,8 +14,11 @@ def followed_pattern(pattern: str) -> str | None:
     """The pattern as a grammar can follow it; None if it cannot.
 
     Looks ahead and behind, references to groups, and boundaries within the pattern cannot be
-    followed. A pattern that is none at all is passed on: the library says what is wrong with it.
+    followed, nor can one that ends within an escape, which the library would leave out. Another
+    pattern that is none at all is passed on: the library says what is wrong with it.
     """
+    if ends_within_escape(pattern):
+        return None
     made: list[str] = []
     at, may_begin = 0, True
     while at < len(pattern):
@@ -53,9 +56,12 @@ def followed_pattern(pattern: str) -> str | None:
     return "".join(made)
 
 
+def ends_within_escape(pattern: str) -> bool:
+    """Whether the last backslash of the pattern escapes nothing."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
+
+
 def _is_known_escape(escape: str, letters: frozenset[str]) -> bool:
-    if len(escape) < 2:
-        return True  # it is no pattern
     character = escape[1]
     if character.isascii() and not character.isalnum():
         return character not in "<>"

@@ -116,6 +116,12 @@ def test_every_option_of_the_commands(
         ),
         (("publish", "--prompt", "x", "--max-tokens", str(10**25)), "is above 2147483647"),
         (("publish", "--prompt", "x\udcff"), "is not UTF-8 text"),
+        (("publish", "--prompt", "x", "--tenant", ""), "tenant must not be empty"),
+        (("publish", "--prompt", "x", "--timeout", "-1"), "'-1' must be 0 seconds or more"),
+        (("publish", "--prompt", "x", "--timeout", "nan"), "'nan' must be 0 seconds or more"),
+        (("result", "x" * 5_000), "request_id must have at most 128 characters"),
+        (("result", "x", "--tenant", "x" * 5_000), "tenant must have at most 128 characters"),
+        (("result", ""), "request_id must not be empty"),
     ],
 )
 async def test_jobs_that_no_bus_takes(
@@ -140,6 +146,8 @@ async def test_jobs_that_no_bus_takes(
         ),
         (("up", "--engine", "vllm", "--engine-arguments", "a 'b"), "--engine-arguments cannot be"),
         (("status", "--data", _LONG), "File name too long"),
+        (("workers", "drain", "w", "--timeout", "-1"), "'-1' must be 0 seconds or more"),
+        (("top", "--interval", "nan"), "--interval must be at least 0.2 s"),
         (("top", "--once", "--nats", "nats://["), "nats.url must look like"),
         (("top", "--once", "--nats", "nats://h:99999"), "nats.url must look like"),
         (("top", "--once", "--nats", "nats://u:p#w@h"), "Percent-encode the user name"),

@@ -51,7 +51,6 @@ def test_half_a_pair_in_a_job_is_told() -> None:
     [
         (rb'{"a":"\\ud800', "Input data was truncated"),
         (rb'{"a":"\ud83d\ude00', "Input data was truncated"),
-        (b'{"a":"\xff"}', "can't decode byte 0xff"),
         (rb'{"a":"\ud83d\ude00"]', "JSON is malformed: expected ',' or '}'"),
         (rb'{"a":"\u12"}', "invalid character in unicode escape"),
     ],
@@ -60,3 +59,16 @@ def test_other_faults_are_told_in_the_decoder_s_words(body: bytes, why: str) -> 
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)) as fault:
         _ANY.decode(body)
     assert why in json_fault(body, fault.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"a":"bc\xff"}', "byte 8 (0xff) is not UTF-8: invalid start byte"),
+        (b'{"\xc3\xa9":1,"b\xc3":2}', "byte 10 (0xc3) is not UTF-8: invalid continuation byte"),
+    ],
+)
+def test_broken_text_is_told_with_its_place_in_the_body(body: bytes, place: str) -> None:
+    with pytest.raises(InvalidJsonError) as refused:
+        decode(_ANY, body)
+    assert place in refused.value.message

@@ -61,11 +61,13 @@ class ToolReference(NamedTuple):
 
 class AskedChoice(NamedTuple):
     """``tool_choice`` as the request asks for it. ``named`` is set in the mode NAMED only. The
-    model may call the tools in ``allowed``; None: all tools."""
+    model may call the tools in ``allowed``; None: all tools. ``where`` is the field that holds
+    these."""
 
     mode: ToolMode = ToolMode.AUTO
     named: ToolReference = ToolReference()
     allowed: tuple[ToolReference, ...] | None = None
+    where: str = _CHOICE
 
 
 class OfferedTools(NamedTuple):
@@ -95,7 +97,7 @@ def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTool
     """Choose the tools that the model is told of. Raises ParameterError for two tools with one
     name, for a choice of an unknown tool, and for a choice that demands a tool that is left out."""
     _check(given)
-    allowed = given if asked.allowed is None else _allowed(given, asked.allowed)
+    allowed = given if asked.allowed is None else _allowed(given, asked)
     choice = ToolChoice(mode=asked.mode)
     if asked.mode is ToolMode.NAMED:
         choice = ToolChoice(mode=ToolMode.NAMED, name=_named(given, asked.named))
@@ -135,17 +137,19 @@ def asked_choice(value: Any) -> AskedChoice:
     if value.get("type") != "allowed_tools":
         return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
     body = value.get("allowed_tools", value)
+    # Chat completions have an object within the object, responses do not.
+    where = _CHOICE if body is value else f"{_CHOICE}.allowed_tools"
     if not isinstance(body, dict) or body.keys() - {"type"} != {"mode", "tools"}:
         raise ParameterError(_CHOICE, _FORMS)
     if body["mode"] not in ("auto", "required"):
-        raise ParameterError(f"{_CHOICE}.mode", "tool_choice.mode must be auto or required.")
+        raise ParameterError(f"{where}.mode", f"{where}.mode must be auto or required.")
     tools = body["tools"]
     if not isinstance(tools, list) or not 1 <= len(tools) <= _MAX_REFERENCES:
         raise ParameterError(
-            f"{_CHOICE}.tools", f"{_CHOICE}.tools must name 1 to {_MAX_REFERENCES} tools."
+            f"{where}.tools", f"{where}.tools must name 1 to {_MAX_REFERENCES} tools."
         )
-    named = [_reference(tool, f"{_CHOICE}.tools[{i}]") for i, tool in enumerate(tools)]
-    return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named))
+    named = [_reference(tool, f"{where}.tools[{i}]") for i, tool in enumerate(tools)]
+    return AskedChoice(_WORDS[body["mode"]], allowed=tuple(named), where=where)
 
 
 def _reference(value: Any, where: str) -> ToolReference:
@@ -188,10 +192,11 @@ def _fits(tool: GivenTool, reference: ToolReference) -> bool:
     return reference.name in names or "" in (reference.name, tool.name)
 
 
-def _allowed(given: Sequence[GivenTool], references: Sequence[ToolReference]) -> list[GivenTool]:
+def _allowed(given: Sequence[GivenTool], asked: AskedChoice) -> list[GivenTool]:
+    references = asked.allowed or ()
     for i, reference in enumerate(references):
         if not any(_fits(tool, reference) for tool in given):
-            where = f"{_CHOICE}.tools[{i}]"
+            where = f"{asked.where}.tools[{i}]"
             raise ParameterError(where, f"{where}: there is no tool {str(reference)!r:.100}.")
     return [tool for tool in given if any(_fits(tool, one) for one in references)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.cli.local.control import AddModelRequest, ControlError
+from millrace.cli.local.control import AddModelRequest, ControlError, RemoveModelRequest
+from millrace.cli.local.live import _wish
 from millrace.cli.local.machine_memory import MemoryTooSmallError, check_memory
 from millrace.cli.local.model_changes import ModelChanges, Models
 from millrace.cli.local.models import (
@@ -41,6 +42,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _added(path: Path, **fields: object) -> AddedModel:
     entry = ModelEntry(name=path.name, source=str(path))
     return AddedModel(entry=entry, **fields)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_for_is_logged_within_bounds() -> None:
+    name = "x" * 5_000
+    assert _wish(RemoveModelRequest("demo")) == "remove the model demo"
+    for wish in (RemoveModelRequest(name), AddModelRequest(name=name, model=name)):
+        assert len(_wish(wish)) < 450
 
 
 def test_what_was_changed_is_remembered_exactly(tmp_path: Path, tiny: Path) -> None:

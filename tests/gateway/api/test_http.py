@@ -88,6 +88,10 @@ async def test_paths_and_methods_that_are_not_served(http: httpx.AsyncClient) ->
         wrong = await http.get(path)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert (await http.post("/v1/models")).status_code == 405
+    # What is below these is served, they themselves are not.
+    for path in ("/v1/sessions", "/v1/sessions/", "/v1/chat", "/v1/chat/"):
+        absent = await http.get(path)
+        assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found"), path
 
 
 async def test_a_body_over_the_limit_is_refused_with_both_sizes() -> None:

@@ -216,19 +216,24 @@ async def _done(socket: Any) -> list[dict[str, Any]]:
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [function("f")]}},
-            "tool_choice.mode",
+            "tool_choice.allowed_tools.mode",
         ),
+        ({"type": "allowed_tools", "mode": "none", "tools": [function("f")]}, "tool_choice.mode"),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
-            "tool_choice.tools",
+            "tool_choice.allowed_tools.tools",
         ),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function("g")]}},
-            "tool_choice.tools[0]",
+            "tool_choice.allowed_tools.tools[0]",
         ),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}},
-            "tool_choice.tools[0]",
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [function("f"), function("g")]},
+            "tool_choice.tools[1]",
         ),
         ({"type": "custom", "custom": {"name": "f"}}, "tool_choice"),
         ({"type": "function"}, "tool_choice"),

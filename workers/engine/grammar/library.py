@@ -16,6 +16,7 @@ from llguidance import (
 )
 
 from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
+from millrace.registry.json_schemas.patterns import ends_within_escape
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import SCHEMA_SETTINGS, TOOL_MARK, Grammar, GrammarKind
 
@@ -28,7 +29,7 @@ MAX_MESSAGE_CHARACTERS = 240
 # Compiling goes as deep as the text nests; a text of the longest that is taken fits well.
 COMPILE_STACK_BYTES = 64 << 20
 _WORD_BITS = 32
-_PLACE = re.compile(r"at (\d+)\((\d+)\): (failed to compile JSON schema: )?")
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (failed to compile JSON schema: )?")
 _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
 # What the library says to who programs with it, in words for who wrote the grammar.
 _REWORDED = (
@@ -160,12 +161,15 @@ def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def _placed(message: str, grammar: Grammar) -> str:
     """The library's message with a place that the author knows: a tool in place of a line of the
-    grammar that was made of all tools, and words for a line of the author's own."""
+    grammar that was made of all tools, words for a line of the author's own, and none in a grammar
+    that the library made of a regular expression or a schema."""
     found = _PLACE.match(message)
-    if found is None or grammar.kind is not GrammarKind.EBNF:
+    if found is None:
         return message
     line, column, in_schema = found.groups()
     told = message[found.end() :]
+    if grammar.kind is not GrammarKind.EBNF:
+        return told
     before = grammar.text.splitlines()[: int(line)]
     tools = [one.removeprefix(TOOL_MARK) for one in before if one.startswith(TOOL_MARK)]
     if tools:
@@ -182,9 +186,19 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.JSON_SCHEMA:
             return _json_source(grammar.text)
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return LLMatcher.grammar_from_regex(_checked_regex(grammar.text))
         case GrammarKind.EBNF:
             return grammar_from("ebnf", grammar.text)
+
+
+def _checked_regex(text: str) -> str:
+    """The text, unless it ends within an escape, which the library leaves out. Raises
+    GrammarError."""
+    if ends_within_escape(text):
+        raise GrammarError(
+            "The grammar cannot be used: the regular expression ends in a lone backslash"
+        )
+    return text
 
 
 def _json_source(text: str) -> str:

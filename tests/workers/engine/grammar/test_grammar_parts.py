@@ -169,6 +169,33 @@ def test_refusals_advise_what_can_be_done(
     assert "limits" not in shortened("lexer precomputation failed; either increase limits.x")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (GrammarKind.REGEX, "((", 'used: invalid regex "\\(\\("'),
+        (GrammarKind.REGEX, "(?=a)b", "used: invalid regex .* look-around"),
+        (GrammarKind.REGEX, "a\\", "ends in a lone backslash"),
+        (GrammarKind.REGEX, "a\\\\\\", "ends in a lone backslash"),
+        (GrammarKind.EBNF, "start: (", r"used: line 1, column 9: Expected token '\)'"),
+        (GrammarKind.EBNF, 'start: "a', "used: line 1, column 10: lexer error"),
+        (GrammarKind.EBNF, "start: foo", "used: line 1, column 8: unknown name"),
+    ],
+)
+def test_refusals_point_only_into_what_was_sent(
+    bytes_tokenizer: Tokenizer, kind: GrammarKind, text: str, words: str
+) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
+    with pytest.raises(GrammarError, match=words):
+        library.compile(Grammar(kind=kind, text=text))
+
+
+def test_a_regex_may_end_in_an_escaped_backslash(bytes_tokenizer: Tokenizer) -> None:
+    library = GrammarLibrary(bytes_tokenizer, bytes_tokenizer.vocab_size)
+    matcher = library.compile(Grammar(kind=GrammarKind.REGEX, text="a\\\\"))
+    matcher.accept(bytes_tokenizer.encode("a\\", add_special_tokens=False))
+    assert matcher.complete
+
+
 def test_a_panic_of_the_library_is_an_error_of_the_matcher() -> None:
     class Panicking:
         def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:

@@ -172,6 +172,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "properties.x.required",
     ),
+    "a lone backslash": ({"type": "string", "pattern": "^a\\"}, "ends in a lone backslash"),
+    "a lone backslash in a class": ({"type": "string", "pattern": "[a\\"}, "ends in a lone"),
+    "a lone backslash in a name": ({"patternProperties": {"a\\\\\\": {}}}, "ends in a lone"),
     "a look ahead": (
         {"properties": {"e": {"type": "string", "pattern": "^(?!x)y"}}},
         "properties.e.pattern",
