@@ -51,7 +51,7 @@ def test_a_line_with_an_unknown_adapter_is_bad(tmp_path: Path, checkpoint: Path)
     ("option", "told"),
     [
         ("sql", "NAME=PATH"),
-        ("sql=/nowhere/at/all", "is no folder"),
+        ("sql=/nowhere/at/all", "cannot be found"),
         ("auto=/nowhere/at/all", "The adapter name auto is reserved"),
         ("..=/nowhere/at/all", "The adapter name .. is reserved"),
         ("sql={folder}", "adapter_config.json cannot be read"),

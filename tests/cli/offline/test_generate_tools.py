@@ -106,7 +106,7 @@ def _as_of_a_job(message: ChatMessage) -> dict[str, Any]:
         ({"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "colour"),
         ({"messages": []}, "at least one message"),
-        ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "light twice"),
+        ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "two tools with the name light"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "there are no tools"),
         ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools[0]: tool_left_out"),
         ({"prompt": "x", "tools": [TOOL]}, "tools go with messages"),

@@ -72,7 +72,7 @@ def test_a_life_of_an_adapter(adapters: Adapters, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("sql", "nowhere/at/all"), "is no folder"),
+        (("sql", "nowhere/at/all"), "cannot be found"),
         (("a b", "{folder}"), "An adapter's name must be"),
         (("auto", "{folder}"), "The adapter name auto is reserved"),
         (("..", "{folder}"), "The adapter name .. is reserved"),

@@ -199,7 +199,7 @@ async def test_who_may_add_and_what_is_refused(
     for fields, status, told in (
         ({"lora_path": str(tmp_path)}, 400, "adapter_config.json cannot be read"),
         ({"lora_path": "./relative/folder"}, 400, "absolute path"),
-        ({"lora_path": str(tmp_path / "nowhere")}, 400, "is no folder"),
+        ({"lora_path": str(tmp_path / "nowhere")}, 400, "cannot be found"),
         ({"lora_path": str(wrong)}, 400, "another model"),
         ({"lora_name": "a b"}, 400, "An adapter's name must be"),
         ({"lora_name": "auto"}, 400, "The adapter name auto is reserved"),
