@@ -74,5 +74,5 @@ def test_what_the_hub_refuses_is_told_of_the_adapter(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("source", ["adapters", "./a/b", "../b", "a/b/c", "~/b", "org/sql@a b"])
 def test_other_names_are_no_hub_ids(source: str) -> None:
-    with pytest.raises(AdapterError, match="cannot be found\. Give the absolute path"):
+    with pytest.raises(AdapterError, match=r"cannot be found\. Give the absolute path"):
         adapter_folder(source, "sql")
