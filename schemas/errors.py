@@ -79,7 +79,10 @@ class ModelNotFoundError(MillraceError, code="model_not_found", http_status=404)
 
 
 class ContextLengthError(MillraceError, code="context_length_exceeded", http_status=400):
-    """Prompt and requested completion exceed the model's context window."""
+    """Prompt and requested completion exceed the model's context window. ``param`` is the entry of
+    a request that has several inputs; empty: the request has one prompt."""
+
+    param = ""
 
     def __init__(
         self,

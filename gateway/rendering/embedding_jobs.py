@@ -176,13 +176,15 @@ def _fitting(base: Job, one: Input, model: ServedModelLike, seeds: random.Random
     with ContextLengthError, as its ``overflow`` says."""
     try:
         return model.prepare(_job(base, one), seeds)
-    except ContextLengthError:
+    except ContextLengthError as error:
         last = _parts(one)[-1]
         if last.overflow is Overflow.REFUSED:
+            error.param = last.where
             raise
         cut = _cut_job(base, one, model)
         if cut.text_pair == "":
             # The first text alone fills the window.
+            error.param = one.where
             raise
     if last.overflow is Overflow.CUT_WITH_NOTICE:
         cut = msgspec.structs.replace(cut, notices=(notice(NoticeCode.TEXT_CUT, last.where),))

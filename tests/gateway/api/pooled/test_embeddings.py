@@ -175,6 +175,7 @@ async def test_other_refusals(http: httpx.AsyncClient, front: RunningGateway) ->
     long = {"model": MODEL, "input": ["short", "x" * (CONTEXT_WINDOW_TOKENS + 1)]}
     too_long = await http.post(_PATH, json=long)
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
+    assert too_long.json()["error"]["param"] == "input[1]"
     assert (await http.get(_PATH)).status_code == 405
     assert (await http.post(_PATH, content=b"{")).json()["error"]["code"] == "invalid_json"
     assert not front.worker.jobs

@@ -262,6 +262,7 @@ async def test_a_document_that_does_not_fit(
     assert answer.headers.get("x-millrace-notice") == notice
     if status == 400:
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.json()["error"]["param"] == "documents[1]"
         return
     told = answer.json().get("x-millrace-notice")
     assert told == ([{"code": "text_cut", "param": "documents[1]"}] if notice else None)
