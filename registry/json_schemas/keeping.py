@@ -120,14 +120,18 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
+# Keywords that can leave a schema without a value, in the order in which they are looked at.
+_EMPTYING = ("$ref", "not", "enum", "allOf", "anyOf", "oneOf", "items", "prefixItems")
+
+
 def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
     """The keyword that leaves a schema without a finite value."""
-    why = "nothing finite matches it: it requires itself, or lists no values"
+    why = "nothing finite matches it: it requires itself, or allows no values"
     properties = table(schema, "properties")
     for name in listed(schema, "required"):
         if isinstance(name, str) and not productive.has_value(properties.get(name, True)):
             return Unkept(f"properties.{name}", "required", why)
-    keyword = next((key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema), "enum")
+    keyword = next((key for key in _EMPTYING if key in schema), "type")
     return Unkept("", keyword, why)
 
 

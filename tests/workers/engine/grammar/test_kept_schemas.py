@@ -152,6 +152,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _CLOSED | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
         "oneOf",
     ),
+    "nothing": ({"not": {}}, "not: nothing finite"),
+    "a list of nothing": ({"type": "array", "items": False, "minItems": 1}, "items: nothing"),
     "itself": ({"$defs": {"Loop": _LOOP}, "$ref": "#/$defs/Loop"}, "nothing finite"),
     "itself by two ways": (
         {
