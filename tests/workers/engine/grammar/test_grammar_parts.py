@@ -153,7 +153,7 @@ def test_messages_are_short_and_without_pictures() -> None:
     [
         (
             {"oneOf": [{"type": "string"}, {"type": "string", "minLength": 1}]},
-            "write anyOf",
+            "use anyOf",
         ),
         ({"$ref": "https://example.com/x.json"}, r"put it into \$defs"),
     ],
