@@ -54,7 +54,7 @@ def absolute_source(source: str) -> str:
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
     """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
     that are none, ParameterError for a bad name, AdapterError for an adapter that cannot be
-    applied, ModelSourceError for one that cannot be had."""
+    applied, ModelSourceError for an adapter that cannot be fetched."""
     from millrace.registry.adapters import adapter_folder, check_adapter_name
     from millrace.registry.checkpoints.adapters.outline import adapter_version, read_adapter_outline
     from millrace.schemas.models.adapters import AdapterRef

@@ -64,8 +64,8 @@ EVENTS = (
 
 
 class Stream(msgspec.Struct):
-    """What a client read: ``text`` up to ``end``, which is ``[DONE]`` or what was wrong. It waited
-    ``first_s`` for the first of it; ``silence_s`` is the longest pause after that."""
+    """A stream as a client read it: ``text`` up to ``end``, which is ``[DONE]`` or the error. The
+    client waited ``first_s`` for the first event; ``silence_s`` is the longest pause after that."""
 
     host: int
     key: str

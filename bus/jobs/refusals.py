@@ -27,7 +27,7 @@ async def is_foreign_by_name(tenant: str, reply: str) -> bool:
 
 
 class Refusals:
-    """What the owner of a dead-lettered job gets: terminal frame, result if asked for, record.
+    """Tells the owner of a dead-lettered job: a terminal frame, the result if asked for, a record.
 
     ``is_foreign_reply`` says which listeners are another tenant's."""
 

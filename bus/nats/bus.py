@@ -99,7 +99,7 @@ async def connect(
     """A bus on the server at ``config.url``, with all streams in place.
 
     ``part`` is what this process is, which says where answers to it come: a server with
-    permissions lets nobody else read them. It also says what the process does to streams: a
+    permissions lets no other user read them. It also says what the process does to streams: a
     scheduler creates and changes them, another part of a system creates missing ones, and the
     operator does neither. Raises BusForbiddenError if it may not read its answers.
 

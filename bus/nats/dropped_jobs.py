@@ -1,6 +1,6 @@
 """Stores jobs again that the server dropped because their ``Nats-Msg-Id`` was used before.
 
-The server acknowledges such a message to its publisher (``duplicate``) and tells no one else. Core
+The server acknowledges such a message to its publisher (``duplicate``) and does not store it. Core
 subscribers of the subject hear it all the same. A scheduler stores it again under an id of its own,
 and answers it as it answers every message that repeats a request id.
 """

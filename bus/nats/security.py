@@ -1,4 +1,4 @@
-"""Who we are to a nats-server and whom we trust: options, and what its refusals mean."""
+"""Credentials and trust of a connection to nats-server: options, and the meaning of refusals."""
 
 from __future__ import annotations
 

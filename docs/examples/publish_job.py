@@ -88,7 +88,7 @@ async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], reques
 
 
 async def find_result(connection: Client, request_id: str) -> dict[str, Any] | None:
-    """What is kept of a request for a day once it has ended, with ``store_result``."""
+    """The result of a request, which ``store_result`` keeps for a day after its end."""
     subject = f"$JS.API.DIRECT.GET.RESULTS.results.{TENANT}.{request_id}"
     found = await connection.request(subject, b"", timeout=5.0)
     return json.loads(found.data) if found.data else None

@@ -44,11 +44,11 @@ class EventPump:
         self._has_written = False
 
     def first(self, events: bytes) -> bytes:
-        """What the client lacks of the events before any part."""
+        """Return the events before any part, without those that the client has."""
         return events if self._told is None else self._told.first(events)
 
     def last(self, events: bytes) -> bytes:
-        """What the client lacks of the events after the last part."""
+        """Return the events after the last part, without those that the client has."""
         return events if self._told is None else self._told.last(events)
 
     async def run(self, early: list[Part]) -> bool:
