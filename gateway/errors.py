@@ -24,10 +24,6 @@ from millrace.schemas.openai import ErrorBody, ErrorInfo
 _NO_RETRY_HINT_S = 1.0
 
 
-class InvalidJsonError(MillraceError, code="invalid_json", http_status=400):
-    """The body or message is not JSON."""
-
-
 class NotFoundError(MillraceError, code="not_found", http_status=404):
     """Nothing is served under that path."""
 

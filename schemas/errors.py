@@ -62,6 +62,10 @@ class MillraceError(Exception):
         super().__init__(self.message)
 
 
+class InvalidJsonError(MillraceError, code="invalid_json", http_status=400):
+    """The body or message is not JSON."""
+
+
 class ParameterError(MillraceError, ValueError, code="invalid_parameter", http_status=400):
     """A request field has a bad value; ``param`` names the field."""
 

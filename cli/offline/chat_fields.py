@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.message_fields import chat_messages
-from millrace.gateway.request.offered.chat_tools import given_tools
-from millrace.gateway.request.offered.offered_tools import asked_choice, offered_tools
+from millrace.registry.requests.message_fields import chat_messages
+from millrace.registry.requests.offered.chat_tools import given_tools
+from millrace.registry.requests.offered.offered_tools import asked_choice, offered_tools
 from millrace.registry.tool_formats import ArgumentsPiece, CallPiece, ToolCallParser, call_grammar
 from millrace.registry.tool_formats.freeform import input_of
 from millrace.schemas.chat.messages import Message

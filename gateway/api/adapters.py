@@ -12,9 +12,9 @@ from starlette.routing import Route
 from millrace.bus.fleet.adapters import AdapterStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.tenancy.identity import require_admin
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, read_body
 from millrace.registry.adapters import AdapterOffer, check_offer, read_offer
+from millrace.registry.requests.decoding import decode
 from millrace.registry.rollouts.versions import split
 from millrace.runtime.redis.link import reachable
 from millrace.schemas.engines import EngineKind

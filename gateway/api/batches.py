@@ -14,9 +14,9 @@ from millrace.gateway.batches.ordered_ids import new_ordered_id
 from millrace.gateway.batches.store import BatchRecord, BatchStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError
-from millrace.gateway.request.message_fields import check_metadata
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, read_body
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import check_metadata
 from millrace.runtime.redis.link import reachable
 from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest, BatchStatus
 from millrace.schemas.batches.files import FilePurpose

@@ -10,7 +10,6 @@ from starlette.routing import Route
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.messages.input import generation_request_of
 from millrace.gateway.messages.refusals import in_messages_shape
 from millrace.gateway.messages.renderer import MessageRenderer
@@ -18,8 +17,9 @@ from millrace.gateway.rendering.rendering import Endpoint, Prepared, read_long
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.responses.window import num_input_tokens
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.anthropic.answers import TokenCount
 from millrace.schemas.anthropic.requests import MessagesRequest

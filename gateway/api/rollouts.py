@@ -10,8 +10,8 @@ from starlette.routing import Route
 from millrace.bus.fleet.rollouts import RolloutStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.tenancy.identity import require_admin
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, read_body
+from millrace.registry.requests.decoding import decode
 from millrace.registry.rollouts.decisions import begin, returned
 from millrace.runtime.redis.link import reachable
 from millrace.schemas.models.rollouts import (

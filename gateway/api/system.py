@@ -15,13 +15,13 @@ from millrace.bus.storage import NATS
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.request.message_fields import chat_messages
-from millrace.gateway.request.offered.chat_tools import given_tools
-from millrace.gateway.request.offered.offered_tools import AskedChoice, offered_tools
 from millrace.gateway.tenancy.identity import AuthenticationError
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response
 from millrace.gateway.transport.proxies import is_forwarded
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import chat_messages
+from millrace.registry.requests.offered.chat_tools import given_tools
+from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version

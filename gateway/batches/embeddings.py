@@ -19,10 +19,10 @@ from millrace.gateway.rendering.embedding_jobs import (
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.gateway.request.job_maker import bare_job
-from millrace.gateway.request.message_fields import metadata_of, priority_of
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,

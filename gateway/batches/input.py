@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
 from millrace.schemas.batches.batches import MAX_LINES, BatchError, BatchLine
 from millrace.schemas.errors import MillraceError, ParameterError
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.messages.history import History, history_of
-from millrace.gateway.request.message_fields import (
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.message_fields import (
     in_words,
     refuse_unhonoured,
     respelled,
     words_in_words,
 )
-from millrace.gateway.request.offered.chat_tools import unknown_type
-from millrace.gateway.request.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
-from millrace.gateway.request.offered.freeform_tools import CUSTOM
-from millrace.gateway.request.offered.offered_tools import (
+from millrace.registry.requests.offered.chat_tools import unknown_type
+from millrace.registry.requests.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
+from millrace.registry.requests.offered.freeform_tools import CUSTOM
+from millrace.registry.requests.offered.offered_tools import (
     AskedChoice,
     GivenTool,
     OfferedTools,
@@ -26,7 +26,7 @@ from millrace.gateway.request.offered.offered_tools import (
     offered_tools,
     tool_left_out,
 )
-from millrace.gateway.request.parsing import parse_chat
+from millrace.registry.requests.parsing import parse_chat
 from millrace.schemas.anthropic.requests import (
     OF_PROVIDER_TOOLS,
     MessagesRequest,

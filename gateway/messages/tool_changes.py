@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
 from millrace.schemas.anthropic.blocks import ToolAdditionBlock, ToolChange
 from millrace.schemas.anthropic.requests import MessagesTool
 from millrace.schemas.errors import ParameterError

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
-from millrace.gateway.request import grammar_fields, message_fields, parsing
 from millrace.gateway.responses import input as responses_input
+from millrace.registry.requests import grammar_fields, message_fields, parsing
 from millrace.schemas.anthropic.blocks import ServerResult
 from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.chat.tools import ChatTool

@@ -9,7 +9,6 @@ from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_f
 from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
 from millrace.gateway.rendering.rendering import BodyEndpoint
 from millrace.gateway.rendering.token_ids import ToldTokens
-from millrace.gateway.request.parsing import parse_chat
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
     CallArguments,
@@ -21,6 +20,7 @@ from millrace.gateway.streams.parts import (
     StepPart,
     TextPart,
 )
+from millrace.registry.requests.parsing import parse_chat
 from millrace.registry.tool_formats.freeform import input_of
 from millrace.schemas.chat.completions import (
     AssistantMessage,

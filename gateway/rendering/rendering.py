@@ -10,13 +10,13 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part, PartEvents
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 
 _ReadT = TypeVar("_ReadT")

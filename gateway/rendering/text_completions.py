@@ -12,9 +12,9 @@ from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_toke
 from millrace.gateway.rendering.rendering import BodyEndpoint
 from millrace.gateway.rendering.text_offsets import TextOffsets
 from millrace.gateway.rendering.token_ids import ToldTokens
-from millrace.gateway.request.parsing import parse_completion
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
+from millrace.registry.requests.parsing import parse_completion
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of

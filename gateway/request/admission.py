@@ -8,7 +8,6 @@ from decimal import Decimal
 from millrace.bus.api import Bus
 from millrace.bus.store.watch import StoreWatch
 from millrace.gateway.errors import DrainingError
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.intake_limits import IntakeLimits
 from millrace.gateway.streams.fleet_view import FleetView
@@ -17,6 +16,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.transport.http import Headers
 from millrace.registry.pricing import cost
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import BusUnavailableError, ParameterError
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Job, Tier

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
 from millrace.gateway.request.resuming import Resuming, UnknownRequestError
 from millrace.gateway.request.submitter import Requester, RequestSubmitter
+from millrace.registry.requests.generation_request import GenerationRequest
 
 _POLL_S = 0.05
 _SUBMITTED_WITHIN_S = 3.0

@@ -7,8 +7,8 @@ import hashlib
 import msgspec
 
 from millrace.bus import redis_keys
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.tools.runner import ToolResult
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import MillraceError

@@ -8,12 +8,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
-from millrace.gateway.request.message_fields import respelled
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.message_fields import respelled
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
 from millrace.registry.tool_formats import Dropped, call_grammar
 from millrace.schemas.errors import ParameterError

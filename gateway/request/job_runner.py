@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from millrace.bus.api import Bus
 from millrace.bus.frame_reader import StreamReader
 from millrace.gateway.errors import DrainingError, refusal_of_end
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.job_maker import JobMaker, bare_job, with_prompt
@@ -17,6 +16,7 @@ from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.streams.streams import StreamTable
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError

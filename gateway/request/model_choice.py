@@ -8,10 +8,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.fleet_view import FleetView
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.rollouts.versions import REASON
 from millrace.registry.routing.router import Chosen, ModelState, check_routable
 from millrace.registry.routing.score import Question, question_of

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from millrace.gateway.errors import Refusal, refusal_of_end
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.streams.beam_choice import BeamChoice
@@ -18,6 +17,7 @@ from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.sessions import SessionInfo

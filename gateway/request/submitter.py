@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models, ServedModelLike
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.index import RequestIndex, RequestState
@@ -21,6 +20,7 @@ from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.streams.stream import Client
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import Identity
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Source
 from millrace.schemas.sessions import SessionInfo

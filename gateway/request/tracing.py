@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from millrace.bus import subjects
 from millrace.gateway.errors import Refusal
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.streams.choice import Choice
 from millrace.gateway.transport.http import Event, Headers, Send
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.clock import Clock
 from millrace.runtime.tracing import (
     HEADER,

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.message_fields import in_words, respelled, words_in_words
-from millrace.gateway.request.parsing import parse_chat
 from millrace.gateway.responses.history import messages_of
 from millrace.gateway.responses.thoughts import opened
 from millrace.gateway.responses.tools import offered_of_responses
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.message_fields import in_words, respelled, words_in_words
+from millrace.registry.requests.parsing import parse_chat
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice

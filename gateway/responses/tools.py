@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.offered.chat_tools import ToolHead, decode_within, unknown_type
-from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
-from millrace.gateway.request.offered.offered_tools import (
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.offered.chat_tools import ToolHead, decode_within, unknown_type
+from millrace.registry.requests.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.registry.requests.offered.offered_tools import (
     OWN,
     GivenTool,
     OfferedTools,
     asked_choice,
     offered_tools,
 )
-from millrace.gateway.transport.decoding import decode
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.responses.call_items import (
     AdditionalToolsItem,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage
 

@@ -10,7 +10,6 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models, ServedModelLike
 from millrace.gateway.sessions.context_window import (
     Counted,
@@ -24,6 +23,7 @@ from millrace.gateway.sessions.context_window import (
 from millrace.gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
 from millrace.gateway.sessions.summaries import Generate, Summaries
 from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError

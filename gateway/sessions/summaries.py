@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.sessions.context_window import Counted, text_of, turns
 from millrace.gateway.sessions.store import Session, SessionStore, Turn
 from millrace.gateway.transport.http import new_request_id
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig

@@ -20,8 +20,8 @@ from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
 from millrace.gateway.openapi import document as openapi
 from millrace.gateway.openapi.fields import FIELDS, SAMPLING
 from millrace.gateway.openapi.operations import OPERATIONS
-from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.parsing import parse_chat, parse_completion, parse_generate
 from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest

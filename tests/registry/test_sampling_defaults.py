@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from millrace.gateway.__main__ import models_of
-from millrace.gateway.request.parsing import parse_chat, parse_completion
-from millrace.gateway.transport.decoding import decode
 from millrace.registry.catalogue import Catalogue, load_catalogue
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.parsing import parse_chat, parse_completion
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import Config
 from millrace.schemas.errors import CheckpointError, ConfigError

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from millrace.bus.codec import JOB, JSON
-from millrace.gateway.errors import InvalidJsonError
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
 from millrace.runtime.json.faults import json_fault
-from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.errors import InvalidJsonError, MalformedMessageError
 
 _ANY = msgspec.json.Decoder(dict[str, Any])
 

@@ -14,14 +14,14 @@ from starlette.routing import Route
 from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
 from millrace.gateway.api.paging import list_response
 from millrace.gateway.core import Gateway
-from millrace.gateway.request.message_fields import check_metadata
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.input import given_items, named
 from millrace.gateway.responses.references import ItemNotFoundError, resolve
 from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import json_response, new_request_id, read_body
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import check_metadata
 from millrace.schemas.chat.conversations import (
     Conversation,
     ConversationDeleted,

@@ -19,7 +19,6 @@ from millrace.gateway.api.following import follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
 from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
 from millrace.gateway.core import Gateway
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.rendering.logprobs import logprob_infos
 from millrace.gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
 from millrace.gateway.request.admission import tier_of
@@ -45,7 +44,6 @@ from millrace.gateway.responses.store import (
 )
 from millrace.gateway.responses.window import fit_window, num_input_tokens
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import (
     Headers,
     Receive,
@@ -53,6 +51,8 @@ from millrace.gateway.transport.http import (
     Send,
     json_response,
 )
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.json.lines import on_one_line
 from millrace.runtime.redis.link import RedisUnreachableError

@@ -17,9 +17,9 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.activation import activated, numbers_of
 from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
-from millrace.gateway.request.message_fields import metadata_of, priority_of
-from millrace.gateway.transport.decoding import decode
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
 from millrace.schemas.pooling import Pooling
 

@@ -26,8 +26,8 @@ from millrace.gateway.rendering.embedding_jobs import (
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.request.message_fields import metadata_of, priority_of
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,

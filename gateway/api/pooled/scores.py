@@ -24,9 +24,9 @@ from millrace.gateway.rendering.activation import activated, numbers_of
 from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
 from millrace.gateway.rendering.similarity import Vector, cosine
 from millrace.gateway.rendering.text_cuts import Overflow, truncation
-from millrace.gateway.request.message_fields import metadata_of, priority_of
-from millrace.gateway.transport.decoding import decode
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.embeddings import (
     RerankList,
     RerankRequest,

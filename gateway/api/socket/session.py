@@ -14,7 +14,6 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal, refusal_of
 from millrace.gateway.rendering.chunks import encode
 from millrace.gateway.request.index import digest_of
-from millrace.gateway.request.parsing import parse_generate
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.streams.stream import Client, OpenStream
@@ -22,6 +21,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
+from millrace.registry.requests.parsing import parse_generate
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source

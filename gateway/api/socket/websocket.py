@@ -10,12 +10,11 @@ import msgspec
 
 from millrace.gateway.api.socket.session import KEY_REVOKED, SocketSession
 from millrace.gateway.core import Gateway
-from millrace.gateway.errors import InvalidJsonError, Refusal, refusal_of
+from millrace.gateway.errors import Refusal, refusal_of
 from millrace.gateway.request.tracing import TRACEPARENT
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import token_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.http import (
     CALLER,
     Receive,
@@ -25,7 +24,8 @@ from millrace.gateway.transport.http import (
     refuse_handshake,
 )
 from millrace.gateway.transport.proxies import is_forwarded
-from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.registry.requests.decoding import decode
+from millrace.schemas.errors import InvalidJsonError, MillraceError, ParameterError
 from millrace.schemas.websocket import (
     SUBPROTOCOL,
     Authenticate,

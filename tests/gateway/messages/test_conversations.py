@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from millrace.gateway.messages.input import generation_request_of
-from millrace.gateway.request.message_fields import in_words
+from millrace.registry.requests.message_fields import in_words
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage

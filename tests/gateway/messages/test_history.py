@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.messages.input import generation_request_of
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.anthropic.blocks import ContentBlock, ReadableBlock
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.errors import ParameterError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.job_runner import InternalGenerationError
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.frames import Failed
 from millrace.schemas.jobs import ChatMessage, Source, Tier
 from millrace.schemas.sampling import SamplingParams

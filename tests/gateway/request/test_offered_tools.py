@@ -12,8 +12,8 @@ import openai
 import pytest
 from websockets.asyncio.client import connect
 
-from millrace.gateway.request.offered.chat_tools import given_tools
-from millrace.gateway.request.offered.offered_tools import (
+from millrace.registry.requests.offered.chat_tools import given_tools
+from millrace.registry.requests.offered.offered_tools import (
     asked_choice,
     offered_tools,
     own_tools,

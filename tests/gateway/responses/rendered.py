@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import msgspec
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.input import (
     check_fields,
@@ -19,7 +18,8 @@ from millrace.gateway.responses.input import (
 from millrace.gateway.responses.renderer import ResponseRenderer
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.tenancy.caller import LOCAL
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.frames import TokenLogprob, Usage
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.items import Item, ItemReference, ResponsesRequest

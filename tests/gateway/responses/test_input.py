@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.gateway.errors import InvalidJsonError
 from millrace.gateway.responses.history import messages_of
 from millrace.gateway.responses.input import check_fields
 from millrace.gateway.streams.parts import ChoiceEnd
-from millrace.gateway.transport.decoding import decode
-from millrace.schemas.errors import GrammarError, ParameterError
+from millrace.registry.requests.decoding import decode
+from millrace.schemas.errors import GrammarError, InvalidJsonError, ParameterError
 from millrace.schemas.responses.items import FunctionCallItem, Item, ResponsesRequest
 from tests.gateway.responses.rendered import (
     DECODER,

@@ -24,8 +24,8 @@ from millrace.gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from millrace.gateway.transport.decoding import decode
 from millrace.gateway.transport.event_ids import parse_event_id
+from millrace.registry.requests.decoding import decode
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models
 from millrace.gateway.sessions.sessions import FittedSession, Sessions
 from millrace.gateway.sessions.summaries import Generate
 from millrace.gateway.tenancy.caller import LOCAL, Caller
 from millrace.gateway.tenancy.identity import Identity
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.clock import Clock, SystemClock

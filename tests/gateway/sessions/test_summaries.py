@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from millrace.bus.redis_keys import session_summary_key
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.tenancy.caller import Caller
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
 from tests.gateway.sessions.fronts import (

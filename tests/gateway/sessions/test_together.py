@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from millrace.gateway.generation_request import GenerationRequest
 from millrace.gateway.models import Models
 from millrace.gateway.sessions.sessions import SessionNotFoundError, Sessions
 from millrace.gateway.tenancy.caller import LOCAL
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.clock import SystemClock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.gateway.request.offered.offered_tools import GivenTool
+from millrace.registry.requests.offered.offered_tools import GivenTool
 from millrace.registry.tool_formats.freeform import PARAMETERS
 from millrace.registry.tool_formats.lark.grammar import pattern_of_lark, pattern_of_regex
 from millrace.registry.tool_formats.lark.plain_pattern import NoPatternError, NotKeptError

@@ -7,11 +7,10 @@ from typing import TypeVar
 
 import msgspec
 
-from millrace.gateway.errors import InvalidJsonError
 from millrace.runtime.json.faults import json_fault
 from millrace.runtime.json.outline import check_outline
 from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import InvalidJsonError, ParameterError
 
 _T = TypeVar("_T")
 

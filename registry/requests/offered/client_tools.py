@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.gateway.request.offered.provider_tools import unversioned
+from millrace.registry.requests.offered.provider_tools import unversioned
 
 _STRING: Mapping[str, Any] = {"type": "string"}
 

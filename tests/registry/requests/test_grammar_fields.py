@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.gateway.errors import InvalidJsonError
-from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
-from millrace.gateway.transport.decoding import decode
-from millrace.schemas.errors import ParameterError
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.parsing import parse_chat, parse_completion, parse_generate
+from millrace.schemas.errors import InvalidJsonError, ParameterError
 from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
 from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.schemas.websocket import Generate

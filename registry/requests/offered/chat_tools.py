@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
-from millrace.gateway.request.offered.freeform_tools import CUSTOM, freeform_tool
-from millrace.gateway.request.offered.offered_tools import (
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.registry.requests.offered.offered_tools import (
     GivenTool,
     OfferedTools,
     asked_choice,
@@ -16,7 +17,6 @@ from millrace.gateway.request.offered.offered_tools import (
     own_tools,
     tool_left_out,
 )
-from millrace.gateway.transport.decoding import decode
 from millrace.schemas.chat.tools import CustomGrammarFormat, CustomTool, FunctionTool
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import ChatFields

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.gateway.errors import InvalidJsonError
-from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.message_fields import in_words, respelled
-from millrace.gateway.request.parsing import parse_chat, parse_completion, parse_generate
-from millrace.gateway.transport.decoding import decode
+from millrace.registry.requests.decoding import decode
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.message_fields import in_words, respelled
+from millrace.registry.requests.parsing import parse_chat, parse_completion, parse_generate
 from millrace.schemas.chat.messages import Message
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import InvalidJsonError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Tier
 from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
 from millrace.schemas.tools import ToolCall

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.offered.provider_tools import is_left_out, why_left_out
+from millrace.registry.requests.offered.provider_tools import is_left_out, why_left_out
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
 from millrace.schemas.tools import MAX_TOOLS, ToolChoice, ToolDefinition, ToolMode

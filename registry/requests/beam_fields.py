@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.gateway.request.grammar_fields import grammar_field
-from millrace.gateway.request.offered.offered_tools import OfferedTools
+from millrace.registry.requests.grammar_fields import grammar_field
+from millrace.registry.requests.offered.offered_tools import OfferedTools
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import (
     ChatCompletionRequest,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.gateway.request.message_fields import refuse_unhonoured
+from millrace.registry.requests.message_fields import refuse_unhonoured
 from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
 from millrace.runtime.json.faults import json_fault
 from millrace.schemas.errors import ParameterError

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from millrace.gateway.generation_request import GenerationRequest
-from millrace.gateway.request.beam_fields import check_beam_search, check_tools_of_beam_search
-from millrace.gateway.request.grammar_fields import grammar_of
-from millrace.gateway.request.message_fields import (
+from millrace.registry.requests.beam_fields import check_beam_search, check_tools_of_beam_search
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.grammar_fields import grammar_of
+from millrace.registry.requests.message_fields import (
     NOTHING,
     chat_messages,
     check_metadata,
@@ -17,8 +17,8 @@ from millrace.gateway.request.message_fields import (
     refuse_unhonoured,
     respelled,
 )
-from millrace.gateway.request.offered.chat_tools import offered_of_chat
-from millrace.gateway.request.offered.offered_tools import OfferedTools
+from millrace.registry.requests.offered.chat_tools import offered_of_chat
+from millrace.registry.requests.offered.offered_tools import OfferedTools
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier

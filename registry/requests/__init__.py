@@ -1,0 +1,2 @@
+"""Generation requests: the bodies of chats and completions, read and checked for every
+entrance."""
