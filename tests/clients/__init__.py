@@ -1,1 +1,1 @@
-"""Clients that other people made, too heavy for the tests: ``make test-clients`` runs them."""
+"""Other people's clients: slow tests drive some, ``make test-clients`` runs the heavy ones."""
