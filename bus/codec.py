@@ -12,6 +12,7 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    Held,
     MoveStreams,
     NameLease,
     Prefilled,
@@ -21,6 +22,7 @@ from millrace.schemas.control import (
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
+    WhichHeld,
     WorkerCommand,
     WorkerReply,
     WorkerStatus,
@@ -108,6 +110,8 @@ PREFILLED: Codec[Prefilled] = Codec(Prefilled)
 PULLED: Codec[Pulled] = Codec(Pulled)
 MOVE_STREAMS: Codec[MoveStreams] = Codec(MoveStreams)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
+WHICH_HELD: Codec[WhichHeld] = Codec(WhichHeld)
+HELD: Codec[Held] = Codec(Held)
 HANDED_OVER: Codec[HandedOver] = Codec(HandedOver)
 QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)
 TELEMETRY_QUERY: Codec[TelemetryQuery] = Codec(TelemetryQuery)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from millrace.bus import codec, subjects
 from millrace.bus.codec import Codec, T
@@ -13,6 +13,7 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    Held,
     MoveStreams,
     Prefilled,
     Pulled,
@@ -20,6 +21,7 @@ from millrace.schemas.control import (
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
+    WhichHeld,
     WorkerCommand,
     WorkerReply,
 )
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # In a request for a handover: nothing is to be let go of.
 _ONLY_LOOKING = b"?"
+_MAX_IDS_PER_QUESTION = 256
 
 
 class _Server:
@@ -158,11 +161,54 @@ class Control:
         return self._read(codec.RESUME_POINT, answer)
 
     async def serve_resume_points(
-        self, reply: str, handler: Callable[[str], ResumePoint | None]
+        self,
+        reply: str,
+        handler: Callable[[str], ResumePoint | None],
+        holds: Callable[[str], bool] | None = None,
     ) -> Subscription:
         """Answer for the streams of ``reply``, whosever name that is; the handler gets a request
-        id, None stays silent. Several may serve one name: the first answer is taken."""
-        return await self._serve_known(subjects.resumes_of(reply), handler)
+        id, None stays silent. Several may serve one name: the first answer is taken. ``holds``
+        answers ``held_requests``; a listener without it is not asked."""
+
+        async def answer(message: Message) -> None:
+            if holds is None or not message.payload:
+                await self._answer_known(message, handler)
+                return
+            question = self._read(codec.WHICH_HELD, message)
+            held = tuple(filter(holds, question.request_ids)) if question is not None else ()
+            if held:
+                await self._answer(message, Held(request_ids=held))
+
+        return await self._serve(subjects.resumes_of(reply), answer)
+
+    async def held_requests(
+        self, reply: str, request_ids: Sequence[str], timeout_s: float
+    ) -> frozenset[str]:
+        """Which of the requests of a gateway are held by it or by one that took them over. Raises
+        BusUnavailableError if that cannot be known."""
+        held: set[str] = set()
+        rest = list(request_ids)
+        while rest:
+            asked = rest[:_MAX_IDS_PER_QUESTION]
+            payload = codec.encode(WhichHeld(request_ids=tuple(asked)))
+            message = await self._transport.probe(
+                subjects.resume(reply, asked[0]), payload, timeout_s
+            )
+            answer = self._read(codec.HELD, message)
+            if answer is None:
+                rest = rest[len(asked) :]
+                continue
+            # A gateway of an older version answers for the request in the subject.
+            answered = set(answer.request_ids) & set(asked) or {asked[0]}
+            held |= answered
+            rest = [request_id for request_id in rest if request_id not in answered]
+        return frozenset(held)
+
+    async def is_held(self, reply: str, request_id: str, timeout_s: float) -> bool:
+        """Whether a gateway, also of an older version, or another listener answers for a request.
+        Raises BusUnavailableError if that cannot be known."""
+        subject = subjects.resume(reply, request_id)
+        return await self._transport.probe(subject, b"", timeout_s) is not None
 
     # --- handovers ---
 

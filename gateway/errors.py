@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
+from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import (
     BusUnavailableError,
     ContextLengthError,
@@ -150,6 +151,14 @@ def refusal_of_end(frame: TerminalFrame, form_field: str = "") -> Refusal:
             status=504,
             code="deadline_exceeded",
             message="The request's deadline passed before the answer was complete.",
+        )
+    if isinstance(frame, Cancelled) and frame.reason == CancelReason.ORPHANED.value:
+        return Refusal(
+            status=410,
+            code=frame.reason,
+            message="The gateway that had this request was gone, and no client came back for the "
+            "answer in time (gateway.orphan_grace_s), so it was cancelled. Send the request again "
+            "as a new one.",
         )
     if isinstance(frame, Cancelled):
         return Refusal(status=409, code="cancelled", message="The request was cancelled.")

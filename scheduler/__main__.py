@@ -77,6 +77,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             None if tracing is None else JobTraces(tracing, clock),
             limits,
             directories,
+            config.gateway.orphan_grace_s,
         )
         metrics = SchedulerMetrics(scheduler)
         monitor.registry.register(metrics)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.directories import Directories
+from millrace.bus.fleet.orphans import OrphanWatch
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
@@ -40,6 +41,7 @@ from millrace.schemas.control import (
     WorkerStatus,
 )
 from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
+from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Scheduler:
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
     ``directories`` are what jobs may name and what moves traffic among versions, which is driven
-    here; without them there is none of that.
+    here; without them there is none of that. ``orphan_grace_s``: see ``bus.fleet.orphans``.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -71,6 +73,7 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
         directories: Directories | None = None,
+        orphan_grace_s: float = 0.0,
     ) -> None:
         directories = directories or Directories.of(None, clock)
         is_foreign_reply = directories.reply_owners.is_foreign
@@ -112,6 +115,7 @@ class Scheduler:
             clock,
         )
         self.roles = RoleWatch(self.context, self.dispatchers)
+        self._orphans = OrphanWatch(bus, clock, orphan_grace_s, self._waiting_jobs, self._on_orphan)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -135,6 +139,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             recover = self._lease_recovery.run
             self._services.keep(recover, self.context.clock, "recover leases")
+            self._services.keep(self._orphans.run, self.context.clock, "watch orphans")
             self.rollouts.start()
             self.roles.start()
             self.ready.set()
@@ -357,6 +362,14 @@ class Scheduler:
             dispatcher = self.models.dispatcher_of(scheduled.job.model)
             dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
             dispatcher.dispatch_ready()
+
+    def _waiting_jobs(self) -> Iterator[Job]:
+        for scheduled in self.context.job_table:
+            if scheduled.holds_lease:
+                yield scheduled.job
+
+    def _on_orphan(self, request_id: str) -> None:
+        self._on_cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
     def _finish_unwanted(self) -> None:
         for dispatcher in self.models.all_dispatchers():

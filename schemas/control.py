@@ -25,6 +25,7 @@ class CancelReason(StrEnum):
     DISCONNECT = "disconnect"
     DEADLINE = "deadline"
     SUPERSEDED = "superseded"
+    ORPHANED = "orphaned"  # its gateway is gone, and no client came back for it
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -200,6 +201,18 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     token_ids: tuple[int, ...] = ()
     open: bool = True
+
+
+class WhichHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of these requests does the gateway that reads this hold?"""
+
+    request_ids: tuple[str, ...]
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The requests that a gateway holds, of those in a ``WhichHeld``."""
+
+    request_ids: tuple[str, ...] = ()
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

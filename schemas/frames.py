@@ -137,9 +137,11 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
-    """Its owner cancelled it."""
+    """Its owner cancelled it, or, with the reason ``orphaned``, its gateway was gone and no client
+    came back for it."""
 
     num_tokens: int = 0
+    reason: str = ""
 
 
 class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expired"):

@@ -193,6 +193,13 @@ class Job(
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
 
+    @property
+    def awaits_client(self) -> bool:
+        """Whether its answer is of use only to a client of the gateway ``reply``: a gateway
+        published it, and does not keep the result for a later client."""
+        is_gateways = self.source in (Source.HTTP, Source.WEBSOCKET) and bool(self.reply)
+        return is_gateways and not self.store_result
+
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""
         return self.deadline_ns is not None and now_ns >= self.deadline_ns

@@ -163,6 +163,7 @@ def _worker() -> Grants:
     return Grants(
         (
             subjects.ALL_FRAMES,
+            subjects.ALL_RESUMES,
             subjects.ALL_RESULTS,
             subjects.REQUEST_RECORD,
             subjects.WORKER_RECORD,

@@ -25,7 +25,8 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     def frame(self, epoch: int) -> TerminalFrame:
         match self.status:
             case Status.CANCELLED:
-                return Cancelled(epoch=epoch)
+                reason = self.code if self.code == CancelReason.ORPHANED.value else ""
+                return Cancelled(epoch=epoch, reason=reason)
             case Status.EXPIRED:
                 return Expired(epoch=epoch)
             case Status.SHED:
@@ -55,9 +56,15 @@ REPEATED = TerminalStatus(
 
 
 def cancelled(reason: CancelReason) -> TerminalStatus:
-    """The owner does not want it any more."""
+    """It is not wanted any more."""
     if reason is CancelReason.DEADLINE:
         return EXPIRED
+    if reason is CancelReason.ORPHANED:
+        return TerminalStatus(
+            status=Status.CANCELLED,
+            code=reason.value,
+            message="The request's gateway was gone, and no client came back for it.",
+        )
     return TerminalStatus(
         status=Status.CANCELLED, code="cancelled", message="The request was cancelled."
     )

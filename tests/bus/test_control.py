@@ -176,6 +176,28 @@ class TestResumePoints:
                 assert await bus.control.resume_point("g", request_id, 5.0) == point
         assert await bus.control.resume_point("g", "r3", 0.05) is None
 
+    async def test_held_requests_are_found_at_all_gateways(self, bus: Bus, broker: Broker) -> None:
+        """Of 600 requests two gateways hold one half each, and neither holds the last two."""
+        request_ids = [f"r.{number}" for number in range(600)]
+        for remainder in (0, 1):
+            held = {name for name in request_ids[:598] if int(name[2:]) % 2 == remainder}
+            gateway = await broker.connect("gateway")
+            await gateway.control.serve_resume_points("g", lambda _: None, held.__contains__)
+        found = await bus.control.held_requests("g", request_ids, 0.2)
+        assert found == frozenset(request_ids[:598])
+        assert await bus.control.held_requests("elsewhere", request_ids, 5.0) == frozenset()
+
+    async def test_a_gateway_that_knows_no_such_question_answers_for_one(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        points = {"r1": ResumePoint(token_ids=(1,)), "r2": ResumePoint()}
+        gateway = await broker.connect("gateway")
+        await gateway.control.serve_resume_points("g", points.get)
+        assert await bus.control.held_requests("g", ["r1", "r3"], 0.05) == frozenset({"r1"})
+        assert await bus.control.is_held("g", "r2", 5.0)
+        assert not await bus.control.is_held("g", "r3", 0.05)
+        assert not await bus.control.is_held("elsewhere", "r2", 5.0)
+
     async def test_a_failing_handler_is_silent(self, bus: Bus) -> None:
         def fail(request_id: str) -> ResumePoint | None:
             raise KeyError(request_id)

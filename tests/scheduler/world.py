@@ -164,7 +164,9 @@ class World:
         load: Callable[[str], Preparer] = load_fake,
         models: tuple[str, ...] = ("m",),
         router: Router | None = None,
+        orphan_grace_s: float = 0.0,
     ) -> None:
+        self._orphan_grace_s = orphan_grace_s
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
         self.rollouts = MemoryRolloutStore()
@@ -205,6 +207,7 @@ class World:
             directories=Directories(
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),
+            orphan_grace_s=self._orphan_grace_s,
         )
         for model in self._models:
             await scheduler.model_cache.warm(model)

@@ -24,7 +24,7 @@ from millrace.workers.host.generations.engine_requests import cache_salt_of, eng
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
-from millrace.workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome, failed
+from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Phase
 from millrace.workers.host.generations.tracing import RunTraces
@@ -205,8 +205,7 @@ class Requests:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
                 self._on_lost(generation)
         elif not generation.ended:
-            late = cancel.reason is CancelReason.DEADLINE
-            self._stop(generation, EXPIRED if late else CANCELLED)
+            self._stop(generation, cancelled(cancel.reason))
         return OK
 
     def replay(self, replay: Replay) -> WorkerReply:

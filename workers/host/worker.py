@@ -6,11 +6,13 @@ import asyncio
 import logging
 import math
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
+from millrace.bus.fleet.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
 from millrace.registry.served import ServedModel
@@ -20,6 +22,7 @@ from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import (
     Cancel,
+    CancelReason,
     Dispatch,
     Drain,
     Replay,
@@ -30,6 +33,7 @@ from millrace.schemas.control import (
 )
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.jobs import Job
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
 from millrace.workers.host.energy.meter import EnergyMeter
@@ -64,7 +68,9 @@ class Worker:
         generations: Generations,
         tracing: Tracing | None = None,
         settlements: Settlements | None = None,
+        orphan_grace_s: float = 0.0,
     ) -> None:
+        """``orphan_grace_s``: see ``bus.fleet.orphans``."""
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
         config = _with_engine_capacity(config, engine)
@@ -97,6 +103,7 @@ class Worker:
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
         )
+        self.orphans = OrphanWatch(bus, clock, orphan_grace_s, self._open_jobs, self._on_orphan)
         self.device = DeviceWatch(lambda: engine.device_uuid)
         self._status = StatusReporter(context, self.requests, self.device)
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
@@ -141,6 +148,7 @@ class Worker:
                         ("moves", self.requests.moves.run()),
                         ("ownership", self.requests.ownership.run()),
                         ("watch", self._watch()),
+                        ("orphans", self.orphans.run()),
                         ("drain", self._drain_when_requested()),
                     )
                 ]
@@ -203,6 +211,14 @@ class Worker:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)
+
+    def _open_jobs(self) -> Iterator[Job]:
+        for generation in self.requests.held():
+            if not generation.ended:
+                yield generation.job
+
+    def _on_orphan(self, request_id: str) -> None:
+        self.requests.cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
     def _on_engine_lost(self) -> None:
         self.requests.on_engine_lost()

@@ -1,0 +1,115 @@
+"""Finds requests whose gateway is gone and whose clients did not come back at another one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from millrace.bus.api import Bus
+from millrace.runtime.clock import Clock, until_beat_s
+from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.jobs import Job
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 2.0
+_MIN_LOOK_S = 0.1
+_ASK_TIMEOUT_S = 1.0
+
+
+class OrphanWatch:
+    """Asks every two seconds which gateways hold the requests in ``jobs``, and calls ``on_orphan``
+    with the id of each request that no gateway has held for ``grace_s`` (0: never).
+
+    A gateway holds a request from before its job is published, until its end, or until another
+    gateway takes it over. That one answers in its place. A gateway that was started again under the
+    same id does not hold the requests of its former life. Only jobs that await a client count
+    (``Job.awaits_client``).
+
+    The grace starts again after a time in which this process could not ask: while the bus was
+    disconnected, while it forbids the question, or while this process stood still.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        grace_s: float,
+        jobs: Callable[[], Iterable[Job]],
+        on_orphan: Callable[[str], None],
+    ) -> None:
+        self.num_found = 0
+        self._bus = bus
+        self._clock = clock
+        self._grace_s = grace_s
+        self._jobs = jobs
+        self._on_orphan = on_orphan
+        self._interval_s = max(min(_LOOK_S, grace_s / 4), _MIN_LOOK_S)
+        self._lost_since_s: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Runs until it is cancelled; returns at once without a grace."""
+        if self._grace_s <= 0:
+            return
+        self._bus.on_reconnect(self.restart)
+        while True:
+            before_s = self._clock.monotonic()
+            await self._clock.sleep(until_beat_s(self._clock, self._interval_s))
+            stood_still = self._clock.monotonic() - before_s > 3 * self._interval_s
+            if stood_still or not self._bus.connected:
+                self.restart()
+            else:
+                await self.look()
+
+    def restart(self) -> None:
+        """Start the grace of every request again: what was not heard meanwhile says nothing."""
+        self._lost_since_s.clear()
+
+    async def look(self) -> None:
+        """Ask once for all requests."""
+        by_reply: dict[str, list[str]] = {}
+        for job in self._jobs():
+            if job.awaits_client:
+                by_reply.setdefault(job.reply, []).append(job.request_id)
+        watched = {request_id for ids in by_reply.values() for request_id in ids}
+        for request_id in self._lost_since_s.keys() - watched:
+            del self._lost_since_s[request_id]
+        await asyncio.gather(*(self._look_at(reply, ids) for reply, ids in by_reply.items()))
+
+    async def _look_at(self, reply: str, request_ids: Sequence[str]) -> None:
+        """Ask for the requests of one gateway."""
+        try:
+            held = await self._bus.control.held_requests(reply, request_ids, _ASK_TIMEOUT_S)
+            late = self._note(held, request_ids)
+            # Gateways of an older version answer this question only.
+            is_held = self._bus.control.is_held
+            answers = await asyncio.gather(
+                *(is_held(reply, request_id, _ASK_TIMEOUT_S) for request_id in late)
+            )
+        except BusUnavailableError:
+            for request_id in request_ids:
+                self._lost_since_s.pop(request_id, None)
+            return
+        for request_id, is_answered in zip(late, answers, strict=True):
+            # The bus may have been away meanwhile.
+            if self._lost_since_s.pop(request_id, None) is not None and not is_answered:
+                self._end(request_id, reply)
+
+    def _note(self, held: frozenset[str], request_ids: Sequence[str]) -> list[str]:
+        """The requests that no gateway has held for the whole grace."""
+        now_s, late = self._clock.monotonic(), []
+        for request_id in request_ids:
+            if request_id in held:
+                self._lost_since_s.pop(request_id, None)
+            elif now_s - self._lost_since_s.setdefault(request_id, now_s) >= self._grace_s:
+                late.append(request_id)
+        return late
+
+    def _end(self, request_id: str, reply: str) -> None:
+        self.num_found += 1
+        logger.warning(
+            "a request is cancelled: its gateway is gone and no client came back for it",
+            extra={"request_id": request_id, "gateway_id": reply},
+        )
+        self._on_orphan(request_id)
