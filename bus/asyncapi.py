@@ -171,7 +171,8 @@ _CHANNELS = (
         "send",
         (),
         "An empty request to whoever reads the stream, who may stay silent: the job then starts "
-        "again from its seed.",
+        "again from its seed. Gateways, never services, are also asked with a list of ids, a "
+        "MessagePack map with request_ids, and answer with a map of those that they hold.",
         answer=ResumePoint,
     ),
     _Channel(

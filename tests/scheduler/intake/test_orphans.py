@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from decimal import Decimal
 
 import pytest
 
@@ -57,7 +58,7 @@ async def test_a_waiting_job_ends_with_its_gateway(orphaning: World) -> None:
     record = world.record("orphan")
     assert record is not None
     assert (record.status, record.error_code) == (Status.CANCELLED, "orphaned")
-    assert (record.completion_tokens, record.cost) == (0, 0)
+    assert (record.completion_tokens, record.cost) == (0, Decimal(0))
     for name in ("kept", "lives", "service"):
         assert world.terminal(name) is None
     # What runs is its worker's to end.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -49,7 +50,7 @@ async def test_an_orphan_is_cancelled_and_costs_the_tokens_that_were_made(b: Ben
     assert (record.completion_tokens, record.cost) == (3, Decimal("0.000009"))
     assert await b.num_queued() == 0
     metrics = WorkerMetrics()
-    metrics.watch("w", "demo", b.worker._engine, b.worker)  # noqa: SLF001
+    metrics.watch("w", "demo", b.worker._engine, b.worker)
     registry = CollectorRegistry()
     registry.register(metrics)
     labels = {"model": "demo", "worker": "w"}
@@ -82,7 +83,7 @@ async def test_a_request_of_a_gateway_that_lives_on_ends_as_ever(b: Bench) -> No
 @pytest.mark.parametrize(
     "changes", [{"source": Source.NATS}, {"source": Source.HTTP, "store_result": True}]
 )
-async def test_jobs_that_await_no_client_go_on(b: Bench, changes: dict[str, object]) -> None:
+async def test_jobs_that_await_no_client_go_on(b: Bench, changes: dict[str, Any]) -> None:
     await b.dispatch(b.job(**changes))
     b.engine.emit("r1:1", [20])
     await b.settle(5 * GRACE_S)
