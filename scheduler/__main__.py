@@ -77,8 +77,8 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             None if tracing is None else JobTraces(tracing, clock),
             limits,
             directories,
-            config.gateway.orphan_grace_s,
         )
+        scheduler.orphans.grace_s = config.gateway.orphan_grace_s
         metrics = SchedulerMetrics(scheduler)
         monitor.registry.register(metrics)
         monitor.models = lambda: scheduler.dispatchers

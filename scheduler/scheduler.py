@@ -56,7 +56,7 @@ class Scheduler:
     Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
     gateway admitted count against the ``limits`` of their tenants; without them, against none.
     ``directories`` are what jobs may name and what moves traffic among versions, which is driven
-    here; without them there is none of that. ``orphan_grace_s``: see ``bus.fleet.orphans``.
+    here; without them there is none of that.
     Raises ModelNotFoundError if one of the models is not in the catalogue.
 
     ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
@@ -73,7 +73,6 @@ class Scheduler:
         traces: JobTraces | None = None,
         limits: LimitKeeper | None = None,
         directories: Directories | None = None,
-        orphan_grace_s: float = 0.0,
     ) -> None:
         directories = directories or Directories.of(None, clock)
         is_foreign_reply = directories.reply_owners.is_foreign
@@ -115,7 +114,7 @@ class Scheduler:
             clock,
         )
         self.roles = RoleWatch(self.context, self.dispatchers)
-        self._orphans = OrphanWatch(bus, clock, orphan_grace_s, self._waiting_jobs, self._on_orphan)
+        self.orphans = OrphanWatch(bus, clock, self._waiting_jobs, self._on_orphan)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -139,7 +138,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             recover = self._lease_recovery.run
             self._services.keep(recover, self.context.clock, "recover leases")
-            self._services.keep(self._orphans.run, self.context.clock, "watch orphans")
+            self._services.keep(self.orphans.run, self.context.clock, "watch orphans")
             self.rollouts.start()
             self.roles.start()
             self.ready.set()

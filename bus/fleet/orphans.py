@@ -20,7 +20,8 @@ _ASK_TIMEOUT_S = 1.0
 
 class OrphanWatch:
     """Asks every two seconds which gateways hold the requests in ``jobs``, and calls ``on_orphan``
-    with the id of each request that no gateway has held for ``grace_s`` (0: never).
+    with the id of each request that no gateway has held for ``grace_s``, which is to be set before
+    ``run`` (0: never).
 
     A gateway holds a request from before its job is published, until its end, or until another
     gateway takes it over. That one answers in its place. A gateway that was started again under the
@@ -35,28 +36,27 @@ class OrphanWatch:
         self,
         bus: Bus,
         clock: Clock,
-        grace_s: float,
         jobs: Callable[[], Iterable[Job]],
         on_orphan: Callable[[str], None],
     ) -> None:
+        self.grace_s = 0.0
         self.num_found = 0
         self._bus = bus
         self._clock = clock
-        self._grace_s = grace_s
         self._jobs = jobs
         self._on_orphan = on_orphan
-        self._interval_s = max(min(_LOOK_S, grace_s / 4), _MIN_LOOK_S)
         self._lost_since_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Runs until it is cancelled; returns at once without a grace."""
-        if self._grace_s <= 0:
+        if self.grace_s <= 0:
             return
+        interval_s = max(min(_LOOK_S, self.grace_s / 4), _MIN_LOOK_S)
         self._bus.on_reconnect(self.restart)
         while True:
             before_s = self._clock.monotonic()
-            await self._clock.sleep(until_beat_s(self._clock, self._interval_s))
-            stood_still = self._clock.monotonic() - before_s > 3 * self._interval_s
+            await self._clock.sleep(until_beat_s(self._clock, interval_s))
+            stood_still = self._clock.monotonic() - before_s > 3 * interval_s
             if stood_still or not self._bus.connected:
                 self.restart()
             else:
@@ -102,7 +102,7 @@ class OrphanWatch:
         for request_id in request_ids:
             if request_id in held:
                 self._lost_since_s.pop(request_id, None)
-            elif now_s - self._lost_since_s.setdefault(request_id, now_s) >= self._grace_s:
+            elif now_s - self._lost_since_s.setdefault(request_id, now_s) >= self.grace_s:
                 late.append(request_id)
         return late
 

@@ -207,8 +207,8 @@ class World:
             directories=Directories(
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),
-            orphan_grace_s=self._orphan_grace_s,
         )
+        scheduler.orphans.grace_s = self._orphan_grace_s
         for model in self._models:
             await scheduler.model_cache.warm(model)
         stopping = asyncio.Event()

@@ -197,8 +197,8 @@ class Bench:
             keeper,
             self.clock,
             self.index,
-            orphan_grace_s=orphan_grace_s,
         )
+        self.worker.orphans.grace_s = orphan_grace_s
         self.stopping = asyncio.Event()
         self.run: asyncio.Task[None] | None = None
         self.frames: dict[str, list[Frame]] = {}

@@ -68,9 +68,7 @@ class Worker:
         generations: Generations,
         tracing: Tracing | None = None,
         settlements: Settlements | None = None,
-        orphan_grace_s: float = 0.0,
     ) -> None:
-        """``orphan_grace_s``: see ``bus.fleet.orphans``."""
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
         config = _with_engine_capacity(config, engine)
@@ -103,7 +101,7 @@ class Worker:
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
         )
-        self.orphans = OrphanWatch(bus, clock, orphan_grace_s, self._open_jobs, self._on_orphan)
+        self.orphans = OrphanWatch(bus, clock, self._open_jobs, self._on_orphan)
         self.device = DeviceWatch(lambda: engine.device_uuid)
         self._status = StatusReporter(context, self.requests, self.device)
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)

@@ -30,9 +30,8 @@ class Fleet:
         self.jobs: list[Job] = [JOB]
         self.found: list[str] = []
         self.bus = MemoryBus(self.broker)
-        self.watch = OrphanWatch(
-            self.bus, self.clock, grace_s, lambda: self.jobs, self.found.append
-        )
+        self.watch = OrphanWatch(self.bus, self.clock, lambda: self.jobs, self.found.append)
+        self.watch.grace_s = grace_s
 
     async def gateway(self, reply: str, *held: str) -> Subscription:
         """One that holds requests addressed to ``reply``."""
