@@ -19,6 +19,7 @@ from millrace.registry.requests.message_fields import (
 )
 from millrace.registry.requests.offered.chat_tools import offered_of_chat
 from millrace.registry.requests.offered.offered_tools import OfferedTools
+from millrace.registry.requests.socket_fields import check_socket_fields
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
@@ -109,12 +110,9 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
 
 def parse_generate(message: Generate) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
-    for name, given in (
-        ("prompt_logprobs", message.prompt_logprobs is not None),
-        ("use_beam_search", message.use_beam_search),
-    ):
-        if given:
-            raise ParameterError(name, f"{name} does not go over a WebSocket.")
+    check_socket_fields(message)
+    if message.stream_options is not None:
+        refuse_unhonoured(message.stream_options, NEUTRAL, "stream_options.")
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:

@@ -78,7 +78,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Slowest rate at which a large body may come."""
 
     max_ws_message_bytes: int = 1024 * 1024
-    """Size of a WebSocket message."""
+    """Size of a WebSocket message with all its fragments; a larger one closes the socket (1009)."""
 
     max_generations_per_socket: int = 64
     """Generations open at a time on one WebSocket."""
