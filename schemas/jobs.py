@@ -66,6 +66,10 @@ class Source(StrEnum):
     BENCH = "bench"
 
 
+# Of requests that a gateway accepted.
+GATEWAY_SOURCES = (Source.HTTP, Source.WEBSOCKET)
+
+
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
     thoughts before its content; a turn of the role ``tool`` is the result of the call
@@ -197,8 +201,7 @@ class Job(
     def awaits_client(self) -> bool:
         """Whether its answer is of use only to a client of the gateway ``reply``: a gateway
         published it, and does not keep the result for a later client."""
-        is_gateways = self.source in (Source.HTTP, Source.WEBSOCKET) and bool(self.reply)
-        return is_gateways and not self.store_result
+        return self.source in GATEWAY_SOURCES and bool(self.reply) and not self.store_result
 
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""

@@ -17,7 +17,14 @@ from millrace.schemas.errors import (
     MalformedMessageError,
     ParameterError,
 )
-from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
+from millrace.schemas.jobs import (
+    GATEWAY_SOURCES,
+    MAX_LABEL_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    Job,
+    Source,
+    check_length,
+)
 from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
 _ABSENT = msgspec.Raw(b"")
@@ -86,9 +93,10 @@ def read_job(
 
     The model in the body must be the subject's, and so must tier and tenant where both state
     them; under a subject without a tenant a job is the keyless one's. A job without
-    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
-    names no trace is of that in the message's header ``traceparent``, if that is one. A message
-    without a Content-Type is MessagePack, unless it begins as a JSON object does. Raises
+    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A service's
+    job came over NATS, whatever its ``source`` says. A job that names no trace is of that in the
+    message's header ``traceparent``, if that is one. A message without a Content-Type is
+    MessagePack, unless it begins as a JSON object does. Raises
     MalformedMessageError, ForeignTenantError for a job that names another tenant, and
     ForeignReplyError for a service's job that names a listener of another tenant.
     """
@@ -114,6 +122,8 @@ def read_job(
             raise ForeignTenantError(FOREIGN_TENANT)
         changes["tier"] = tenant_queue.tier
         changes["tenant"] = tenant
+    if not tenant_queue.reserved and job.source in GATEWAY_SOURCES:
+        changes["source"] = Source.NATS
     if job.received_ns == 0:
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
