@@ -47,7 +47,7 @@ from tests.protocol.processes import Process, task_factory
 
 MODEL = "demo"
 _RECONNECT_S = 0.05
-_ORPHAN_GRACE_S = 60.0
+_ORPHAN_GRACE_S = 30.0
 
 # In bad weather a dispatch takes longer than a scheduler waits for its answer.
 _SCHEDULER = SchedulerConfig(
