@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from millrace.bus.api import Bus
 from millrace.bus.fleet.directories import Directories
-from millrace.bus.fleet.orphans import OrphanWatch
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock

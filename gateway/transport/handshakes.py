@@ -12,13 +12,13 @@ from websockets.http11 import Response
 from websockets.server import ServerProtocol
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.http import JSON, new_request_id, request_id_header
 
 _VERSION_HEADER = "Sec-WebSocket-Version"
 _CODES = {414: "uri_too_long", 431: "request_header_fields_too_large"}
 
-Note = Callable[[Refusal, Caller | None], None]
+# Has a refusal counted; its caller is not known.
+Note = Callable[[Refusal, None], None]
 
 
 class HandshakeProtocol(ServerProtocol):

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.orphans import OrphanWatch
+from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
 from millrace.registry.served import ServedModel

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from msgspec.structs import replace
 
-from millrace.bus.fleet import orphans
-from millrace.bus.fleet.orphans import OrphanWatch
+from millrace.bus import orphans
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.orphans import OrphanWatch
 from millrace.bus.transport import Subscription
 from millrace.schemas.control import ResumePoint
 from millrace.schemas.jobs import Job, Source
