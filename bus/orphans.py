@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from millrace.bus.api import Bus
 from millrace.runtime.clock import Clock, until_beat_s
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
 from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class OrphanWatch:
         self._jobs = jobs
         self._on_orphan = on_orphan
         self._lost_since_s: dict[str, float] = {}
+        self._may_ask = True
 
     async def run(self) -> None:
         """Runs until it is cancelled; returns at once without a grace."""
@@ -59,12 +60,13 @@ class OrphanWatch:
             stood_still = self._clock.monotonic() - before_s > 3 * interval_s
             if stood_still or not self._bus.connected:
                 self.restart()
-            else:
+            elif self._may_ask:
                 await self.look()
 
     def restart(self) -> None:
         """Start the grace of every request again: what was not heard meanwhile says nothing."""
         self._lost_since_s.clear()
+        self._may_ask = True
 
     async def look(self) -> None:
         """Ask once for all requests."""
@@ -87,9 +89,16 @@ class OrphanWatch:
             answers = await asyncio.gather(
                 *(is_held(reply, request_id, _ASK_TIMEOUT_S) for request_id in late)
             )
-        except BusUnavailableError:
+        except BusUnavailableError as error:
             for request_id in request_ids:
                 self._lost_since_s.pop(request_id, None)
+            if isinstance(error, BusForbiddenError) and self._may_ask:
+                # The next connection may have other permissions.
+                self._may_ask = False
+                logger.warning(
+                    "no request is cancelled when its gateway is gone: no permission",
+                    extra={"reason": error.message},
+                )
             return
         for request_id, is_answered in zip(late, answers, strict=True):
             # The bus may have been away meanwhile.

@@ -14,9 +14,11 @@ from millrace.bus import subjects
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats import accounts, connect
 from millrace.bus.nats.permissions import Part, inbox_of, service_inbox
+from millrace.bus.orphans import OrphanWatch
+from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import Cancel, NameLease
 from millrace.schemas.errors import BusForbiddenError
-from millrace.schemas.jobs import Job, JobResult, Tier
+from millrace.schemas.jobs import Job, JobResult, Source, Tier
 from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
@@ -239,6 +241,27 @@ async def test_a_wrong_permission_says_so_at_once(
 
     await eventually(lambda: "ctl.cancel.r1" in forbidden())
     assert sorted(forbidden()) == ["ctl.cancel.*", "ctl.cancel.r1", "jobs.demo.free.acme"]
+    await bus.close()
+
+
+async def test_without_the_permission_to_ask_no_request_is_an_orphan(
+    server: NatsWithUsers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for a worker under accounts that were made before workers asked."""
+    bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
+    jobs = [
+        Job(request_id=f"r{number}", model="m", prompt="", reply="gw-1", source=Source.HTTP)
+        for number in (1, 2)
+    ]
+    found: list[str] = []
+    watch = OrphanWatch(bus, SystemClock(), lambda: jobs, found.append)
+    watch.grace_s = 0.4
+    task = asyncio.create_task(watch.run())
+    await eventually(lambda: "no permission" in caplog.text)
+    await asyncio.sleep(1.0)
+    assert found == []
+    assert caplog.text.count("no permission") == 1
+    task.cancel()
     await bus.close()
 
 
