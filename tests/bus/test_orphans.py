@@ -100,6 +100,26 @@ async def test_a_gateway_that_is_silent_for_a_while_keeps_its_requests(fleet: Fl
     assert fleet.found == []
 
 
+async def test_jobs_that_waited_for_a_gateway_long_gone_end_soon(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it accepted before one that is an orphan; later ones have the whole grace."""
+    monkeypatch.setattr(orphans, "_ASK_TIMEOUT_S", 0.02)
+    fleet.jobs = [replace(JOB, received_ns=20)]
+    await fleet.pass_s(GRACE_S + 5.0)
+    assert fleet.found == ["r1"]
+    received = {"earlier": 10, "same": 20, "later": 30, "taken": 10}
+    await fleet.gateway("gw-1", "taken")
+    fleet.jobs = [
+        replace(JOB, request_id=name, received_ns=at_ns) for name, at_ns in received.items()
+    ]
+    fleet.jobs.append(replace(JOB, request_id="other", received_ns=10, reply="gw-2"))
+    for _ in range(4):
+        await fleet.watch.look()
+        await fleet.pass_s(2.0)
+    assert fleet.found == ["r1", "earlier", "same"]
+
+
 async def test_a_gateway_of_an_older_version_is_asked_for_each_request(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
