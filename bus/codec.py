@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -56,6 +57,11 @@ def encode_json(message: object) -> bytes:
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+
+
+def without_mark(payload: bytes) -> bytes:
+    """The payload without the byte order mark that some programs put before UTF-8."""
+    return payload.removeprefix(codecs.BOM_UTF8)
 
 
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
