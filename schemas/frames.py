@@ -79,7 +79,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     index: int
     id: str = ""
-    type: Literal["", "function", "custom"] = ""
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
     function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
     custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
 

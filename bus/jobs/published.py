@@ -88,6 +88,17 @@ def read_published(payload: bytes, content_type: str | None) -> Job:
     return _tolerantly(codec.JOB, _encoded(given, content_type), content_type)
 
 
+def encode_job(job: Job) -> bytes:
+    """The job in MessagePack as it is published: one with a body, which is MessagePack then, has
+    the fields of the body beside its own."""
+    if not job.body:
+        return codec.encode(job)
+    bare = msgspec.structs.replace(job, body=b"", prompt_token_ids=())
+    own = _PARTS.decode(codec.encode(bare))
+    del own["prompt_token_ids"]
+    return codec.encode(_PARTS.decode(job.body) | own)
+
+
 def _parts(payload: bytes, content_type: str | None) -> dict[str, msgspec.Raw]:
     """The fields of a message as they are written, without those that are null."""
     null = b"null" if codec.is_json(content_type) else b"\xc0"

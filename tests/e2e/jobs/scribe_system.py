@@ -289,7 +289,9 @@ def texts_of(frames: Sequence[Frame]) -> dict[str, Any]:
         reasoning += frame.reasoning[_cut(frame.reasoning_ends, had) :]
         for i, call in enumerate(frame.tool_calls):
             ends = frame.tool_call_ends[i] if frame.tool_call_ends else ()
-            known = calls.setdefault(call.index, {"id": call.id, "type": call.type, "text": ""})
+            known = calls.setdefault(
+                call.index, {"id": call.id, "type": str(call.type), "text": ""}
+            )
             part: Any = call.function or call.custom
             known.setdefault("name", part.name)
             text = getattr(part, "arguments", None)
