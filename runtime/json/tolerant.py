@@ -144,11 +144,20 @@ def _read_struct(value: dict[Any, Any], kind: inspect.StructType, where: str) ->
 def _read_dict(value: dict[Any, Any], kind: inspect.DictType, where: str) -> dict[Any, Any]:
     value_type = kind.value_type
     takes_null = isinstance(value_type, (inspect.AnyType, inspect.NoneType, inspect.UnionType))
+    wants_integers = isinstance(kind.key_type, inspect.IntType)
     return {
-        name: _read(item, value_type, _path(where, name))
+        _integer(name) if wants_integers else name: _read(item, value_type, _path(where, name))
         for name, item in value.items()
         if takes_null or item is not None
     }
+
+
+def _integer(name: Any) -> Any:
+    """The name of a field as an integer, if it is one: objects of JavaScript have no other names
+    than texts."""
+    if isinstance(name, str) and name.removeprefix("-").isdecimal():
+        return int(name)
+    return whole(name, str(name))
 
 
 def _path(where: str, name: Any) -> str:

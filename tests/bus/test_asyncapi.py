@@ -93,6 +93,24 @@ def test_what_we_send_is_what_it_describes() -> None:
         validator("Frame").validate(json.loads(msgspec.json.encode(frame)))
 
 
+def test_a_chat_job_is_a_chat_body_with_the_fields_of_a_job() -> None:
+    job = {
+        "request_id": "r1",
+        "model": "demo",
+        "reply": "acme",
+        "deadline": "2026-11-28T12:00:00Z",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+    }
+    validator("ChatJob").validate(job)
+    wrongs: list[dict[str, Any]] = [{"sampling": {}}, {"messages": "hi"}, {"request_id": 7}]
+    for wrong in wrongs:
+        with pytest.raises(ValidationError):
+            validator("ChatJob").validate(job | wrong)
+    validator("CompletionJob").validate({"request_id": "r1", "model": "m", "prompt": [1], "n": 1})
+
+
 def test_it_refuses_what_the_bus_refuses() -> None:
     for body in ({"model": "demo", "prompt": "x"}, {"request_id": "r", "model": "m", "colour": 1}):
         with pytest.raises(ValidationError):

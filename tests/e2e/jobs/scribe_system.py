@@ -20,6 +20,7 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.gateway.models import Models
 from millrace.registry.catalogue import ModelEntry
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.routing.router import Route, Router
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.runtime.clock import SystemClock
@@ -41,6 +42,10 @@ from tests.support.running_gateway import RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
 MODEL = "demo"
+# A name that leaves the model open.
+AUTO = "auto"
+# The longer of its two models, which no worker has.
+LARGE = "large"
 TENANT = "local"
 CONTEXT_WINDOW_TOKENS = 4_096
 _TEMPLATE = (
@@ -248,7 +253,8 @@ async def scribe_system(model: ServedModel) -> AsyncIterator[ScribeSystem]:
     """All of it, with one worker, until the block ends."""
     system = ScribeSystem(model)
     config = SchedulerConfig(models=(MODEL,))
-    catalogue = ModelCatalogue([MODEL], lambda _name: model)
+    router = Router({AUTO: Route(small=MODEL, large=LARGE)})
+    catalogue = ModelCatalogue([MODEL, LARGE], lambda _name: model, router)
     scheduler = Scheduler(MemoryBus(system.broker), config, system.clock, catalogue, system.index)
     stopping = asyncio.Event()
     scheduling = asyncio.create_task(scheduler.run(stopping))

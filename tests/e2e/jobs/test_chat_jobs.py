@@ -17,6 +17,7 @@ from millrace.schemas.frames import Delta, Done, Failed, FinishReason
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.tools import ToolCall, ToolFormat
 from tests.e2e.jobs.scribe_system import (
+    AUTO,
     MODEL,
     TENANT,
     ScribeSystem,
@@ -308,6 +309,18 @@ async def test_the_nested_form_stays_as_the_model_wrote_it(scribe: ScribeSystem)
         assert (result.reasoning, result.tool_calls) == ("", ())
     mixed = await scribe.run_job({"messages": HI, "sampling": {}, "tool_choice": "none"})
     assert (mixed.error_code, mixed.error_param) == (MalformedMessageError.code, "tool_choice")
+
+
+async def test_a_job_may_leave_the_model_open(scribe: ScribeSystem) -> None:
+    scribe.script.text = CALL
+    subject = f"jobs.{AUTO}.free.{TENANT}"
+    body = {"messages": HI, "tools": [TOOL]}
+    result = await scribe.run_job(body, model=AUTO, subject=subject)
+    assert (result.model, len(result.tool_calls)) == (MODEL, 1)
+    wrong = await scribe.run_job(body | {"temperature": 9}, model=AUTO, subject=subject)
+    assert (wrong.error_code, wrong.error_param) == ("invalid_parameter", "temperature")
+    other = await scribe.run_job(body, model="other")
+    assert (other.error_code, other.error_param) == (MalformedMessageError.code, "model")
 
 
 async def test_log_probabilities_are_with_their_tokens(scribe: ScribeSystem) -> None:
