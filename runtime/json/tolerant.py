@@ -7,6 +7,7 @@ without a type write a whole number as a float.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -91,6 +92,13 @@ def _info(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
+@cache
+def _fields(struct: type) -> Mapping[str, inspect.Field]:
+    kind = inspect.type_info(struct)
+    assert isinstance(kind, inspect.StructType)
+    return {field.encode_name: field for field in kind.fields}
+
+
 def _read(value: Any, kind: inspect.Type, where: str) -> Any:
     if isinstance(kind, inspect.UnionType):
         return _read_union(value, kind, where)
@@ -130,7 +138,7 @@ def _is_struct_of(kind: inspect.Type, value: dict[Any, Any]) -> bool:
 
 
 def _read_struct(value: dict[Any, Any], kind: inspect.StructType, where: str) -> dict[Any, Any]:
-    fields = {field.encode_name: field for field in kind.fields}
+    fields = _fields(kind.cls)
     read: dict[Any, Any] = {}
     for name, item in value.items():
         field = fields.get(name)
