@@ -4,11 +4,13 @@ made into a job that a worker can run."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from millrace.registry.json_schemas.whole_counts import with_whole_counts
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.offered.chat_tools import FUNCTION
@@ -36,6 +38,12 @@ from millrace.schemas.tools import ToolDefinition, ToolMode
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _TOOLS = {FUNCTION: FunctionTool, CUSTOM: CustomTool}
+# Where a body has JSON schemas, beside its tools.
+_SCHEMAS = (
+    ("response_format", "json_schema", "schema"),
+    ("guided_json",),
+    ("structured_outputs", "json"),
+)
 # What a job cannot have, and what to do about it.
 _BEYOND = {
     "session_id": "A job keeps no conversation: send all of its messages.",
@@ -117,6 +125,8 @@ def _as_json(body: dict[str, Any], kind: type[msgspec.Struct]) -> bytes:
         body["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body["tools"])]
     if "tool_choice" in body:
         body["tool_choice"] = without_nulls(body["tool_choice"])
+    for path in _SCHEMAS:
+        _change_at(body, path, with_whole_counts)
     if "prompt" in body:
         body["prompt"] = whole_items(body["prompt"], "prompt")
     return msgspec.json.encode(body)
@@ -126,7 +136,20 @@ def _tool(tool: Any, where: str) -> Any:
     kind = None
     if isinstance(tool, dict):
         kind = _TOOLS.get(str(tool.get("type") or FUNCTION))
-    return check_plain(tool, where) if kind is None else tolerated(tool, kind, where)
+    if kind is None:
+        return check_plain(tool, where)
+    tool = tolerated(tool, kind, where)
+    _change_at(tool, ("function", "parameters"), with_whole_counts)
+    return tool
+
+
+def _change_at(value: Any, path: Sequence[str], change: Callable[[Any], Any]) -> None:
+    """Change what is at the path, if anything is."""
+    *before, last = path
+    for name in before:
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, dict) and last in value:
+        value[last] = change(value[last])
 
 
 def _check_within(request: ChatCompletionRequest | CompletionRequest, job: Job) -> None:

@@ -204,6 +204,27 @@ def test_what_messagepack_has_and_json_has_not_is_named(value: dict[str, Any], p
     assert refused.value.param == param
 
 
+def test_schemas_count_in_integers() -> None:
+    """What Gson makes of a schema that it has read without a type."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"maxLength": 3.0, "enum": [1.0]}, "maxLength": {"minItems": 2.0}},
+        "default": {"maxItems": 1.0},
+    }
+    whole: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"maxLength": 3, "enum": [1.0]}, "maxLength": {"minItems": 2}},
+        "default": {"maxItems": 1.0},
+    }
+    body = {"request_id": "r1", "model": "demo", "messages": MESSAGES[:1]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    job = read(body | {"tools": tools, "guided_json": schema}, subject="jobs.demo.free")
+    request = read_body(job)
+    assert repr(request.tools[0].parameters) == repr(whole)
+    assert request.sampling.grammar is not None
+    assert request.sampling.grammar.text == msgspec.json.encode(whole).decode()
+
+
 @pytest.mark.parametrize(
     ("deadline", "ns"),
     [

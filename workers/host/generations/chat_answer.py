@@ -105,7 +105,7 @@ class ChatAnswer:
         if self._is_finished:
             return True
         if self._reasoning is not None:
-            return self._reasoning.is_certain and self._parser is None
+            return self._reasoning.is_certain
         return self._parser is None or self._parser.is_certain
 
     def read(self, pieces: Sequence[str]) -> None:
