@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -36,6 +37,9 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
 
+# What the decoder says of a field: where it is, and the name of one that is missing or unknown.
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 # Where a JSON object begins at the latest, if blanks stand before it.
 _LEADING_BYTES = 256
 
@@ -72,6 +76,13 @@ def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
     return content_type
 
 
+def _field_of(why: str) -> str:
+    """The path of the field that the decoder's sentence names; empty if it names none."""
+    place, field = _PLACE.search(why), _FIELD.search(why)
+    names = (place[1] if place else "", field[1] if field else "")
+    return ".".join(filter(None, names))
+
+
 class Codec(Generic[T]):
     """Decodes one kind of message."""
 
@@ -91,7 +102,7 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = json_fault(payload, error) if is_json(content_type) else str(error)
-            raise MalformedMessageError(why) from error
+            raise MalformedMessageError(why, _field_of(why)) from error
         except RecursionError as error:
             raise MalformedMessageError("it is nested too deeply") from error
         raise MalformedMessageError(

@@ -144,8 +144,8 @@ def _nested_sign(given: _Parts, content_type: str | None) -> str | None:
         if name in given:
             return name
     if "messages" not in given:
-        is_either = "prompt" not in given or _is_text(given["prompt"], content_type)
-        return "" if is_either and given.keys() <= _NESTED_FORM else None
+        is_list = "prompt" in given and _is_list(given["prompt"], content_type)
+        return "" if given.keys() <= _NESTED_FORM and not is_list else None
     if "prediction" in given and not _is_object(given["prediction"], content_type):
         return "prediction"
     if "tools" in given and _are_nested(_heads(given["tools"], content_type)):
@@ -177,6 +177,13 @@ def _is_text(raw: msgspec.Raw, content_type: str | None) -> bool:
     if codec.is_json(content_type):
         return first == ord('"')
     return 0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB
+
+
+def _is_list(raw: msgspec.Raw, content_type: str | None) -> bool:
+    first = bytes(raw)[0]
+    if codec.is_json(content_type):
+        return first == ord("[")
+    return 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
 
 
 def _is_object(raw: msgspec.Raw, content_type: str | None) -> bool:
