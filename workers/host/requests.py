@@ -156,13 +156,10 @@ class Requests:
         job = dispatch.job
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
-        searches = job.sampling.use_beam_search
-        beams = BeamAnswers(self._model.tokenizer, job) if searches else None
+        beams = BeamAnswers.of(job, self._model.tokenizer)
         now_ns, now_s = self._clock.now_ns(), self._clock.monotonic()
         device_use = DeviceUse(self._context.energy, self._context.engine.num_devices)
-        answer = None
-        if job.answer is not None and beams is None:
-            answer = ChatAnswer(job.answer, job, self._model.tokenizer.tool_format)
+        answer = ChatAnswer.of(job, self._model.tokenizer.tool_format)
         generation = Generation(
             dispatch, stream, now_ns, now_s, beams, answer, device_use=device_use
         )

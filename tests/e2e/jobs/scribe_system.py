@@ -249,12 +249,14 @@ class WorkersIndex(FakeRunningRequests):
 
 
 @asynccontextmanager
-async def scribe_system(model: ServedModel) -> AsyncIterator[ScribeSystem]:
+async def scribe_system(
+    model: ServedModel, *, trusts_templates: bool = False
+) -> AsyncIterator[ScribeSystem]:
     """All of it, with one worker, until the block ends."""
     system = ScribeSystem(model)
     config = SchedulerConfig(models=(MODEL,))
     router = Router({AUTO: Route(small=MODEL, large=LARGE)})
-    catalogue = ModelCatalogue([MODEL, LARGE], lambda _name: model, router)
+    catalogue = ModelCatalogue([MODEL, LARGE], lambda _name: model, router, trusts_templates)
     scheduler = Scheduler(MemoryBus(system.broker), config, system.clock, catalogue, system.index)
     stopping = asyncio.Event()
     scheduling = asyncio.create_task(scheduler.run(stopping))

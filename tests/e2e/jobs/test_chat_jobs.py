@@ -284,6 +284,18 @@ async def test_a_completion_job_is_told_as_the_model_wrote_it(
     )
 
 
+async def test_a_trusted_job_may_bring_its_template(thinker: ServedModel) -> None:
+    async with scribe_system(thinker, trusts_templates=True) as scribe:
+        scribe.script.text = "Hello."
+        body = {"messages": HI, "chat_template": "{{ messages[0].content }} you"}
+        result = await scribe.run_job(body)
+        assert (result.status, result.text) == ("done", "Hello.")
+        prompt = scribe.script.requests[-1].prompt_token_ids
+        assert thinker.tokenizer.decode(prompt) == "hi you"
+        broken = await scribe.run_job(body | {"chat_template": "{% broken"})
+        assert (broken.error_code, broken.error_param) == ("invalid_parameter", "chat_template")
+
+
 async def test_stream_changes_nothing(scribe: ScribeSystem) -> None:
     scribe.script.text = CALL
     plain = await scribe.run_job({"messages": HI, "tools": [TOOL]})

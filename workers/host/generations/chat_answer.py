@@ -99,6 +99,14 @@ class ChatAnswer:
                 must_call=form.must_call,
             )
 
+    @classmethod
+    def of(cls, job: Job, tool_format: ToolFormat | None) -> ChatAnswer | None:
+        """That of a job that asks for its answer's parts; None for another one, and for a beam
+        search, whose answers have no deltas."""
+        if job.answer is None or job.sampling.use_beam_search:
+            return None
+        return cls(job.answer, job, tool_format)
+
     @property
     def is_certain(self) -> bool:
         """Whether the end of the completion would add nothing to what its last token says."""
