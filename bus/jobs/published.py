@@ -27,6 +27,13 @@ _FIELDS: codec.Codec[JobFields] = codec.Codec(JobFields)
 # Fields of ``Job`` that no service writes.
 _OWN_FIELDS = ("body", "answer")
 _NESTED_FIELDS = ("sampling", "prompt_token_ids", "pooling", "text_pair")
+# How a chat body writes what the nested form writes otherwise.
+_HOW_ELSEWHERE = "write what is in sampling beside messages, or leave the field out"
+_HOW_IN_CHAT = {
+    "tools": 'write a tool as {"type": "function", "function": {"name": ...}}',
+    "tool_calls": 'write a call as {"id": ..., "type": "function", "function": {"name": ...}}',
+    "prediction": 'write it as {"type": "content", "content": ...}',
+}
 _DEADLINE, _DEADLINE_NS = "deadline", "deadline_ns"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -80,10 +87,9 @@ def read_published(payload: bytes, content_type: str | None) -> Job:
     if sign:
         beyond = (given.keys() - _NESTED_FORM) & (_CHAT_FIELDS | _COMPLETION_FIELDS)
         for name in sorted(beyond):
+            how = _HOW_IN_CHAT.get(sign, _HOW_ELSEWHERE)
             raise MalformedMessageError(
-                f"{name} is a field of a chat body, which has no {sign}; write the fields of "
-                "sampling beside messages, or all of them in sampling",
-                name,
+                f"{name} does not go with {sign} in the nested form of a job: {how}", name
             )
     return _tolerantly(codec.JOB, _encoded(given, content_type), content_type)
 
@@ -130,11 +136,19 @@ def _with_body(given: _Parts, content_type: str | None) -> Job:
                 for name in JobFields.__struct_fields__
                 if name != _DEADLINE
             },
-            model=_TEXT.decode(bytes(given["model"]), content_type),
+            model=_model(given["model"], content_type),
             body=_encoded(body, content_type),
         )
     except ValueError as error:
-        raise MalformedMessageError(str(error)) from error
+        # The sentence begins with the field.
+        name = str(error).partition(" ")[0]
+        raise MalformedMessageError(str(error), name if name in _JOB_FIELDS else "") from error
+
+
+def _model(raw: msgspec.Raw, content_type: str | None) -> str:
+    if not _is_text(raw, content_type):
+        raise MalformedMessageError("model must be a string", "model")
+    return _TEXT.decode(bytes(raw), content_type)
 
 
 def _nested_sign(given: _Parts, content_type: str | None) -> str | None:
@@ -144,8 +158,8 @@ def _nested_sign(given: _Parts, content_type: str | None) -> str | None:
         if name in given:
             return name
     if "messages" not in given:
-        is_list = "prompt" in given and _is_list(given["prompt"], content_type)
-        return "" if given.keys() <= _NESTED_FORM and not is_list else None
+        is_either = "prompt" in given and not _is_list(given["prompt"], content_type)
+        return "" if is_either and given.keys() <= _NESTED_FORM else None
     if "prediction" in given and not _is_object(given["prediction"], content_type):
         return "prediction"
     if "tools" in given and _are_nested(_heads(given["tools"], content_type)):

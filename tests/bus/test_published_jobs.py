@@ -175,7 +175,12 @@ def test_the_fields_of_a_job_are_read_at_once_and_its_body_later() -> None:
         ({"deadline_ns": "5"}, "deadline_ns"),
         ({"sampling": {"max_tokens": 4.5}}, "sampling.max_tokens"),
         ({"sampling": {}, "stream": True}, "stream"),
+        ({"tools": [{"name": "f"}], "tool_choice": "auto"}, "tool_choice"),
         ({"messages": None, "prompt": 7}, "prompt"),
+        ({"messages": None}, "messages"),
+        ({"model": 3}, "model"),
+        ({"request_id": "r" * 129}, "request_id"),
+        ({"deadline_ns": -5}, "deadline_ns"),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], param: str, *, packed: bool) -> None:
