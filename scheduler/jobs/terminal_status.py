@@ -6,7 +6,7 @@ import msgspec
 
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
 from millrace.schemas.records import Status
 
@@ -120,7 +120,7 @@ def refused(error: MillraceError) -> TerminalStatus:
         code=error.code,
         message=error.message,
         retryable=error.retryable,
-        param=error.param if isinstance(error, ParameterError) else "",
+        param=error.param if isinstance(error, ParameterError | ContextLengthError) else "",
     )
 
 
