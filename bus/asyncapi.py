@@ -31,8 +31,9 @@ from millrace.schemas.control import (
     WorkerStatus,
 )
 from millrace.schemas.frames import Frame, FrameBatch
-from millrace.schemas.jobs import DeadJob, Job, JobResult, Tier
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS, DeadJob, Job, JobResult, Tier
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
+from millrace.schemas.published_jobs import ChatJob, CompletionJob
 from millrace.schemas.records import (
     DeliveryRecord,
     RefusalRecord,
@@ -87,8 +88,15 @@ _CHANNELS = (
         "jobs.{model}.{tier}.{tenant}",
         "Generation jobs",
         "receive",
-        (Job,),
-        f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
+        (ChatJob, CompletionJob, Job),
+        f"JetStream work queue {subjects.JOBS_STREAM}. A job is the body of a chat completion or "
+        "of a completion with the fields of a job beside its own (ChatJob, CompletionJob), or it "
+        "has the nested form (Job). Null is a field that is not set, and a float with nothing "
+        f"behind its point is an integer. request_id is a string of 1 to {MAX_NAME_CHARACTERS} "
+        "characters; a message with another one is refused under its own id, as far as a subject "
+        "can hold it, else under %. deadline is a time in ISO 8601 with an offset from UTC, "
+        "deadline_ns the same in "
+        "nanoseconds since 1970. Publish with the header Nats-Msg-Id set to "
         "the request id, so that a retried publish is accepted once, and wait for the "
         "acknowledgement: from then on the job is answered. reply must be the tenant's name, alone "
         "or with a slash and a name behind it; a job with another one is refused "
@@ -107,7 +115,7 @@ _CHANNELS = (
         "jobs.{model}.{tier}",
         "Generation jobs without a tenant",
         "receive",
-        (Job,),
+        (ChatJob, CompletionJob, Job),
         "The same without a tenant: the job is the keyless tenant's, local.",
     ),
     _Channel(

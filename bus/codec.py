@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -37,6 +39,9 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
 
+# What the decoder says of a field: where it is, and the name of one that is missing or unknown.
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 # Where a JSON object begins at the latest, if blanks stand before it.
 _LEADING_BYTES = 256
 
@@ -60,12 +65,24 @@ def is_json(content_type: str | None) -> bool:
     return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
 
 
+def without_mark(payload: bytes) -> bytes:
+    """The payload without the byte order mark that some programs put before UTF-8."""
+    return payload.removeprefix(codecs.BOM_UTF8)
+
+
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
     """The Content-Type of a message that people write by hand, too: without a header, JSON if it
     begins as an object does, which no object in MessagePack does."""
     if content_type is None and payload[:_LEADING_BYTES].lstrip(b" \t\r\n")[:1] == b"{":
         return JSON
     return content_type
+
+
+def _field_of(why: str) -> str:
+    """The path of the field that the decoder's sentence names; empty if it names none."""
+    place, field = _PLACE.search(why), _FIELD.search(why)
+    names = (place[1] if place else "", field[1] if field else "")
+    return ".".join(filter(None, names))
 
 
 class Codec(Generic[T]):
@@ -87,7 +104,7 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = json_fault(payload, error) if is_json(content_type) else str(error)
-            raise MalformedMessageError(why) from error
+            raise MalformedMessageError(why, _field_of(why)) from error
         except RecursionError as error:
             raise MalformedMessageError("it is nested too deeply") from error
         raise MalformedMessageError(

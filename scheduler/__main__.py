@@ -123,7 +123,9 @@ def _offer(catalogue: Catalogue, config: Config) -> ModelCatalogue:
     load = partial(
         ServedModel.load, catalogue, control_tokens_in_content=config.control_tokens_in_content
     )
-    return ModelCatalogue(catalogue.names(), load, catalogue.router(config.scheduler.tiers))
+    router = catalogue.router(config.scheduler.tiers)
+    trusts_templates = config.gateway.trust_request_chat_template
+    return ModelCatalogue(catalogue.names(), load, router, trusts_templates)
 
 
 async def _follow(

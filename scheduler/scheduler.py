@@ -76,7 +76,9 @@ class Scheduler:
     ) -> None:
         directories = directories or Directories.of(None, clock)
         is_foreign_reply = directories.reply_owners.is_foreign
-        self.model_cache = model_cache = ModelCache(catalogue.load)
+        self.model_cache = model_cache = ModelCache(
+            catalogue.load, trusts_templates=catalogue.trusts_templates
+        )
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
             bus,

@@ -161,7 +161,12 @@ class CredentialsRefusedError(MillraceError, code="credentials_refused", http_st
 
 
 class MalformedMessageError(MillraceError, code="malformed_message", http_status=400):
-    """A message on the bus is not what its subject carries."""
+    """A message on the bus is not what its subject carries. ``param`` is the field at fault, if one
+    is known."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = shown(param)
 
 
 class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_status=403):

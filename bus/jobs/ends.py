@@ -40,7 +40,12 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
 
 
 def result_of(
-    owner: Owner, status: Status, error_code: str, error_message: str, done_ns: int
+    owner: Owner,
+    status: Status,
+    error_code: str,
+    error_message: str,
+    done_ns: int,
+    error_param: str = "",
 ) -> JobResult:
     """What ``owner`` fetches of a job that no worker answered. A worker adds the answer."""
     return JobResult(
@@ -50,5 +55,6 @@ def result_of(
         status=status.value,
         error_code=error_code,
         error_message=error_message,
+        error_param=error_param,
         done_ns=done_ns,
     )

@@ -33,11 +33,12 @@ async def ask(url: str, question: str, request_id: str) -> str:
         frames.put_nowait(json.loads(message.data))
 
     await connection.subscribe(f"tok.{TENANT}.{request_id}", cb=on_frame)
+    # The body of a chat completion, with the fields of a job beside its own.
     job = {
         "request_id": request_id,
         "model": "demo",
         "messages": [{"role": "user", "content": question}],
-        "sampling": {"temperature": 0},
+        "temperature": 0,
         # The tenant's name, alone or followed by a slash and a name: frames go nowhere else.
         "reply": TENANT,
         "store_result": True,

@@ -72,8 +72,11 @@ def parse_chat(
     return _parse_chat(request, request.messages, offered)
 
 
-def parse_completion(request: CompletionRequest) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured."""
+def parse_completion(
+    request: CompletionRequest, *, default_max_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
+) -> GenerationRequest:
+    """Raises ParameterError for whatever cannot be honoured. ``default_max_tokens`` None: what the
+    model's window leaves."""
     _check_stream(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ParameterError("best_of", "best_of must be n: all completions are given out.")
@@ -85,7 +88,7 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
     is_prompt_only = request.max_tokens == 0 and bool(request.echo)
     if is_prompt_only:
         request = msgspec.structs.replace(request, max_tokens=1)
-    sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
+    sampling = _sampling(request, request.logprobs, default_max_tokens)
     if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
         raise ParameterError(
             "n", f"At most {_MAX_COMPLETIONS} completions are made of a request, n of each prompt."

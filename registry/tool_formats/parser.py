@@ -55,6 +55,11 @@ class ToolCallParser:
         self.is_last_call_cut = False
         self.is_cut_in_call = False
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether all of the text is content that has come out: ``finish`` has nothing to add."""
+        return self._plain
+
     def push(self, text: str) -> list[Piece]:
         """What is certain now that ``text`` has come."""
         if self._plain and text:

@@ -30,11 +30,12 @@ from millrace.schemas.jobs import Tier
 @dataclass(frozen=True)
 class ModelCatalogue:
     """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
-    names that stand for several models."""
+    names that stand for several models. ``trusts_templates``: jobs may bring chat templates."""
 
     names: Collection[str]
     load: Callable[[str], Preparer]
     router: Router | None = None
+    trusts_templates: bool = False
 
 
 class ServedModels:

@@ -6,14 +6,15 @@ import msgspec
 
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
 from millrace.schemas.records import Status
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
-    the one of its tenant that it is over, if that is why."""
+    the one of its tenant that it is over, if that is why, ``param`` the field at fault, if one
+    is."""
 
     status: Status
     code: str = ""
@@ -21,6 +22,7 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     retryable: bool = False
     retry_after_s: float = 0.0
     limit: str = ""
+    param: str = ""
 
     def frame(self, epoch: int) -> TerminalFrame:
         match self.status:
@@ -38,7 +40,11 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
                 )
             case _:
                 return Failed(
-                    epoch=epoch, code=self.code, message=self.message, retryable=self.retryable
+                    epoch=epoch,
+                    code=self.code,
+                    message=self.message,
+                    retryable=self.retryable,
+                    param=self.param,
                 )
 
 
@@ -117,7 +123,11 @@ def poison_pill() -> TerminalStatus:
 def refused(error: MillraceError) -> TerminalStatus:
     """The job itself is at fault, or its model cannot be served at all."""
     return TerminalStatus(
-        status=Status.FAILED, code=error.code, message=error.message, retryable=error.retryable
+        status=Status.FAILED,
+        code=error.code,
+        message=error.message,
+        retryable=error.retryable,
+        param=error.param if isinstance(error, ParameterError | ContextLengthError) else "",
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from millrace.bus import asyncapi, subjects
+from millrace.bus import asyncapi, codec, subjects
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.jobs.published import read_published
 from millrace.schemas.frames import Delta, Done, FinishReason
 from millrace.schemas.jobs import Job, Tier
 from tests.support.repository import ROOT
@@ -91,6 +92,33 @@ def test_what_we_send_is_what_it_describes() -> None:
         Done(finish_reason=FinishReason.STOP, num_tokens=2),
     ):
         validator("Frame").validate(json.loads(msgspec.json.encode(frame)))
+
+
+def test_a_chat_job_is_a_chat_body_with_the_fields_of_a_job() -> None:
+    job = {
+        "request_id": "r1",
+        "model": "demo",
+        "reply": "acme",
+        "deadline": "2026-11-28T12:00:00Z",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+    }
+    validator("ChatJob").validate(job)
+    wrongs: list[dict[str, Any]] = [{"sampling": {}}, {"messages": "hi"}, {"request_id": 7}]
+    for wrong in wrongs:
+        with pytest.raises(ValidationError):
+            validator("ChatJob").validate(job | wrong)
+    validator("CompletionJob").validate({"request_id": "r1", "model": "m", "prompt": [1], "n": 1})
+
+
+def test_the_page_of_jobs_shows_what_the_bus_carries() -> None:
+    text = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
+    job, delta = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    validator("ChatJob").validate(json.loads(job))
+    validator("Frame").validate(json.loads(delta))
+    assert codec.FRAME.decode(delta.encode(), codec.JSON)
+    assert read_published(job.encode(), codec.JSON).body
 
 
 def test_it_refuses_what_the_bus_refuses() -> None:

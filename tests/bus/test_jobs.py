@@ -423,8 +423,21 @@ class TestDeadLetters:
             (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
             (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', None, ""),
             (b'{"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
-            (b'{"request_id":7,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
-            (b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 200), codec.JSON, ""),
+            (b'{"request_id":7,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, "7"),
+            (b'{"request_id":7.0,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, "7"),
+            (b'{"request_id":null,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
+            (
+                b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 200),
+                codec.JSON,
+                "r" * 200,
+            ),
+            (b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 2_000), codec.JSON, ""),
+            (msgspec.msgpack.encode({"request_id": 7, "model": "demo", "reply": "svc"}), None, "7"),
+            (
+                b'\xef\xbb\xbf{"request_id":"r1","model":3,"reply":"svc"}',
+                "application/json",
+                "r1",
+            ),
             (b'{"request_id":"r1","model":3,"store_result":"no","reply":"svc"}', None, "r1"),
             (b'{"request_id":"r1","reply":"svc","model":"demo","prompt":"x"}', "text/plain", "r1"),
             (

@@ -155,6 +155,51 @@ async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: 
     await connection.close()
 
 
+async def test_a_service_s_chat_calls_tools_as_over_http(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    body: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is TTFT?"}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "look_up",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"term": {"type": "string", "maxLength": 12}},
+                        "required": ["term"],
+                        "additionalProperties": False,
+                    },
+                },
+            }
+        ],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_completion_tokens": 100,
+    }
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    connection = await nats.connect((system.data / "run" / "nats.url").read_text().strip())
+    request_id = f"calls-{uuid.uuid4().hex[:8]}"
+    subscription = await connection.subscribe(f"tok.local.{request_id}")
+    job = body | {"request_id": request_id, "reply": "local", "stream": True, "user": None}
+    await connection.jetstream().publish("jobs.demo.free.local", json.dumps(job).encode())
+    arguments, names, frame = "", [], {"type": ""}
+    while frame["type"] not in ("done", "failed"):
+        frame = json.loads((await subscription.next_msg(30.0)).data)
+        for call in frame.get("tool_calls", ()):
+            arguments += call["function"]["arguments"]
+            names += [call["function"]["name"]] if "name" in call["function"] else []
+        assert not frame.get("text")
+    assert (frame["type"], frame["finish_reason"]) == ("done", choice["finish_reason"])
+    (called,) = choice["message"]["tool_calls"]
+    assert {"name": names[0], "arguments": arguments} == called["function"]
+    await connection.close()
+
+
 async def test_closing_a_client_frees_its_blocks(http: httpx.AsyncClient, bus: Bus) -> None:
     latest: list[WorkerStatus] = []
     watch = await bus.workers.watch(latest.append)

@@ -43,6 +43,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
+    ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),
     ("tests/docs/banned_words.txt", ()),
     # Documents that tests hold to the code, and files that run the system elsewhere.
     ("docs/examples/*", ("tests/e2e/api/*", "tests/gateway/api/test_browser_client.py")),

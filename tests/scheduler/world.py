@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Self
 
 import msgspec
 
@@ -32,6 +33,7 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tools import ToolFormat
 from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
@@ -49,6 +51,10 @@ class FakeModel:
     """A byte is a token."""
 
     prices = PRICES
+    tool_format: ToolFormat | None = None
+
+    def with_chat_template(self, source: str) -> Self:
+        return self
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         token_ids = job.prompt_token_ids or tuple((job.prompt or "").encode())
