@@ -21,7 +21,8 @@ DRAFT_PREFIX = "draft="
 EAGLE3_PREFIX = "eagle3="
 # The folder of a checkpoint in which its draft is, if it brings one.
 DRAFT_FOLDER = "draft"
-_BUDGET = "max_reasoning_tokens"
+# A budget of thoughts is a target: no engine refuses it.
+BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
 _REASONS = {
@@ -106,27 +107,25 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
-                *("bad_words", _BUDGET, _ALLOWED, _BEAMS),
+                *("bad_words", BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
     ),
     EngineKind.VLLM: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", _BUDGET, _BEAMS}),
+        unsupported=frozenset({"pooling", "n", "typical_p", BUDGET, _BEAMS}),
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset(
-            {"pooling", "n", "typical_p", "bad_words", _BUDGET, _ALLOWED, _BEAMS}
-        ),
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", BUDGET, _ALLOWED, _BEAMS}),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
         unsupported=frozenset(
             {
                 *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("presence_penalty", "frequency_penalty", BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         continues_grammars=True,
@@ -139,7 +138,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("top_k", "min_p", "typical_p", "repetition_penalty", BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -150,7 +149,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("presence_penalty", "frequency_penalty", BUDGET, _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -164,7 +163,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
                     "repetition_penalty",
                     "presence_penalty",
                     "frequency_penalty",
-                    _BUDGET,
+                    BUDGET,
                     _ALLOWED,
                     _BEAMS,
                 ),
@@ -173,8 +172,15 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         grammars=frozenset(),
     ),
     # Such an engine refuses by itself what it cannot do, but for answers that come all at once.
-    EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({_BEAMS})),
+    EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({BUDGET, _BEAMS})),
 }
+
+
+def can_hold_calls(kind: EngineKind) -> bool:
+    """Whether an engine of this kind holds tool calls to their schemas where the answer may also be
+    text. Nothing is known of custom engines, so these get a grammar only if the request demands
+    one."""
+    return kind is not EngineKind.CUSTOM and GrammarKind.EBNF in PROMISES[kind].grammars
 
 
 def check_quantization(quantization: str | None, kind: EngineKind) -> None:
@@ -304,7 +310,8 @@ def check_supported(
     """Raise ParameterError, naming the field, for what an engine of this kind cannot do, or what it
     does not promise where it has ``promises`` of its own."""
     promises = promises or PROMISES[kind]
-    given = {name for name in promises.unsupported - {"pooling"} if sampling.asks_for(name)}
+    beside = {"pooling", BUDGET}
+    given = {name for name in promises.unsupported - beside if sampling.asks_for(name)}
     if pooling is not None and "pooling" in promises.unsupported:
         given.add("pooling")
     if given:

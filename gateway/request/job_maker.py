@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -13,7 +13,8 @@ from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.message_fields import respelled
+from millrace.registry.requests.message_fields import in_words, respelled
+from millrace.registry.requests.unheld_calls import is_unheld, unheld_calls
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
 from millrace.registry.tool_formats import Dropped, call_grammar
 from millrace.schemas.errors import ParameterError
@@ -149,14 +150,15 @@ class JobMaker:
         with_tools = tools if job.messages is not None else ()
         if with_tools is not job.tools or sampling is not job.sampling:
             job = replace(job, sampling=sampling, tools=with_tools)
+        # Token ids come in the field that also takes text.
+        words = {"prompt_token_ids": _PROMPT, "grammar": request.demand_field, **request.words}
         try:
             prepare = partial(_prepared, model, request.chat_template, job, self._seed_source)
             length = num_characters_with(request.chat_template, num_characters(job))
-            job = await self._prompts.run(job.tenant, length, prepare)
+            prepared = await self._prompts.run(job.tenant, length, prepare)
         except ParameterError as error:
-            # Token ids come in the field that also takes text.
-            words = {"prompt_token_ids": _PROMPT, **request.words}
             raise respelled(error, words) from error
+        job = _with_own_names(prepared, job.notices, words)
         if caller.context_tokens is None:
             return job
         return _within_context(job, request.sampling.max_tokens, caller.context_tokens)
@@ -223,6 +225,8 @@ def _sampling(
     sampling = _of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling, ()
+    if is_unheld(request, model.engine_kind):
+        return unheld_calls(sampling, model.tool_format, request, model.engine_kind)
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     patterns, answer = request.freeform_tools, sampling.grammar
     make = partial(call_grammar, model.tool_format, tools, choice, parallel, answer)
@@ -242,6 +246,17 @@ def _sampling(
         for keyword in dropped.keywords
     )
     return sampling if grammar is None else replace(sampling, grammar=grammar), tuple(notices)
+
+
+def _with_own_names(job: Job, earlier: Notices, words: Mapping[str, str]) -> Job:
+    """The job whose notices beyond ``earlier`` name fields as the caller does."""
+    if job.notices == earlier:
+        return job
+    named = [
+        one if one in earlier else replace(one, param=in_words(one.param, words))
+        for one in job.notices
+    ]
+    return replace(job, notices=tuple(named))
 
 
 def _prepared(
