@@ -32,7 +32,7 @@ MAX_LENGTH_PENALTY = 10.0
 _NOT_WITH_BEAM_SEARCH = (
     *("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "stop", "logprobs"),
-    *("prompt_logprobs", "grammar", "max_reasoning_tokens"),
+    *("prompt_logprobs", "grammar", "max_reasoning_tokens", "one_call"),
 )
 
 
