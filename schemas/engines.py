@@ -29,7 +29,7 @@ _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
     _BEAMS: "makes no beam search",
-    "grammar": "keeps no answer to a grammar, a response_format or a demanded tool call",
+    "grammar": "holds no answer to a schema, a pattern or a demanded tool call",
 }
 
 
