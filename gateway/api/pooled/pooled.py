@@ -79,8 +79,8 @@ class PooledPlan(NamedTuple):
 
 
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood; ``model`` None: it names none. ``plan`` is asked once the model is
-    known, and raises ParameterError for what that cannot do."""
+    """A body that was understood. ``model`` is None if it names none. ``plan`` is asked once the
+    model is known, and raises ParameterError for what that cannot do."""
 
     model: str | None
     plan: Callable[[ServedModelLike], PooledPlan]
