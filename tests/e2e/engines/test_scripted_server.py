@@ -3,6 +3,7 @@ says: what agents ask of it by default, and what it cannot keep."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import httpx
 import pytest
 
 from millrace.schemas.notices import NOTICE_NAME
+from tests.clients.packages import python_packages
 from tests.registry.test_reasoning import SWITCHED
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.openai_server import OpenAiServer
+from tests.support.repository import ROOT
 from tests.support.system import System
 
 pytestmark = pytest.mark.e2e
@@ -232,3 +235,41 @@ async def test_a_model_that_is_added_while_the_system_runs_thinks_without_a_boun
         assert "let me see" in answer.text
         demo = await http.post(path, json=plain | fields | {"model": "demo"})
         assert _codes(demo) == []
+
+
+def _steps(prompt: str) -> str:
+    """Write what a model says that does one step of the work after the other."""
+    done = max((step for step in range(1, 5) if f"done {step}" in prompt), default=0)
+    if done == 4:
+        return "All is done."
+    return f'<tool_call>\n{{"name": "work", "arguments": {{"step": {done + 1}}}}}\n</tool_call>'
+
+
+@pytest.mark.slow(reason="runs two agents' frameworks, in environments of their own")
+@pytest.mark.parametrize(
+    ("script", "packages"),
+    [
+        ("openai_agents_loop.py", ("openai-agents", "openai-agents==0.24.0")),
+        ("pydantic_ai_loop.py", ("pydantic-ai", "pydantic-ai-slim[openai,anthropic]==2.68.0")),
+    ],
+)
+async def test_a_loop_of_tools_by_an_agents_framework(
+    server: OpenAiServer, system: System, tmp_path: Path, script: str, packages: tuple[str, ...]
+) -> None:
+    server.script = _steps
+    python = python_packages(*packages) / "python"
+    run = [str(python), str(ROOT / "tests" / "clients" / script), system.http]
+    sent = tmp_path / "sent"
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        [*run, str(sent)],
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    bodies = sent.read_text().splitlines()
+    assert len(bodies) == 4 * 5
+    assert sum('"strict":true' in body for body in bodies) >= 10
+    assert sum('"parallel_tool_calls":false' in body for body in bodies) == 10
