@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -153,3 +154,24 @@ async def test_a_custom_tool_is_not_held_to_its_grammar(
     answer = await http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert [one["code"] for one in answer.json()[NOTICE_NAME]] == ["grammar_not_kept"]
+
+
+# Paths and bodies as openai-agents 0.24.0 (the first five) and pydantic-ai 2.68.0 sent them.
+_RECORDED = (Path(__file__).parent / "agents_requests.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("number", range(len(_RECORDED)))
+async def test_what_agents_frameworks_send_is_served(
+    front: RunningGateway, http: httpx.AsyncClient, number: int
+) -> None:
+    path, _, body = _RECORDED[number].partition(" ")
+    front.worker.script = lambda _job: FITS.replace("look", "work").replace(
+        '"at": "sky"', '"step": 1'
+    )
+    content = body.replace('"model":"demo"', f'"model":"{MODEL}"').encode()
+    answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()[NOTICE_NAME] == [NOT_ENFORCED]
+    (job,) = front.worker.jobs
+    is_single = '"parallel_tool_calls":false' in body
+    assert job.sampling.one_call == (ToolFormat.HERMES if is_single else None)
