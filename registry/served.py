@@ -30,7 +30,7 @@ from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.registry.truncation import num_kept_tokens
 from millrace.schemas.chat.reasoning import ReasoningFormat
-from millrace.schemas.engines import BUDGET, PROMISES, EngineKind, check_supported
+from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.notices import NoticeCode, bounded, notice
@@ -194,12 +194,12 @@ class ServedModel:
         """Leave out a budget of thoughts that cannot be enforced: no request is refused for it. A
         notice says so where the completion may have thoughts."""
         has_thoughts = sampling.reasoning is not None
-        if has_thoughts and BUDGET not in PROMISES[self.engine_kind].unsupported:
+        if has_thoughts and PROMISES[self.engine_kind].bounds_reasoning:
             return job, sampling
         sampling = msgspec.structs.replace(sampling, max_reasoning_tokens=None)
         # Thoughts behind a plain prompt are not told from the answer.
         if has_thoughts or (job.messages is None and self.reasoning_format is not None):
-            told = notice(NoticeCode.BUDGET_NOT_ENFORCED, BUDGET)
+            told = notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens")
             job = msgspec.structs.replace(job, notices=bounded((*job.notices, told)))
         return job, sampling
 
