@@ -7,6 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.schemas.notices import NOTICE_NAME
+from millrace.bus import nats as nats_bus
+from millrace.schemas.config import NatsConfig
+from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.notices import NOTICE_NAME, Notice, NoticeCode
+from millrace.schemas.sampling import SamplingOptions
 from tests.clients.packages import python_packages
 from tests.registry.test_reasoning import SWITCHED
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.openai_server import OpenAiServer
 from tests.support.repository import ROOT
 from tests.support.system import System
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -235,6 +241,26 @@ async def test_a_model_that_is_added_while_the_system_runs_thinks_without_a_boun
         assert "let me see" in answer.text
         demo = await http.post(path, json=plain | fields | {"model": "demo"})
         assert _codes(demo) == []
+    bus = await nats_bus.connect(NatsConfig(url=system.endpoints["nats"]), "test")
+    try:
+        job = Job(
+            request_id=uuid.uuid4().hex,
+            model="thinker",
+            messages=(ChatMessage("user", "Yes?"),),
+            sampling=SamplingOptions(max_reasoning_tokens=2, max_tokens=100),
+            store_result=True,
+        )
+        await bus.jobs.publish(job)
+
+        async def result() -> bool:
+            stored = await bus.results.fetch(job.tenant, job.request_id)
+            return stored is not None and stored.notices == (
+                Notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens"),
+            )
+
+        await eventually(result, timeout_s=30.0)
+    finally:
+        await bus.close()
 
 
 def _steps(prompt: str) -> str:
