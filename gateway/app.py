@@ -26,6 +26,7 @@ from millrace.gateway.api.ops import OpsApi
 from millrace.gateway.api.pooled.classify import classify_endpoints
 from millrace.gateway.api.pooled.embeddings import embedding_endpoints
 from millrace.gateway.api.pooled.scores import scoring_endpoints
+from millrace.gateway.api.prefix_caches import PrefixCachesApi
 from millrace.gateway.api.rollouts import RolloutsApi
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
@@ -152,6 +153,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *LimitsApi(gateway).routes(),
             *AdaptersApi(gateway).routes(),
             *RolloutsApi(gateway).routes(),
+            *PrefixCachesApi(gateway).routes(),
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),

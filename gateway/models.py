@@ -23,6 +23,7 @@ from millrace.registry.routing.router import Route, Router
 from millrace.registry.served import EmbeddingSettings
 from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.adapters import Adapter
@@ -83,6 +84,9 @@ class ServedModelLike(Protocol):
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """How the model marks its thoughts; None: it has none."""
+
+    @property
+    def engine_kind(self) -> EngineKind: ...
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

@@ -33,6 +33,7 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.notices import NoticeCode, bounded, notice
 from millrace.schemas.pooling import ModelTask, Pooling
 from millrace.schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
 from millrace.schemas.tools import ToolFormat
@@ -151,8 +152,8 @@ class ServedModel:
         token_ids, sampling = self._prompt_token_ids(job), job.sampling
         if job.messages is not None:
             token_ids, sampling = self._with_reasoning(job, token_ids)
-        elif sampling.max_reasoning_tokens is not None and sampling.reasoning is None:
-            raise _no_reasoning(self.entry.name)
+        if sampling.max_reasoning_tokens is not None:
+            job, sampling = self._with_budget(job, sampling)
         for token_id in sampling.stop_token_ids:
             self._check_token_id("stop_token_ids", token_id)
         for token_id in sampling.allowed_token_ids:
@@ -174,10 +175,8 @@ class ServedModel:
         """A prompt made of messages, and how its completion may begin with thoughts. They are ended
         in the prompt where the engine would hold them to the grammar of what follows them."""
         sampling = job.sampling
-        reasoning, budget = self.reasoning_format, sampling.max_reasoning_tokens
+        reasoning = self.reasoning_format
         if reasoning is None:
-            if budget is not None:
-                raise _no_reasoning(self.entry.name)
             return token_ids, sampling
         last = job.messages[-1] if job.messages and job.continue_final_message else None
         if last is not None and (last.content or last.reasoning):
@@ -189,10 +188,20 @@ class ServedModel:
         if begun is not None and is_held and not PROMISES[self.engine_kind].reasons_before_grammars:
             closing = self.tokenizer.encode(closing_of(begun), add_special_tokens=False)
             token_ids, begun = (*token_ids, *closing), None
-        budget = None if begun is None else budget
-        return token_ids, msgspec.structs.replace(
-            sampling, reasoning=begun, max_reasoning_tokens=budget
-        )
+        return token_ids, msgspec.structs.replace(sampling, reasoning=begun)
+
+    def _with_budget(self, job: Job, sampling: SamplingOptions) -> tuple[Job, SamplingOptions]:
+        """Leave out a budget of thoughts that cannot be enforced: no request is refused for it. A
+        notice says so where the completion may have thoughts."""
+        has_thoughts = sampling.reasoning is not None
+        if has_thoughts and PROMISES[self.engine_kind].bounds_reasoning:
+            return job, sampling
+        sampling = msgspec.structs.replace(sampling, max_reasoning_tokens=None)
+        # Thoughts behind a plain prompt are not told from the answer.
+        if has_thoughts or (job.messages is None and self.reasoning_format is not None):
+            told = notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens")
+            job = msgspec.structs.replace(job, notices=bounded((*job.notices, told)))
+        return job, sampling
 
     @property
     def classifier(self) -> ClassifierHead | None:
@@ -362,14 +371,6 @@ def _prepared(
         truncate_prompt_tokens=None,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
-    )
-
-
-def _no_reasoning(model: str) -> ParameterError:
-    return ParameterError(
-        "max_reasoning_tokens",
-        f"A completion of {model} has no thoughts that could be limited here; leave "
-        "max_reasoning_tokens out.",
     )
 
 

@@ -107,14 +107,22 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     from_role: WorkerRole | None = None
 
 
-WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole
+class ResetPrefixCache(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="reset_prefix_cache"
+):
+    """Empty the prefix cache, but for what requests use that run now. Requests that are dispatched
+    after the reply find nothing else in it."""
+
+
+WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole | ResetPrefixCache
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's answer to a command.
 
     ``reason`` is a stable word when it did not comply: ``full``, ``draining``, ``wrong_model``,
-    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role`` or ``bad_request``.
+    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role``, ``prefix_cache_kept`` or
+    ``bad_request``.
     """
 
     ok: bool

@@ -184,6 +184,10 @@ class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_stat
         )
 
 
+class PrefixCacheKeptError(MillraceError, code="prefix_cache_kept", http_status=409):
+    """A prefix cache cannot be emptied; the message says whose and why."""
+
+
 class ConfigError(MillraceError, code="invalid_configuration"):
     """A configuration file or variable has an unknown key or a bad value."""
 

@@ -95,11 +95,14 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is needed to tell content, thoughts and calls of an answer apart. ``tools`` are those
     that the model was told of; without any, no text is a call. The input of ``freeform`` tools is
-    text. ``must_call``: the answer is held to calls. Thoughts are told if ``include_reasoning``."""
+    text. ``must_call``: the answer is held to calls. ``is_unheld``: no grammar holds the calls, so
+    the calls of strict tools are checked once they have come. Thoughts are told if
+    ``include_reasoning``."""
 
     tools: tuple[ToolDefinition, ...] = ()
     freeform: tuple[str, ...] = ()
     must_call: bool = False
+    is_unheld: bool = False
     include_reasoning: bool = True
 
 

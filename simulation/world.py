@@ -17,6 +17,7 @@ from millrace.registry.pricing import UNPRICED
 from millrace.runtime.virtual_time import VirtualClock, run_virtual
 from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Job
 from millrace.schemas.tools import ToolFormat
 from millrace.simulation.client import Clients
@@ -55,6 +56,7 @@ class _AsIs:
 
     prices = UNPRICED
     tool_format: ToolFormat | None = None
+    engine_kind = EngineKind.SIMULATED
 
     def with_chat_template(self, source: str) -> Self:  # noqa: ARG002
         return self

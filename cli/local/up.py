@@ -26,6 +26,7 @@ from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told
 from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import path_or_name
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -74,7 +75,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_other_engine(parser.add_argument_group("engines of others"))
     _add_size(parser.add_argument_group("size"))
     settings = parser.add_argument_group("settings")
-    settings.add_argument("--config", help="a YAML or TOML file of settings for all parts")
+    settings.add_argument(
+        "--config", type=path_or_name, help="a YAML or TOML file of settings for all parts"
+    )
     settings.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(handler=run)
 
@@ -84,11 +87,14 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         "--model",
         action="extend",
         nargs="+",
+        type=path_or_name,
         metavar="NAME|PATH",
         help="a model of the catalogue, a folder in Hugging Face layout or a GGUF file "
         "(default: demo)",
     )
-    group.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
+    group.add_argument(
+        "--catalogue", type=path_or_name, help="a models.yaml instead of the built-in one"
+    )
     group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],

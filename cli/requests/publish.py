@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
 from millrace.cli.numbers import seconds_to_wait, whole_number
+from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:
@@ -33,9 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--adapter", default="", metavar="NAME", help="a LoRA adapter of the model")
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
-    prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
+    prompt.add_argument(
+        "--file", type=path_or_name, metavar="FILE", help="read the prompt from it (- is stdin)"
+    )
     prompt.add_argument(
         "--body",
+        type=path_or_name,
         metavar="FILE",
         help="read the body of a chat completion from it, in JSON, which may have tools (- is "
         "stdin); the other options of the job are added to it",

@@ -10,6 +10,7 @@ from millrace.gateway.api.messages import COUNT_TOKENS
 from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
 from millrace.gateway.api.pooled.embeddings import POOLING_ROUTE
 from millrace.gateway.api.pooled.scores import RERANK_PATHS, SCORE_PATHS
+from millrace.gateway.api.prefix_caches import RESET_PATHS, PrefixCacheReset
 from millrace.gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
@@ -76,6 +77,7 @@ from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDelet
 from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
+_MODEL = Query("model", {"type": "string"}, "Only of the workers of this model.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
 _OBJECT = Media(JSON, {"type": "object"})
@@ -107,6 +109,17 @@ def _rerank(path: str, name: str) -> Operation:
         RerankList,
         body=RerankRequest,
         example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
+    )
+
+
+def _reset_prefixes(path: str, name: str) -> Operation:
+    return post(
+        path,
+        name,
+        "Empty the prefix caches of all workers, for administrators",
+        PrefixCacheReset,
+        query=(_MODEL,),
+        own_errors=(404, 409),
     )
 
 
@@ -357,6 +370,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "operations": (
+        *map(_reset_prefixes, RESET_PATHS, ("resetPrefixCache", "flushCache")),
         *map(_health, HEALTH_PATHS, ("getHealth", "getHealthAsVllm", "ping")),
         _health("/ping", "postPing", method="post"),
         get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),

@@ -259,7 +259,7 @@ class ResponseRenderer:
             truncation=request.truncation or "disabled",
             user=request.user,
             background=bool(request.background),
-            notices=field_of(response.request.notices),
+            notices=field_of(response.notices),
             conversation=ConversationReference(self._conversation_id)
             if self._conversation_id
             else None,

@@ -23,6 +23,7 @@ from millrace.registry.requests.ready_jobs import (
     with_prompt,
     with_tools,
 )
+from millrace.registry.requests.unheld_calls import is_unheld
 from millrace.runtime.json.tolerant import (
     check_plain,
     tolerated,
@@ -42,6 +43,7 @@ _TOOLS = {FUNCTION: FunctionTool, CUSTOM: CustomTool}
 _SCHEMAS = (
     ("response_format", "json_schema", "schema"),
     ("guided_json",),
+    ("json_schema",),
     ("structured_outputs", "json"),
 )
 # What a job cannot have, and what to do about it.
@@ -90,17 +92,20 @@ def prepare_body(
         cache_salt=request.cache_salt,
         priority=request.priority,
         metadata=request.metadata,
-        answer=None if request.messages is None else _form(request, tools),
+        answer=None if request.messages is None else _form(request, model, tools),
     )
     job = with_tools(with_prompt(bare, request), request, model, tools)
     return prepared(job, request, model, seed_source)
 
 
-def _form(request: GenerationRequest, tools: tuple[ToolDefinition, ...]) -> AnswerForm:
+def _form(
+    request: GenerationRequest, model: PreparingModel, tools: tuple[ToolDefinition, ...]
+) -> AnswerForm:
     return AnswerForm(
         tools=tools,
         freeform=tuple(request.freeform_tools),
         must_call=request.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED),
+        is_unheld=is_unheld(request, model.engine_kind),
         include_reasoning=request.include_reasoning,
     )
 

@@ -22,6 +22,7 @@ from millrace.schemas.chat.messages import (
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, check_priority
 from millrace.schemas.jobs import check_metadata as check_job_metadata
+from millrace.schemas.openai import GenerationFields
 from millrace.schemas.tools import ToolCall
 
 # Values that ask for nothing, of fields that are known but not honoured.
@@ -130,6 +131,18 @@ def refuse_unhonoured(
         if value is None or any(_same(value, nothing) for nothing in allowed):
             continue
         raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
+
+
+def keeps_stop_string(request: GenerationFields) -> bool | None:
+    """Whether the text keeps the stop string that ends it, by either name of the field. Raises
+    ParameterError if they differ."""
+    ours, theirs = request.include_stop_str_in_output, request.no_stop_trim
+    if None not in (ours, theirs) and ours != theirs:
+        raise ParameterError(
+            "no_stop_trim",
+            "no_stop_trim and include_stop_str_in_output differ; give one of them.",
+        )
+    return theirs if ours is None else ours
 
 
 def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:

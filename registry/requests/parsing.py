@@ -13,6 +13,7 @@ from millrace.registry.requests.message_fields import (
     NOTHING,
     chat_messages,
     check_metadata,
+    keeps_stop_string,
     priority_of,
     refuse_unhonoured,
     respelled,
@@ -57,6 +58,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
     "documents": NOTHING,
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
 }
 
 # Fields that only messages can have.
@@ -264,7 +267,7 @@ def _sampling(
         "typical_p": request.typical_p,
         "min_tokens": request.min_tokens,
         "bad_words": request.bad_words,
-        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "include_stop_str_in_output": keeps_stop_string(request),
         "skip_special_tokens": request.skip_special_tokens,
         "allowed_token_ids": request.allowed_token_ids,
         "logprobs": logprobs,

@@ -5,14 +5,17 @@ The gateway does this for requests over HTTP and WebSocket, the scheduler for jo
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol, Self
 
 from msgspec.structs import replace
 
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.message_fields import respelled
+from millrace.registry.requests.message_fields import in_words, respelled
+from millrace.registry.requests.unheld_calls import is_unheld, unheld_calls
 from millrace.registry.tool_formats import Dropped, call_grammar
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
@@ -26,6 +29,9 @@ _RESPONSE_FORMAT = "response_format"
 
 class PreparingModel(Protocol):
     """The part of ``registry.served.ServedModel`` that makes jobs ready."""
+
+    @property
+    def engine_kind(self) -> EngineKind: ...
 
     @property
     def tool_format(self) -> ToolFormat | None: ...
@@ -97,14 +103,26 @@ def prepared(
 ) -> Job:
     """The job with token ids, within the model's window. Takes long for a long prompt. Raises
     MillraceError; a ParameterError names the field as the request's caller calls it."""
+    # Token ids come in the field that also takes text.
+    words = {"prompt_token_ids": PROMPT, "grammar": request.demand_field, **request.words}
     try:
         if request.chat_template is not None:
             model = model.with_chat_template(request.chat_template)
-        return model.prepare(job, seed_source)
+        ready = model.prepare(job, seed_source)
     except ParameterError as error:
-        # Token ids come in the field that also takes text.
-        words = {"prompt_token_ids": PROMPT, **request.words}
         raise respelled(error, words) from error
+    return _with_own_names(ready, job.notices, words)
+
+
+def _with_own_names(job: Job, earlier: Notices, words: Mapping[str, str]) -> Job:
+    """The job whose notices beyond ``earlier`` name fields as the caller does."""
+    if job.notices == earlier:
+        return job
+    named = [
+        one if one in earlier else replace(one, param=in_words(one.param, words))
+        for one in job.notices
+    ]
+    return replace(job, notices=tuple(named))
 
 
 def of_one_job(sampling: SamplingOptions) -> SamplingOptions:
@@ -122,6 +140,8 @@ def _sampling(
     sampling = of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling, ()
+    if is_unheld(request, model.engine_kind):
+        return unheld_calls(sampling, model.tool_format, request, model.engine_kind)
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     patterns, answer = request.freeform_tools, sampling.grammar
     make = partial(call_grammar, model.tool_format, tools, choice, parallel, answer)

@@ -27,6 +27,7 @@ from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import NatsConfig, SchedulerConfig
 from millrace.schemas.control import QueueStatus
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
 from millrace.schemas.frames import TERMINAL_FRAMES, Frame
 from millrace.schemas.jobs import Job, Tier
@@ -52,6 +53,7 @@ class FakeModel:
 
     prices = PRICES
     tool_format: ToolFormat | None = None
+    engine_kind = EngineKind.SIMULATED
 
     def with_chat_template(self, source: str) -> Self:
         return self

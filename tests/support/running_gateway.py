@@ -30,6 +30,7 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.cards import ModelCard
@@ -97,6 +98,7 @@ class ByteModel:
         self.eos_token_ids: tuple[int, ...] = ()
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.reasoning_format: ReasoningFormat | None = None
+        self.engine_kind = EngineKind.REAL
         self.prices = UNPRICED
         self.sampling_defaults = SamplingDefaults()
         self.task: ModelTask = "generate"

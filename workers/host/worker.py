@@ -26,6 +26,7 @@ from millrace.schemas.control import (
     Dispatch,
     Drain,
     Replay,
+    ResetPrefixCache,
     SetRole,
     Warm,
     WorkerCommand,
@@ -197,6 +198,8 @@ class Worker:
                 return await self.requests.moves.warm(command)
             case SetRole():
                 return await self._set_role(command)
+            case ResetPrefixCache():
+                return await self._reset_prefix_cache()
 
     async def _set_role(self, command: SetRole) -> WorkerReply:
         moves = self.requests.moves
@@ -206,6 +209,14 @@ class Worker:
             await self._status.announce()
             moves.hand_on(self.requests.held())
         return reply
+
+    async def _reset_prefix_cache(self) -> WorkerReply:
+        try:
+            await self._engine.reset_prefix_cache()
+        except MillraceError as error:
+            return WorkerReply(ok=False, reason=error.code, message=error.message)
+        logger.info("the prefix cache was emptied")
+        return WorkerReply(ok=True)
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)

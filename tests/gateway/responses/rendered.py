@@ -64,6 +64,7 @@ def renderer_of(
         choices=[SimpleNamespace(had=())],
         request=generation_request_of(request, items),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
+        notices=(),
     )
     return ResponseRenderer(request, cast("ResponseReader", response), (), items, None, describe)
 

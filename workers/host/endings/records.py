@@ -119,7 +119,7 @@ def job_result(generation: Generation) -> JobResult:
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         usage=generation.usage(),
-        notices=job.notices,
+        notices=generation.notices,
     )
 
 

@@ -20,10 +20,12 @@ from millrace.registry.tool_formats import (
     new_call_id,
 )
 from millrace.registry.tool_formats.freeform import InputReader
+from millrace.registry.tool_formats.strictness import violations
 from millrace.schemas.chat.messages import CalledCustom, CalledFunction, MessageToolCall
 from millrace.schemas.frames import CustomDelta, FinishReason, FunctionDelta, ToolCallDelta
 from millrace.schemas.jobs import AnswerForm, Job
-from millrace.schemas.tools import ToolFormat
+from millrace.schemas.notices import Notices
+from millrace.schemas.tools import ToolCall, ToolFormat
 
 
 class _Call:
@@ -62,6 +64,9 @@ class _Call:
             return delta
         return replace(delta, id=self.call_id, type="custom" if is_custom else "function")
 
+    def as_tool_call(self) -> ToolCall:
+        return ToolCall(id=self.call_id, name=self.name, arguments="".join(self.texts.values()))
+
     def whole(self) -> MessageToolCall:
         text = "".join(self.texts.values())
         if self._reader is not None:
@@ -77,6 +82,7 @@ class ChatAnswer:
     What a token adds depends on the tokens before it alone, so an answer that is made anew from
     the same tokens, on whatever worker, is told in the same pieces and has the same ids of calls.
     Text that is held back comes with the token that decides what it is, or with the last one.
+    ``notices`` name, once it has ended, the calls of strict tools that do not fit their schemas.
     """
 
     def __init__(self, form: AnswerForm, job: Job, tool_format: ToolFormat | None) -> None:
@@ -85,6 +91,8 @@ class ChatAnswer:
         self._calls: list[_Call] = []
         self._includes_reasoning = form.include_reasoning
         self._freeform = frozenset(form.freeform)
+        self.notices: Notices = ()
+        self._unheld = form.tools if form.is_unheld else ()
         self._num_read_of_last = 0
         self._is_finished = self._is_cut = False
         reasoning = job.sampling.reasoning
@@ -147,6 +155,9 @@ class ChatAnswer:
             )
             self._tell(parser.finish(is_cut_off=is_cut_off))
             self._is_cut = parser.is_last_call_cut or (is_cut_off and parser.is_cut_in_call)
+        if self._unheld and finish_reason is not None:
+            whole = self._calls[: len(self._calls) - self._is_cut]
+            self.notices = tuple(violations([call.as_tool_call() for call in whole], self._unheld))
 
     def finish_reason(self, ended: FinishReason) -> FinishReason:
         """How it is told to have ended, where the completion itself ``ended`` so."""

@@ -22,6 +22,7 @@ from millrace.schemas.frames import (
     Usage,
 )
 from millrace.schemas.jobs import Tier
+from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.records import Status
 from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations import outcomes
@@ -413,6 +414,12 @@ class Generation:
             kv_source=pulled_from(self.kv_source, self.num_pulled_tokens),
         )
 
+    @property
+    def notices(self) -> Notices:
+        """What the answer leaves out or does not keep, for its end."""
+        notices = self.job.notices
+        return notices if self.answer is None else bounded((*notices, *self.answer.notices))
+
     def _delta(self, start: int, end: int) -> Delta:
         skip = self.num_resumed
         logprobs = self.logprobs and self.logprobs[max(0, start - skip) : max(0, end - skip)]
@@ -442,5 +449,5 @@ class Generation:
             num_prompt_logprobs=len(self.prompt_logprobs),
             embedding_bytes=len(self.embedding),
             beams=() if self.beams is None else self.beams.ends,
-            notices=self.job.notices,
+            notices=self.notices,
         )
