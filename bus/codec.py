@@ -34,6 +34,7 @@ CONTENT_TYPE = "Content-Type"
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
+MSGPACK_HEADERS: Mapping[str, str] = {CONTENT_TYPE: MSGPACK}
 
 # Where a JSON object begins at the latest, if blanks stand before it.
 _LEADING_BYTES = 256
@@ -55,7 +56,16 @@ def encode_json(message: object) -> bytes:
 
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
-    return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+    return content_type is not None and _media_type(content_type) == JSON
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    """The same of MessagePack. A message without the header is not meant here."""
+    return content_type is not None and _media_type(content_type) == MSGPACK
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
@@ -81,7 +91,7 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
             if is_json(content_type):
                 return self._json.decode(payload)
-            if content_type.partition(";")[0].strip().lower() == MSGPACK:
+            if is_msgpack(content_type):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = json_fault(payload, error) if is_json(content_type) else str(error)

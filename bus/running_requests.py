@@ -156,6 +156,15 @@ class RunningRequestIndex:
             worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
         )
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
+        has no such request, or nobody can say."""
+        key = redis_keys.generation_key(request_id)
+        found: list[bytes | None] | None = await self._call("HMGET", key, "tenant", "finished")
+        if found is None or found[0] is None or found[0].decode() != tenant:
+            return None
+        return found[1] == b"1"
+
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:

@@ -111,6 +111,10 @@ class SimulatedGenerationIndex:
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:  # noqa: ARG002
+        """The trace asks for no stored results."""
+        return None
+
     async def claim(
         self,
         request_id: str,  # noqa: ARG002  # the trace repeats none

@@ -16,6 +16,7 @@ from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, can
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
 from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import ModelNotFoundError
 
 
@@ -49,9 +50,14 @@ class SchedulerContext:
         self.withdrawn_models: set[str] = set()  # not served any more
         self.tasks = Tasks()
 
+    def cancel_reason(self, scheduled: ScheduledJob) -> CancelReason | None:
+        """Why the job was cancelled; None if it was not."""
+        tenant, request_id = scheduled.job.tenant, scheduled.request_id
+        return self.cancels.reason(tenant, request_id, self.clock.monotonic())
+
     def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why nobody waits for this job any more, if so."""
-        reason = self.cancels.reason(scheduled.request_id, self.clock.monotonic())
+        reason = self.cancel_reason(scheduled)
         if reason is not None:
             return cancelled(reason)
         if scheduled.job.is_past_deadline(self.clock.now_ns()):

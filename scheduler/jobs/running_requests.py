@@ -14,6 +14,10 @@ class RunningRequests(Protocol):
     async def lookup(self, request_id: str) -> RunningRequest | None:
         """None: nothing is known, or nobody can say."""
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
+        has no such request, or nobody can say."""
+
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:

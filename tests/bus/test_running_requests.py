@@ -48,6 +48,19 @@ async def test_an_id_is_of_the_message_that_claims_it_first(index: RunningReques
     assert await index.claim("r 1", mine, is_new=True) == other
 
 
+async def test_a_tenant_learns_whether_its_own_request_has_ended(
+    index: RunningRequestIndex,
+) -> None:
+    assert await index.has_ended("a", "r 1") is None
+    await index.claim("r 1", JobClaim(sequence=7, digest="d", tenant="a"), is_new=True)
+    assert await index.has_ended("a", "r 1") is False
+    await index.start("r 1", "w1", 65)
+    assert await index.has_ended("a", "r 1") is False
+    await index.finish("r 1", "w1", 65)
+    assert await index.has_ended("a", "r 1") is True
+    assert await index.has_ended("b", "r 1") is None
+
+
 async def test_an_id_that_runs_without_a_claim(index: RunningRequestIndex) -> None:
     """A gateway's, which claims none; or a service's whose claim was lost, delivered again."""
     mine = JobClaim(sequence=7, digest="d", reply="a", tenant="a")

@@ -325,6 +325,13 @@ class IndexLink:
         await self._process.running()
         return known
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        known = await self.lookup(request_id)
+        claim = None if self._index.is_away else self._index.claims.get(request_id)
+        if claim is None or claim.tenant != tenant:
+            return None
+        return known is not None and known.finished
+
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:

@@ -86,6 +86,12 @@ class FakeRunningRequests:
     async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        claim, known = self.claims.get(request_id), self.known.get(request_id)
+        if claim is None or claim.tenant != tenant:
+            return None
+        return known is not None and known.finished
+
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
 
