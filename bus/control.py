@@ -383,6 +383,6 @@ def _tenant_and_request(subject: str) -> tuple[str, str]:
     if not tenant or not request_id:
         raise MalformedMessageError(
             "The subject must end in a tenant and a request id, each percent-encoded as one token: "
-            "letters, digits, - and _ stay, a dot is %2E."
+            "letters, digits, - and _ stay, a dot is %2E (in capitals)."
         )
     return tenant, request_id

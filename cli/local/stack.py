@@ -16,6 +16,7 @@ from millrace.bus.fleet.adapters import AdapterStore
 from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
+from millrace.cli.local.access_files import remove_access_files, write_access_files
 from millrace.cli.local.addresses import answers, front_url, listens, port_of
 from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
@@ -43,9 +44,6 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.role_shares import RoleShares
 
-# For others on this machine that may read our files: addresses with passwords in them.
-NATS_URL_FILE = "nats.url"
-CLICKHOUSE_URL_FILE = "clickhouse.url"
 _NATS_USER = "millrace"
 _NATS_ACCESS = (
     *("user", "password", "token", "nkey_seed", "creds_file"),
@@ -167,8 +165,8 @@ class Stack:
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
         self.system_state.phase = "stopping"
-        for name in (ENDPOINTS_FILE, NATS_URL_FILE, CLICKHOUSE_URL_FILE):
-            (self.plan.data / "run" / name).unlink(missing_ok=True)
+        (self.plan.data / "run" / ENDPOINTS_FILE).unlink(missing_ok=True)
+        remove_access_files(self.plan.data / "run")
         self._targets.close()
         if self._store_recovery is not None:
             await self._store_recovery.close()
@@ -376,8 +374,7 @@ class Stack:
         return Process(name=name, command=command, env=env, **options)
 
     def _write_endpoints(self, endpoints: Endpoints) -> None:
-        self._write_run_file(NATS_URL_FILE, endpoints.nats + "\n")
-        self._write_run_file(CLICKHOUSE_URL_FILE, endpoints.clickhouse + "\n")
+        write_access_files(self.plan.data / "run", endpoints)
         self._write_run_file(ENDPOINTS_FILE, formatted_json(endpoints))
 
     def _write_config(self, config: Config) -> None:
