@@ -16,13 +16,18 @@ from millrace.bus.fleet.adapters import AdapterStore
 from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
-from millrace.cli.local.access_files import remove_access_files, write_access_files
 from millrace.cli.local.addresses import answers, front_url, listens, port_of
 from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker
-from millrace.cli.local.private_files import credentials_of, make_private, write_private
+from millrace.cli.local.private_files import (
+    credentials_of,
+    make_private,
+    remove_access_files,
+    write_access_files,
+    write_private,
+)
 from millrace.cli.local.probe import probe_pooling, serve_one
 from millrace.cli.local.scrape_targets import (
     FILE_NAME,

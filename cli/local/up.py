@@ -22,7 +22,7 @@ from millrace.cli.adapter_options import (
 )
 from millrace.cli.endpoints import add_data_argument, read_endpoints, without_user
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
-from millrace.cli.local.private_files import make_private
+from millrace.cli.local.private_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE, make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.numbers import whole_number
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
@@ -317,7 +317,6 @@ async def _run(plan: Plan) -> int:
 
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
-    from millrace.cli.local.access_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE
     from millrace.cli.local.scrape_targets import FILE_NAME
     from millrace.gateway.tenancy.identity import demands_keys
 

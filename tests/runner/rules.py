@@ -43,9 +43,14 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
+    ("tests/clients/publishers/*", ("tests/e2e/test_publishers.py",)),
+    ("tests/clients/asyncapi/*", ("tests/clients/test_asyncapi_generators.py",)),
     ("tests/docs/banned_words.txt", ()),
     # Documents that tests hold to the code, and files that run the system elsewhere.
-    ("docs/examples/*", ("tests/e2e/api/*", "tests/gateway/api/test_browser_client.py")),
+    (
+        "docs/examples/*",
+        ("tests/e2e/api/*", "tests/e2e/test_walk.py", "tests/gateway/api/test_browser_client.py"),
+    ),
     ("docs/openapi.json", ("tests/gateway/test_openapi.py", "tests/gateway/api/test_fuzz_http.py")),
     (
         "docs/asyncapi.json",

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from millrace.cli.endpoints import Endpoints
-from millrace.cli.local.access_files import remove_access_files, write_access_files
+from millrace.cli.local.private_files import remove_access_files, write_access_files
 
 ENDPOINTS = Endpoints(
     http="http://127.0.0.1:8000",
