@@ -43,6 +43,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
+    ("tests/bus/nats/sent/*", ("tests/bus/nats/test_publishers.py",)),
     ("tests/clients/publishers/*", ("tests/e2e/test_publishers.py",)),
     ("tests/clients/asyncapi/*", ("tests/clients/test_asyncapi_generators.py",)),
     ("tests/docs/banned_words.txt", ()),
