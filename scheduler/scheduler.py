@@ -356,7 +356,10 @@ class Scheduler:
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.context.cancels.add(cancel, self.context.clock.monotonic())
-        if scheduled is None or scheduled.phase is not Phase.WAITING:
+        if scheduled is None:
+            self.context.kept_cancels.note(cancel)
+            return
+        if scheduled.phase is not Phase.WAITING:
             return
         reason = self.context.cancel_reason(scheduled)
         if reason is not None:
@@ -382,5 +385,6 @@ class Scheduler:
         if self._is_over:
             return  # this process runs a newer Scheduler
         self._health_monitor.reconnected()
+        self.context.kept_cancels.reconnected()
         self._queue_watch.wake()
         self._dispatch_ready()

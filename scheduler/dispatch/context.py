@@ -10,6 +10,7 @@ from millrace.scheduler.fleet.fleet import Fleet
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.cancel_memory import CancelMemory
 from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.kept_cancels import KeptCancels
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
@@ -47,8 +48,9 @@ class SchedulerContext:
         self.prefixes = PrefixIndex(config.max_prefix_keys)
         self.cancels = CancelMemory(config.cancel_memory_s)
         self.job_table = JobTable()
-        self.withdrawn_models: set[str] = set()  # not served any more
         self.tasks = Tasks()
+        self.kept_cancels = KeptCancels(running_requests, self.cancels, clock, self.tasks)
+        self.withdrawn_models: set[str] = set()  # not served any more
 
     def cancel_reason(self, scheduled: ScheduledJob) -> CancelReason | None:
         """Why the job was cancelled; None if it was not."""

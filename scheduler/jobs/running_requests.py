@@ -24,6 +24,12 @@ class RunningRequests(Protocol):
         """Take a request id for a message; the claim of the message that has it, if that is
         another. None also while the index cannot be reached."""
 
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        """A service of the tenant cancelled a request."""
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        """Whether a service of the tenant cancelled a request; False if nobody can say."""
+
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""
 

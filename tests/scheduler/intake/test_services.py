@@ -74,6 +74,39 @@ async def test_a_service_cancels_its_job_before_it_is_published(world: World) ->
     await world.until(lambda: "r2" in worker.running)
 
 
+async def test_a_cancel_outlives_the_schedulers_that_heard_it(world: World) -> None:
+    for request_id in ("r1", "r2"):
+        await world.client.jobs.publish(acme_job(request_id))
+    cancel(world, "acme", "r1")
+    cancel(world, "shop", "r2")
+    await world.pass_s(10.0)
+    await world.kill_scheduler()
+    await world.add_scheduler()
+    worker = await world.add_worker()
+    await world.until(lambda: "r2" in worker.running)
+    assert isinstance(world.terminal("r1"), Cancelled)
+    assert [dispatch.job.request_id for dispatch in worker.history] == ["r2"]
+
+
+async def test_a_cancel_that_an_outage_swallowed_is_recalled(world: World) -> None:
+    await world.client.jobs.publish(acme_job("r1"))
+    await world.pass_s(10.0)
+    # Another scheduler heard it.
+    await world.running_requests.note_cancel("acme", "r1")
+    world.schedulers[0]._on_reconnect()
+    await world.add_worker()
+    await world.until(lambda: isinstance(world.terminal("r1"), Cancelled))
+
+
+async def test_jobs_that_come_while_cancels_are_heard_are_not_looked_up(world: World) -> None:
+    await world.pass_s(10.0)
+    lookup = world.running_requests.was_cancelled = AsyncMock(return_value=False)  # type: ignore[method-assign]
+    worker = await world.add_worker()
+    await world.client.jobs.publish(acme_job("r1"))
+    await world.until(lambda: "r1" in worker.running)
+    lookup.assert_not_awaited()
+
+
 async def test_a_service_cancels_its_job_that_a_scheduler_holds(world: World) -> None:
     worker = await world.add_worker()
     worker.rejection = "full"
