@@ -18,7 +18,8 @@ from millrace.schemas.json_schema import Schema
 _UNIONS = {"Frame": Frame, "WorkerCommand": WorkerCommand}
 # What a job checks by itself.
 _NAME: Schema = {"maxLength": MAX_NAME_CHARACTERS}
-_BOUNDS = {"Job": {"request_id": {"minLength": 1, **_NAME}, "reply": _NAME, "tenant": _NAME}}
+_JOB_BOUNDS = {"request_id": {"minLength": 1, **_NAME}, "reply": _NAME, "tenant": _NAME}
+_JOBS = "jobs."
 
 Action = Literal["send", "receive"]
 
@@ -85,7 +86,9 @@ def document(listed: Sequence[Channel]) -> Schema:
     """The AsyncAPI document of channels, ready for JSON."""
     kinds = {_name(kind): kind for one in listed for kind in (*one.kinds, *one.answers)}
     structs = [kind for name, kind in kinds.items() if name not in _UNIONS]
-    _, schemas = components(structs, _UNIONS, _BOUNDS)
+    jobs = [kind for one in listed if one.address.startswith(_JOBS) for kind in one.kinds]
+    bounds = {_name(kind): _JOB_BOUNDS for kind in jobs}
+    schemas = components(structs, _UNIONS, bounds)
     messages: dict[str, Schema] = {}
     channels: dict[str, Schema] = {}
     operations: dict[str, Schema] = {}

@@ -27,8 +27,8 @@ _WIDE_NOTE = "A 64-bit integer: see the note on numbers."
 
 def components(
     kinds: Sequence[Any], unions: Mapping[str, Any], bounds: Mapping[str, Mapping[str, Schema]]
-) -> tuple[list[Schema], dict[str, Schema]]:
-    """References to the schemas of ``kinds``, in order, and all schemas by their names.
+) -> dict[str, Schema]:
+    """The schemas of ``kinds``, and of all that they are made of, by their names.
 
     ``unions`` are tagged unions of structs, by the names that they get. ``bounds`` are keywords
     that the structs check by themselves, by struct and field.
@@ -43,7 +43,7 @@ def components(
     named = {name: writer.schema(schema, name) for name, schema in schemas.items()}
     for name, one in members.items():
         named[name] = {"title": name, "type": "object", "discriminator": _TAG, "oneOf": one}
-    return [writer.schema(one, "") for one in made[: len(kinds)]], named
+    return named
 
 
 class _Writer:
