@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import nats
 import pytest
@@ -284,6 +285,35 @@ async def test_a_service_reads_its_own_results_only(server: NatsWithUsers) -> No
     with pytest.raises(BusForbiddenError):
         await service.jobs.publish(Job(request_id="x", model="m", prompt="x", tenant="shop"))
     await service.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"last_by_subj": "results.shop.secret"},
+        {"seq": 1},
+        {"multi_last": ["results.shop.*"]},
+        {"next_by_subj": "results.>", "seq": 1, "batch": 10},
+    ],
+)
+async def test_a_service_cannot_name_anothers_result_in_the_body_of_its_own_request(
+    server: NatsWithUsers, body: dict[str, Any]
+) -> None:
+    scheduler = await connect(server.config_of("scheduler"), "test", part=Part.SCHEDULER)
+    for tenant in ("shop", "acme"):
+        result = JobResult(request_id="secret", tenant=tenant, model="m", status="done")
+        await scheduler.results.store(result)
+    await scheduler.close()
+    client = await nats.connect(server.url_of(ACME.user), inbox_prefix=service_inbox("acme"))
+    inbox = await client.subscribe(f"{service_inbox('acme')}.x")
+    for subject in ("results.acme.secret", "results.acme.*"):
+        await client.publish(
+            f"{API}.DIRECT.GET.RESULTS.{subject}", json.dumps(body).encode(), reply=inbox.subject
+        )
+        answer = await inbox.next_msg(5.0)
+        assert b"shop" not in answer.data
+        assert (answer.headers or {}).get("Status") == "408"
+    await client.close()
 
 
 async def test_a_service_asks_for_its_results_and_cancels_by_requests_of_its_own_library(
