@@ -117,8 +117,8 @@ _CHANNELS = (
         (),
         "From a service of the tenant that owns the request. An empty message will do, as the "
         "payload is not read, and nothing answers it. The request ends with cancelled, whether it "
-        "waits, runs or is yet to come. A cancel of another tenant's request, of one that has "
-        "ended, or of an unknown id changes nothing.",
+        "waits, runs or is yet to come. A cancel of another tenant's request, of an ended "
+        "request, or of an unknown id changes nothing.",
     ),
     Channel(
         "cancelsOfParts",

@@ -172,7 +172,7 @@ class RunningRequestIndex:
 
     async def has_ended(self, tenant: str, request_id: str) -> bool | None:
         """Whether a tenant's request, whose job a service published, has ended. None: the tenant
-        has no such request, or nobody can say."""
+        has no such request, or Redis is unreachable."""
         key = redis_keys.generation_key(request_id)
         found: list[bytes | None] | None = await self._call("HMGET", key, "tenant", "finished")
         if found is None or found[0] is None or found[0].decode() != tenant:
@@ -211,7 +211,8 @@ class RunningRequestIndex:
             return  # The schedulers that heard it remember it, too.
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
-        """Whether a service of the tenant cancelled a request; False if nobody can say."""
+        """Whether a service of the tenant cancelled a request; False while Redis is
+        unreachable."""
         key = redis_keys.cancels_key(tenant)
         return await self._call("ZSCORE", key, request_id) is not None
 

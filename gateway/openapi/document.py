@@ -136,7 +136,7 @@ def websocket_text() -> str:
 
 
 def routes() -> list[Route]:
-    """The contracts; whoever can connect may read them."""
+    """The contracts, which every client may read without a key."""
     return [
         Route("/openapi.json", partial(_serve, openapi_text), methods=["GET"]),
         Route("/asyncapi.json", partial(_serve, asyncapi_text), methods=["GET"]),

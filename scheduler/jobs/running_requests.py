@@ -16,7 +16,7 @@ class RunningRequests(Protocol):
 
     async def has_ended(self, tenant: str, request_id: str) -> bool | None:
         """Whether a tenant's request, whose job a service published, has ended. None: the tenant
-        has no such request, or nobody can say."""
+        has no such request, or Redis is unreachable."""
 
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
@@ -28,7 +28,8 @@ class RunningRequests(Protocol):
         """A service of the tenant cancelled a request."""
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
-        """Whether a service of the tenant cancelled a request; False if nobody can say."""
+        """Whether a service of the tenant cancelled a request; False while Redis is
+        unreachable."""
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""

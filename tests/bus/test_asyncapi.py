@@ -69,7 +69,7 @@ def schemas_in(schema: dict[str, Any], place: str) -> Iterator[tuple[str, dict[s
 
 
 def test_a_generator_finds_a_name_and_a_type_for_every_schema() -> None:
-    """As one that makes a class of a schema without a name calls it AnonymousSchema_275."""
+    """A generator calls the class of a schema without a name AnonymousSchema_275."""
     places: dict[str, str] = {}
     for name, component in read()["components"]["schemas"].items():
         assert component["title"] == name
