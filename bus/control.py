@@ -35,16 +35,16 @@ _ONLY_LOOKING = b"?"
 
 async def unless_forbidden(
     subscribing: Awaitable[Subscription], purpose: str
-) -> Subscription | None:
-    """A subscription that a part can do without, or None, with a warning, if the permissions of
-    the NATS server are of an earlier version and forbid it."""
+) -> list[Subscription]:
+    """A subscription that a part can do without; none, with a warning, if the permissions of the
+    NATS server are of an earlier version and forbid it."""
     try:
-        return await subscribing
+        return [await subscribing]
     except BusForbiddenError as error:
         logger.warning(
             "this process cannot %s: no permission", purpose, extra={"reason": error.message}
         )
-        return None
+        return []
 
 
 class _Server:

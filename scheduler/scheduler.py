@@ -169,8 +169,7 @@ class Scheduler:
             (bus.control.subscribe_owner_cancels(self._on_cancel), "hear cancels of services"),
             (bus.control.serve_results(self._results.find), "answer services with their results"),
         ):
-            permitted = await unless_forbidden(subscribing, what)
-            subscriptions += [] if permitted is None else [permitted]
+            subscriptions += await unless_forbidden(subscribing, what)
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:

@@ -173,8 +173,7 @@ class Worker:
         subscriptions.append(await control.serve_commands(self.worker_id, self._on_command))
         subscriptions.append(await control.subscribe_cancels(self._on_cancel))
         cancels_of_services = control.subscribe_owner_cancels(self._on_cancel)
-        permitted = await unless_forbidden(cancels_of_services, "hear cancels of services")
-        subscriptions += [] if permitted is None else [permitted]
+        subscriptions += await unless_forbidden(cancels_of_services, "hear cancels of services")
         on_pulled = self.requests.moves.note_pulled
         subscriptions.append(await control.subscribe_pulled(self.worker_id, on_pulled))
         subscriptions.append(await control.subscribe_queue_status(self._status.note_queue))

@@ -365,6 +365,6 @@ async def test_permissions_of_an_earlier_version_let_a_scheduler_start(
 ) -> None:
     telemetry = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
     hearing = telemetry.control.subscribe_owner_cancels(lambda _: None)
-    assert await unless_forbidden(hearing, "hear cancels of services") is None
+    assert await unless_forbidden(hearing, "hear cancels of services") == []
     assert "this process cannot hear cancels of services: no permission" in caplog.text
     await telemetry.close()
