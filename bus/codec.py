@@ -38,6 +38,7 @@ CONTENT_TYPE = "Content-Type"
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
+MSGPACK_HEADERS: Mapping[str, str] = {CONTENT_TYPE: MSGPACK}
 
 # What the decoder says of a field: where it is, and the name of one that is missing or unknown.
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
@@ -62,7 +63,16 @@ def encode_json(message: object) -> bytes:
 
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
-    return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+    return content_type is not None and _media_type(content_type) == JSON
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    """The same of MessagePack. A message without the header is not meant here."""
+    return content_type is not None and _media_type(content_type) == MSGPACK
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def without_mark(payload: bytes) -> bytes:
@@ -100,7 +110,7 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
             if is_json(content_type):
                 return self._json.decode(payload)
-            if content_type.partition(";")[0].strip().lower() == MSGPACK:
+            if is_msgpack(content_type):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = json_fault(payload, error) if is_json(content_type) else str(error)

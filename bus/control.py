@@ -18,6 +18,7 @@ from millrace.schemas.control import (
     Prefilled,
     Pulled,
     QueueStatus,
+    ResultError,
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
@@ -25,13 +26,28 @@ from millrace.schemas.control import (
     WorkerCommand,
     WorkerReply,
 )
-from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.errors import BusForbiddenError, MalformedMessageError, MillraceError
+from millrace.schemas.jobs import JobResult
 
 logger = logging.getLogger(__name__)
 
 # In a request for a handover: nothing is to be let go of.
 _ONLY_LOOKING = b"?"
 _MAX_IDS_PER_QUESTION = 256
+
+
+async def unless_forbidden(
+    subscribing: Awaitable[Subscription], purpose: str
+) -> list[Subscription]:
+    """A subscription that a part can do without; none, with a warning, if the permissions of the
+    NATS server are of an earlier version and forbid it."""
+    try:
+        return [await subscribing]
+    except BusForbiddenError as error:
+        logger.warning(
+            "this process cannot %s: no permission", purpose, extra={"reason": error.message}
+        )
+        return []
 
 
 class _Server:
@@ -48,8 +64,8 @@ class _Server:
 
 
 class Control:
-    """Requests to workers and gateways, cancels and queue status for everybody, on ``ctl.*``,
-    ``resume.*`` and ``handover.*``."""
+    """Requests to workers, gateways and schedulers, cancels and queue status for everybody, on
+    ``ctl.*``, ``resume.*`` and ``handover.*``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -101,6 +117,51 @@ class Control:
             return cancel
 
         return await self._listen(subjects.ALL_CANCELS, read, on_cancel)
+
+    async def subscribe_owner_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
+        """Cancels by the services of tenants. NATS permissions hold a service to its tenant's
+        subjects; the payload is not read."""
+
+        def read(message: Message) -> Cancel:
+            tenant, request_id = _tenant_and_request(message.subject)
+            return Cancel(request_id=request_id, tenant=tenant)
+
+        return await self._listen(subjects.ALL_OWNER_CANCELS, read, on_cancel)
+
+    # --- results ---
+
+    async def serve_results(
+        self, handler: Callable[[str, str], Awaitable[JobResult]]
+    ) -> Subscription:
+        """Answer requests for stored results; the handler gets a tenant and a request id, and
+        raises a MillraceError where there is no result. Several processes may serve; each request
+        goes to one of them. The answer is JSON, as stored results are, unless the Content-Type of
+        the request is MessagePack's."""
+
+        async def answer(message: Message) -> None:
+            try:
+                found = await handler(*_tenant_and_request(message.subject))
+                await self._answer_result(message, found)
+            except MillraceError as error:
+                await self._answer_result(message, ResultError.of(error))
+            except Exception as error:
+                logger.exception("a result could not be looked up")
+                failed = MillraceError(
+                    f"The result could not be looked up: {type(error).__name__}."
+                )
+                await self._answer_result(message, ResultError.of(failed))
+
+        subject, group = subjects.ALL_RESULT_REQUESTS, subjects.SCHEDULER_GROUP
+        return await self._serve(subject, answer, group)
+
+    async def _answer_result(self, message: Message, found: JobResult | ResultError) -> None:
+        if not message.reply:
+            return
+        if codec.is_msgpack(message.content_type):
+            payload, headers = codec.encode(found), codec.MSGPACK_HEADERS
+        else:
+            payload, headers = codec.encode_json(found), codec.JSON_HEADERS
+        await self._transport.publish(message.reply, payload, headers)
 
     # --- ends ---
 
@@ -357,3 +418,17 @@ class Control:
             "dropped a message that could not be read",
             extra={"subject": message.subject, "size_bytes": len(message.payload)},
         )
+
+
+def _tenant_and_request(subject: str) -> tuple[str, str]:
+    """Raises MalformedMessageError for a subject that does not end in a tenant and a request id."""
+    try:
+        tenant, request_id = subjects.tenant_and_request(subject)
+    except ValueError:
+        tenant = request_id = ""
+    if not tenant or not request_id:
+        raise MalformedMessageError(
+            "The subject must end in a tenant and a request id, each percent-encoded as one token: "
+            "letters, digits, - and _ stay, a dot is %2E (in capitals)."
+        )
+    return tenant, request_id

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from millrace.bus.api import Bus
+from millrace.bus.control import unless_forbidden
 from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.orphans import OrphanWatch
@@ -23,6 +24,7 @@ from millrace.scheduler.fleet.fleet import Departed, Departure
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
+from millrace.scheduler.intake.result_lookup import ResultLookup
 from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.finalizer import Finalizer
@@ -40,7 +42,7 @@ from millrace.schemas.control import (
     PrefixReport,
     WorkerStatus,
 )
-from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
+from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,7 @@ class Scheduler:
         )
         self.roles = RoleWatch(self.context, self.dispatchers)
         self.orphans = OrphanWatch(bus, clock, self._waiting_jobs, self._on_orphan)
+        self._results = ResultLookup(self.context, self.pullers)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -167,13 +170,12 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        try:
-            subscriptions.append(await bus.jobs.recover_dropped())
-        except BusForbiddenError as error:
-            logger.warning(
-                "jobs that the NATS server drops as duplicates will not be answered: no permission",
-                extra={"reason": error.message},
-            )
+        for subscribing, what in (
+            (bus.jobs.recover_dropped(), "answer jobs that the NATS server drops as duplicates"),
+            (bus.control.subscribe_owner_cancels(self._on_cancel), "hear cancels of services"),
+            (bus.control.serve_results(self._results.find), "answer services with their results"),
+        ):
+            subscriptions += await unless_forbidden(subscribing, what)
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:
@@ -358,10 +360,16 @@ class Scheduler:
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
-        self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
-        if scheduled is not None and scheduled.phase is Phase.WAITING:
+        self.context.cancels.add(cancel, self.context.clock.monotonic())
+        if scheduled is None:
+            self.context.kept_cancels.note(cancel)
+            return
+        if scheduled.phase is not Phase.WAITING:
+            return
+        reason = self.context.cancel_reason(scheduled)
+        if reason is not None:
             dispatcher = self.models.dispatcher_of(scheduled.job.model)
-            dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
+            dispatcher.runner.finish(scheduled, cancelled(reason))
             dispatcher.dispatch_ready()
 
     def _waiting_jobs(self) -> Iterator[Job]:
@@ -390,5 +398,6 @@ class Scheduler:
         if self._is_over:
             return  # this process runs a newer Scheduler
         self._health_monitor.reconnected()
+        self.context.kept_cancels.reconnected()
         self._queue_watch.wake()
         self._dispatch_ready()

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from millrace.schemas.engines import WorkerRole
+from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.records import Attempt, Status
@@ -62,11 +63,34 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
     """Stop a request. With ``below_epoch``, only attempts of a lower epoch: they are superseded
-    and must neither acknowledge nor send a terminal frame."""
+    and must neither acknowledge nor send a terminal frame. With ``tenant``, only if the request is
+    that tenant's."""
 
     request_id: str
+    tenant: str = ""
     reason: CancelReason = CancelReason.CLIENT
     below_epoch: int | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """An error by its stable code, with a sentence for people. ``retryable``: the same request may
+    succeed later."""
+
+    code: str
+    message: str
+    retryable: bool
+
+
+class ResultError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request for a stored result was answered with none."""
+
+    error: ErrorDetail
+
+    @classmethod
+    def of(cls, error: MillraceError) -> ResultError:
+        """The same as an error that was raised."""
+        code, message, retryable = error.code, error.message, error.retryable
+        return cls(error=ErrorDetail(code=code, message=message, retryable=retryable))
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="replay"):

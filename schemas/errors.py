@@ -169,6 +169,48 @@ class MalformedMessageError(MillraceError, code="malformed_message", http_status
         self.param = shown(param)
 
 
+class ResultNotReadyError(MillraceError, code="result_not_ready", retryable=True, http_status=409):
+    """The result of a request that waits or runs is asked for."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"The request {request_id!r} has not ended. Its result is stored when it ends, if its "
+            "job set store_result."
+        )
+
+
+class ResultNotStoredError(MillraceError, code="result_not_stored", http_status=404):
+    """The result of a request that has ended is not stored."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"The request {request_id!r} has ended, and no result of it is stored: its job did not "
+            "set store_result, or the time for which results are kept is over."
+        )
+
+
+class ResultNotFoundError(MillraceError, code="result_not_found", http_status=404):
+    """The result of a request that no scheduler knows is asked for."""
+
+    def __init__(self, request_id: str, advice: str = "") -> None:
+        super().__init__(
+            f"No result of a request {request_id!r} is stored: there was no such job, its job did "
+            f"not set store_result, or its result is not kept any more.{advice}"
+        )
+
+
+class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
+    """The same while ``num_waiting`` jobs of the tenant wait in the queue, where request ids cannot
+    be seen."""
+
+    def __init__(self, request_id: str, num_waiting: int) -> None:
+        super().__init__(
+            request_id,
+            f" The tenant has {num_waiting} waiting jobs: if this is one of them, ask again when "
+            "it has ended.",
+        )
+
+
 class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_status=403):
     """A job names another tenant than the subject that it was published under, which says whose it
     is."""

@@ -11,7 +11,6 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,9 +20,9 @@ from millrace.cli.adapter_options import (
     offered_adapter,
     split_model,
 )
-from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.cli.endpoints import add_data_argument, read_endpoints, without_user
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
-from millrace.cli.local.private_files import make_private
+from millrace.cli.local.private_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE, make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.numbers import whole_number
 from millrace.cli.paths import path_or_name
@@ -325,7 +324,6 @@ async def _run(plan: Plan) -> int:
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
     from millrace.cli.local.scrape_targets import FILE_NAME
-    from millrace.cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
     from millrace.gateway.tenancy.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
@@ -345,9 +343,10 @@ Millrace is ready.
   operations   {endpoints.http}/ops
   OpenAI API   {endpoints.http}/v1
   metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
-  services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
-  analytics    ClickHouse at http://{urlsplit(endpoints.clickhouse).netloc.rpartition("@")[2]}
-               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)})
+  services     NATS at {without_user(endpoints.nats)}
+               (user and password: {_shown(plan.data / "run" / NATS_ENV_FILE)})
+  analytics    ClickHouse at {without_user(endpoints.clickhouse)}
+               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_ENV_FILE)})
                its tables: {endpoints.http}/ops/tables.html
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\

@@ -398,6 +398,13 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     "contracts": (
         get("/openapi.json", "getOpenApi", "This document", _OBJECT, is_open=True),
         get(
+            "/asyncapi.json",
+            "getAsyncApi",
+            "The AsyncAPI document of the message bus, for services that publish jobs",
+            _OBJECT,
+            is_open=True,
+        ),
+        get(
             "/v1/ws/schema.json",
             "getWebSocketSchema",
             "The JSON Schema of the messages of /v1/ws",

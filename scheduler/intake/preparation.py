@@ -70,6 +70,7 @@ class Preparation:
                 lease = scheduled.lease.token
                 self.repeated.answer(scheduled.job, lease, scheduled.claim, first)
             return
+        await context.kept_cancels.recall(scheduled)
         terminal_status = await self._why_forbidden(scheduled) or context.why_unwanted(scheduled)
         if terminal_status is None:
             scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))

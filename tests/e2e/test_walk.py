@@ -104,7 +104,7 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
         return subprocess.run(
             [
                 *(sys.executable, "docs/examples/publish_job.py"),
-                *(str(system.data / "run" / "nats.url"), question, request_id),
+                *(str(system.data / "run" / "nats.env"), question, request_id),
             ],
             capture_output=True,
             text=True,

@@ -87,12 +87,25 @@ class FakeRunningRequests:
     def __init__(self) -> None:
         self.known: dict[str, RunningRequest] = {}
         self.claims: dict[str, JobClaim] = {}
+        self.cancels: set[tuple[str, str]] = set()
         self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
         self.adapters: dict[str, str] = {}
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
+
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        self.cancels.add((tenant, request_id))
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        return (tenant, request_id) in self.cancels
+
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        claim, known = self.claims.get(request_id), self.known.get(request_id)
+        if claim is None or claim.tenant != tenant:
+            return None
+        return known is not None and known.finished
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)

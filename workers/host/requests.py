@@ -202,7 +202,7 @@ class Requests:
         if cancel.below_epoch is not None:
             self._floors.raise_to(cancel.request_id, cancel.below_epoch)
         generation = self._find(cancel.request_id)
-        if generation is None:
+        if generation is None or cancel.tenant not in ("", generation.job.tenant):
             return rejected("unknown_request", "no such request runs here")
         if superseded or cancel.below_epoch is not None:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:

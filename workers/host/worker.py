@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
+from millrace.bus.control import unless_forbidden
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
@@ -178,6 +179,8 @@ class Worker:
         control = self._bus.control
         subscriptions.append(await control.serve_commands(self.worker_id, self._on_command))
         subscriptions.append(await control.subscribe_cancels(self._on_cancel))
+        cancels_of_services = control.subscribe_owner_cancels(self._on_cancel)
+        subscriptions += await unless_forbidden(cancels_of_services, "hear cancels of services")
         on_pulled = self.requests.moves.note_pulled
         subscriptions.append(await control.subscribe_pulled(self.worker_id, on_pulled))
         subscriptions.append(await control.subscribe_queue_status(self._status.note_queue))
