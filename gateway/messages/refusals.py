@@ -7,6 +7,8 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.schemas.anthropic.answers import MessagesError, MessagesErrorInfo
+from millrace.schemas.context_length import in_anthropic_words
+from millrace.schemas.errors import ContextLengthError
 
 _TYPES = {
     401: "authentication_error",
@@ -46,6 +48,8 @@ def _message(refusal: Refusal) -> str:
     """The sentence, in Anthropic's words where clients look for them."""
     if refusal.code == AuthenticationError.code:
         return f"invalid x-api-key: {refusal.message}"
+    if refusal.code == ContextLengthError.code:
+        return in_anthropic_words(refusal.message)
     return refusal.message
 
 

@@ -339,7 +339,8 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt."""
+    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt,
+    context_length_exceeded."""
 
     code: str
     message: str
