@@ -22,6 +22,7 @@ from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages
 from millrace.registry.requests.offered.chat_tools import given_tools
 from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
+from millrace.registry.requests.unreadable import left_out_of
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version
@@ -34,7 +35,7 @@ from millrace.schemas.chat.tokenizing import (
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.cards import ModelCard, ModelList
-from millrace.schemas.notices import Notices, field_of
+from millrace.schemas.notices import Notices, bounded, field_of
 from millrace.schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
@@ -195,7 +196,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
         if asked.chat_template is not None:
             model = model.with_chat_template(asked.chat_template)
         offered = offered_tools(given_tools(asked.tools or ()), AskedChoice())
-        notices = offered.notices
+        notices = bounded((*offered.notices, *left_out_of(asked.messages)))
         tokens = model.tokenizer.encode_chat(
             chat_messages(asked.messages),
             offered.tools,

@@ -10,6 +10,7 @@ import msgspec
 from millrace.gateway.responses.history import messages_of
 from millrace.gateway.responses.thoughts import opened
 from millrace.gateway.responses.tools import offered_of_responses
+from millrace.gateway.responses.unreadable import left_out_of, with_sentences
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled, words_in_words
@@ -60,6 +61,7 @@ from millrace.schemas.responses.items import (
     RewrittenItem,
     SchemaFormat,
 )
+from millrace.schemas.unreadable import UnreadPart
 
 LOGPROBS = "message.output_text.logprobs"
 THOUGHTS = "reasoning.encrypted_content"
@@ -202,10 +204,9 @@ def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> Giv
     items: list[Item | ItemReference] = []
     notices: list[Notice] = []
     for i, raw in enumerate(given):
-        item = _item(raw, f"{field}[{i}]")
-        if isinstance(item, Notice):
-            notices.append(item)
-        else:
+        item, left_out = _item(raw, f"{field}[{i}]")
+        notices += left_out
+        if item is not None:
             items.append(item)
     if not items:
         raise ParameterError(field, f"{field} has no item that a model here can read.")
@@ -262,20 +263,21 @@ def _check_stream_options(request: ResponsesRequest) -> None:
         raise ParameterError(name, f"{name} is not supported; leave it out.")
 
 
-def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference | Notice:
-    """An item, or the notice of an item that is left out."""
+def _item(raw: msgspec.Raw, where: str) -> tuple[Item | ItemReference | None, list[Notice]]:
+    """An item, unless it is left out, and notices of what is left out."""
     try:
         kind = decode(_HEAD, bytes(raw)).kind
         if kind in _LEFT_OUT:
-            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
+            return None, [notice(NoticeCode.ITEM_LEFT_OUT, where, kind)]
         if kind in _KEPT:
-            return _kept(kind, bytes(raw))
+            item = _kept(kind, bytes(raw))
+            return with_sentences(item), left_out_of(item, where)
         given = decode(_decoder_of(kind), bytes(raw))
         if isinstance(given, ItemReference):
-            return given
+            return given, []
         if isinstance(given, GivenReasoning) and _is_sealed_elsewhere(given):
-            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
-        return _normalised(given)
+            return None, [notice(NoticeCode.ITEM_LEFT_OUT, where, kind)]
+        return _normalised(given), left_out_of(given, where)
     except ParameterError as error:
         path = f"{where}.{error.param}" if error.param else where
         message = f"role must be {_one_of(_ROLES)}." if error.param == "role" else error.message
@@ -350,7 +352,9 @@ def _content(given: GivenMessage) -> tuple[Content, ...]:
     return tuple(map(_piece, content))
 
 
-def _piece(part: InputText | EchoedText | EchoedRefusal) -> Content:
+def _piece(part: InputText | EchoedText | EchoedRefusal | UnreadPart) -> Content:
+    if isinstance(part, UnreadPart):
+        return OutputText(part.text)
     if isinstance(part, EchoedRefusal):
         return OutputText(part.refusal)
     return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part

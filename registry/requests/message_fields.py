@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
+from millrace.registry.requests.unreadable import text_of_parts
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
@@ -17,6 +18,7 @@ from millrace.schemas.chat.messages import (
     MessageToolCall,
     TextPart,
     ToolMessage,
+    ToolPart,
     UserMessage,
 )
 from millrace.schemas.errors import ParameterError
@@ -80,6 +82,8 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     calls = tuple(
         _called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     )
+    if isinstance(message, ToolMessage) and isinstance(message.content, tuple):
+        _check_parts(message.content, f"{where}.content")
     text = _text_of(message)
     if isinstance(message, EchoedMessage) and not (text or calls):
         refuse_unhonoured(message, _NEUTRAL_IN_EMPTY_ANSWER, f"{where}.")
@@ -91,14 +95,21 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 def _text_of(message: Message) -> str:
     """Return the text of a message; of an answer without text or calls, its refusal."""
     content = message.content or ""
-    text = content if isinstance(content, str) else "".join(map(_words, content))
+    if isinstance(content, str):
+        text = content
+    elif isinstance(message, ToolMessage | EchoedMessage):
+        text = text_of_parts(cast("tuple[ToolPart | EchoedPart, ...]", content))
+    else:
+        text = "".join(part.text for part in cast("tuple[TextPart, ...]", content))
     if text or message.tool_calls or not isinstance(message, EchoedMessage):
         return text
     return message.refusal if isinstance(message.refusal, str) else ""
 
 
-def _words(part: TextPart | EchoedPart) -> str:
-    return part.text if isinstance(part, TextPart) else part.words
+def _check_parts(parts: Sequence[ToolPart], where: str) -> None:
+    for i, part in enumerate(parts):
+        if part.is_text and part.text is msgspec.UNSET:
+            raise ParameterError(f"{where}[{i}].text", f"{where}[{i}].text is required.")
 
 
 def _called(call: MessageToolCall, where: str) -> ToolCall:

@@ -18,6 +18,7 @@ from millrace.schemas.openai import (
     TextFormat,
 )
 from millrace.schemas.responses.call_items import ItemStatus, OtherItem
+from millrace.schemas.unreadable import InputAudio, InputFile, InputImage
 
 # --- items: what a conversation is made of ---------------------------------------------------
 
@@ -158,7 +159,11 @@ class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
 
     role: ClassVar[str] = "assistant"
 
-    content: str | tuple[InputText | EchoedText | EchoedRefusal, ...] | None = None
+    content: (
+        str
+        | tuple[InputText | EchoedText | EchoedRefusal | InputImage | InputFile | InputAudio, ...]
+        | None
+    ) = None
 
 
 GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | GivenAnswer
@@ -179,7 +184,7 @@ class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[InputText | EchoedText, ...] | None
+    output: str | tuple[InputText | EchoedText | InputImage | InputFile | InputAudio, ...] | None
 
 
 class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,7 +160,7 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
             {
                 "type": "custom_tool_call_output",
                 "call_id": "c",
-                "output": [{"type": "input_image"}],
+                "output": [{"type": "text", "text": "y"}],
             },
             "input[1].output[0].type",
         ),
