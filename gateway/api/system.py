@@ -12,11 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus.storage import NATS
+from millrace.gateway.api.anthropic_models import VERSION_HEADER, model_info, model_page
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.tenancy.identity import AuthenticationError
-from millrace.gateway.transport.http import json_response
+from millrace.gateway.transport.http import header_of, json_response
 from millrace.gateway.transport.proxies import is_forwarded
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages
@@ -89,13 +90,18 @@ class Api:
         ]
 
     async def models(self, request: Request) -> Response:
+        """All models: in Anthropic's form for clients that send ``anthropic-version``."""
         caller = await self._gateway.identity.caller(request.scope)
-        cards = map(self._with_tiers, self._gateway.models.cards(caller.tenant))
-        return json_response(ModelList(data=tuple(cards)))
+        cards = self._gateway.models.cards(caller.tenant)
+        if header_of(request.scope, VERSION_HEADER) is not None:
+            return json_response(model_page(request, cards, caller))
+        return json_response(ModelList(data=tuple(map(self._with_tiers, cards))))
 
     async def model(self, request: Request) -> Response:
         caller = await self._gateway.identity.caller(request.scope)
         card = self._gateway.models.card(request.path_params["name"], caller.tenant)
+        if header_of(request.scope, VERSION_HEADER) is not None:
+            return json_response(model_info(card, caller))
         return json_response(self._with_tiers(card))
 
     def _with_tiers(self, card: ModelCard) -> ModelCard:
