@@ -249,7 +249,8 @@ class _Reader:
         if self._unanswered.pop(block.tool_use_id, None) is None:
             raise ParameterError(
                 f"{path}.tool_use_id",
-                f"{path}: no tool_use block before it has the id {block.tool_use_id!r:.100}.",
+                f"{path}.tool_use_id: no tool_use block before it has the id "
+                f"{block.tool_use_id!r:.100}.",
             )
         content = block.content or ""
         if not isinstance(content, str):
@@ -264,8 +265,8 @@ class _Reader:
         if self._server_calls.pop(block.tool_use_id, None) is None:
             raise ParameterError(
                 f"{path}.tool_use_id",
-                f"{path}: no server_tool_use or mcp_tool_use block before it has the id "
-                f"{block.tool_use_id!r:.100}.",
+                f"{path}.tool_use_id: no server_tool_use or mcp_tool_use block before it has the "
+                f"id {block.tool_use_id!r:.100}.",
             )
         if turn:
             self.messages.append(turn.message())

@@ -72,10 +72,13 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     if isinstance(message, UserMessage):
         refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
     if message.tool_calls and not isinstance(message, EchoedMessage):
-        raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
+        raise ParameterError(
+            f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message has them."
+        )
     if (message.tool_call_id is not None) != isinstance(message, ToolMessage):
         raise ParameterError(
-            f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
+            f"{where}.tool_call_id",
+            f"{where}.tool_call_id: a message of the role tool has one, and no other message.",
         )
     if message.content is None and isinstance(message, UserMessage):
         raise ParameterError(f"{where}.content", f"{where}.content must be text.")

@@ -162,7 +162,7 @@ class ConversationsApi:
                 f"{left_out.param}: items of type {left_out.detail} are not supported; leave it "
                 "out.",
             )
-        given = await resolve(said.items, earlier, caller.tenant, self._responses, "items")
+        given = await resolve(said, earlier, caller.tenant, self._responses, "items")
         items = named(given, secrets.token_hex(12), earlier)
         self._store.check_room((*earlier, *items))
         return items, said.notices
