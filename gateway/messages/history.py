@@ -38,9 +38,9 @@ from millrace.schemas.chat.messages import (
     ToolMessage,
     UserMessage,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice, NoticeCode, notice
-from millrace.schemas.unreadable import sentence_for
 
 _ALLOWED = {
     "user": (TextBlock, SearchResultBlock, DocumentBlock, ToolResultBlock),

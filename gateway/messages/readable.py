@@ -17,9 +17,9 @@ from millrace.schemas.anthropic.blocks import (
     TextBlock,
     ToolReferenceBlock,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice
-from millrace.schemas.unreadable import sentence_for
 
 _ENCRYPTED = "encrypted"
 _HINTS = ("cache_control", "citations")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from millrace.gateway.responses.thoughts import opened
+from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.responses.items import (
     Content,
@@ -24,7 +25,6 @@ from millrace.schemas.responses.items import (
     ReasoningItem,
     ReasoningText,
 )
-from millrace.schemas.unreadable import UnreadPart
 
 
 def said(text: str) -> MessageItem:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from millrace.registry.requests.unreadable import left_out_at
+from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.notices import Notice
 from millrace.schemas.responses.call_items import (
     CustomToolCallOutputItem,
     OtherItem,
     OutputPiece,
 )
-from millrace.schemas.unreadable import UnreadPart
 
 
 def left_out_of(item: object, where: str) -> list[Notice]:

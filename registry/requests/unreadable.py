@@ -15,8 +15,8 @@ from millrace.schemas.chat.messages import (
     ToolMessage,
     ToolPart,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.notices import Notice, NoticeCode, Notices, notice
-from millrace.schemas.unreadable import sentence_for
 
 
 def left_out_at(where: str, kind: str) -> Notice:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.schemas.unreadable import InputAudio, InputFile, InputImage
+from millrace.schemas.chat.unreadable import InputAudio, InputFile, InputImage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from millrace.schemas.chat.unreadable import InputAudio, InputFile, InputImage
 from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.openai import (
     GenerationFields,
@@ -18,7 +19,6 @@ from millrace.schemas.openai import (
     TextFormat,
 )
 from millrace.schemas.responses.call_items import ItemStatus, OtherItem
-from millrace.schemas.unreadable import InputAudio, InputFile, InputImage
 
 # --- items: what a conversation is made of ---------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Prompts that do not fit, and what of them the model does not read."""
