@@ -40,14 +40,14 @@ class PromptParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         tools = "1 tool takes" if self.num_tools == 1 else f"{self.num_tools} tools take"
-        shares = [f"{tools} {self.tool_tokens} tokens"] if self.num_tools else []
+        shares = [f"{tools} {_tokens(self.tool_tokens)}"] if self.num_tools else []
         if self.system_tokens:
-            shares.append(f"system messages {self.system_tokens} tokens")
+            shares.append(f"system messages {_tokens(self.system_tokens)}")
         if self.other_tokens is not None:
-            shares.append(f"other messages {self.other_tokens} tokens")
+            shares.append(f"other messages {_tokens(self.other_tokens)}")
         longest = self.longest
         where = f"message {longest.place} of {longest.num_messages} (role {longest.role})"
-        shares.append(f"the longest message, {where}, {longest.num_tokens} tokens")
+        shares.append(f"the longest message, {where}, {_tokens(longest.num_tokens)}")
         return f"In the prompt: {', '.join(shares)}."
 
 
@@ -112,6 +112,10 @@ def in_anthropic_words(message: str) -> str:
         said = f"prompt is too long: {num_prompt_tokens} tokens > {longest} maximum"
     rest = message[found.end() :]
     return f"{said}.{rest}" if rest else said
+
+
+def _tokens(number: int) -> str:
+    return "1 token" if number == 1 else f"{number} tokens"
 
 
 def _listed(names: list[str], joint: str) -> str:

@@ -22,7 +22,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an assistant's message: ``text``, or a ``refusal``, which the model reads as
-    text. In place of a piece of another type the model reads a sentence."""
+    text. In place of a piece of another type without ``text`` the model reads a sentence."""
 
     text: str = ""
     refusal: str = ""
@@ -30,7 +30,7 @@ class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        return self.type in ("text", "refusal")
+        return self.type in ("text", "refusal") or bool(self.text)
 
     @property
     def words(self) -> str:
@@ -38,15 +38,15 @@ class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a tool's result: ``text``. In place of a piece of another type, such as
-    ``image_url``, the model reads a sentence."""
+    """A piece of a tool's result: ``text``. In place of a piece of another type without ``text``,
+    such as ``image_url``, the model reads a sentence."""
 
     text: str | msgspec.UnsetType = msgspec.UNSET
     type: str = "text"
 
     @property
     def is_text(self) -> bool:
-        return self.type == "text"
+        return self.type == "text" or bool(self.text)
 
     @property
     def words(self) -> str:

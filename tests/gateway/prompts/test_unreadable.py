@@ -100,6 +100,13 @@ async def test_a_users_picture_is_refused(http: httpx.AsyncClient, role: str) ->
     assert "this model takes text only, not 'image_url'" in error["message"]
 
 
+async def test_text_of_another_type_is_read(front: RunningGateway, http: httpx.AsyncClient) -> None:
+    messages = _chat({"type": "output_text", "text": "It rains."})
+    answer = await http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
+    assert _NOTICE not in answer.json()
+    assert "It rains." in _told(front)
+
+
 async def test_a_text_without_text_is_refused(http: httpx.AsyncClient) -> None:
     body = {"model": MODEL, "messages": _chat({"type": "text"})}
     error = (await http.post("/v1/chat/completions", json=body)).json()["error"]
