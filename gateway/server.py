@@ -216,7 +216,8 @@ class _HttpProtocol(HttpProtocol):
     def refusal_of(self, fault: HttpFault) -> tuple[Headers, bytes]:
         refusal = Refusal(status=fault.status, code=fault.code, message=fault.message)
         self._note(refusal, None)
-        return [JSON, request_id_header(new_request_id("req"))], refusal.body
+        headers = [JSON, request_id_header(new_request_id("req")), *refusal.headers]
+        return headers, refusal.body
 
 
 def _http_protocol(note: Note) -> type[_HttpProtocol]:

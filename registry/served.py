@@ -24,12 +24,14 @@ from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.checkpoints.generation_defaults import read_sampling_defaults
 from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
 from millrace.registry.predictions import predicted_tokens
+from millrace.registry.prompt_parts import prompt_parts
 from millrace.registry.reasoning import closing_of, format_after, format_within
 from millrace.registry.source import resolve
 from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.registry.truncation import num_kept_tokens
 from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.context_length import PromptParts
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Tier
@@ -164,7 +166,7 @@ class ServedModel:
             raise ParameterError(
                 "n", "n must be 1: one request makes one completion, unless by use_beam_search."
             )
-        max_tokens = self._max_tokens(len(token_ids), sampling)
+        max_tokens = self._max_tokens(job, len(token_ids), sampling)
         predicted = predicted_tokens(job.prediction, self.tokenizer, self.vocab_size, max_tokens)
         job = msgspec.structs.replace(job, sampling=sampling, prediction=predicted)
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
@@ -231,7 +233,7 @@ class ServedModel:
             )
         token_ids = self._prompt_token_ids(job)
         if len(token_ids) > self.context_window_tokens:
-            raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
+            raise self._too_long(job, len(token_ids))
         return _prepared(job, token_ids, 1, SamplingDefaults(), seed_source)
 
     @property
@@ -309,9 +311,18 @@ class ServedModel:
     def _too_long(
         self, job: Job, num_prompt_tokens: int, *, is_exact: bool = True
     ) -> ContextLengthError:
-        wanted = None if job.pooling is not None else job.sampling.max_tokens
-        window_tokens = self.context_window_tokens
-        return ContextLengthError(num_prompt_tokens, wanted, window_tokens, is_exact=is_exact)
+        return ContextLengthError(
+            num_prompt_tokens,
+            None if job.pooling is not None else job.sampling.max_tokens,
+            self.context_window_tokens,
+            field="prompt" if job.messages is None else "messages",
+            is_exact=is_exact,
+            parts=self.prompt_parts(job, num_prompt_tokens if is_exact else None),
+        )
+
+    def prompt_parts(self, job: Job, num_prompt_tokens: int | None) -> PromptParts | None:
+        """Return which part of the job's prompt is how long, as ``prompt_parts`` does."""
+        return prompt_parts(self.tokenizer, job, num_prompt_tokens)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
         last = self.config.vocab_size - 1
@@ -320,11 +331,11 @@ class ServedModel:
                 field, f"{field} has the token id {token_id}; this model's ids are 0 to {last}"
             )
 
-    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingOptions) -> int:
+    def _max_tokens(self, job: Job, num_prompt_tokens: int, sampling: SamplingOptions) -> int:
         left = self.context_window_tokens - num_prompt_tokens
         wanted = sampling.max_tokens
         if left < (wanted or 1):
-            raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
+            raise self._too_long(job, num_prompt_tokens)
         if wanted is not None:
             return wanted
         usual = self.sampling_defaults.max_tokens

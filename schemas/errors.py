@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from millrace.schemas.context_length import PromptParts, too_long
+
 SHOWN_CHARACTERS = 200  # of a value that a client sent, in an error, a header or a log line
 _MESSAGE_CHARACTERS = 4_000
 _ENDING_CHARACTERS = 1_000
+_PROMPT = "prompt"
 # A value is in quotation marks, or without blanks.
 _LONG_VALUE = re.compile(
     r"(?<!\w)(?:'[^']{201,}'|\"[^\"]{201,}\"|`[^`]{201,}`)(?!\w)|\S{201,}", re.DOTALL
@@ -83,10 +86,7 @@ class ModelNotFoundError(MillraceError, code="model_not_found", http_status=404)
 
 
 class ContextLengthError(MillraceError, code="context_length_exceeded", http_status=400):
-    """Prompt and requested completion exceed the model's context window. ``param`` is the entry of
-    a request that has several inputs; empty: the request has one prompt."""
-
-    param = ""
+    """Prompt and requested completion exceed a context window. ``param`` is the field at fault."""
 
     def __init__(
         self,
@@ -94,19 +94,24 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
         max_tokens: int | None,
         context_window_tokens: int,
         *,
+        field: str = _PROMPT,
         is_exact: bool = True,
+        parts: PromptParts | None = None,
+        limit: str = "",
     ) -> None:
-        """``is_exact`` False: the prompt has at least so many tokens; they were not all counted."""
-        asked = f"{num_prompt_tokens} tokens in the prompt"
-        if not is_exact:
-            asked = f"at least {asked}"
-        if max_tokens is not None:
-            asked += f" and {max_tokens} in the completion"
-        super().__init__(
-            # Clients that choose a longer model know the error by the first words.
-            f"This model's maximum context length is {context_window_tokens} tokens, but the "
-            f"request asks for {asked}. Shorten the prompt or lower max_tokens."
+        """``field`` holds the prompt: ``messages``, ``prompt`` or ``input``. ``is_exact`` False:
+        the prompt has at least so many tokens; they were not all counted. ``limit`` says whose
+        limit the window is, if it is not the model's."""
+        message = too_long(
+            num_prompt_tokens,
+            max_tokens,
+            context_window_tokens,
+            noun=field,
+            is_exact=is_exact,
+            parts=parts,
         )
+        super().__init__(f"{message} {limit}" if limit else message)
+        self.param = field
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.context_window_tokens = context_window_tokens

@@ -95,6 +95,11 @@ _HEADERS: dict[str, Schema] = {
         "description": "Seconds after which it may be tried again.",
         "schema": {"type": "integer", "minimum": 1},
     },
+    "x-should-retry": {
+        "description": "Whether the same request may succeed soon: true beside Retry-After, false "
+        "where it fails again.",
+        "schema": {"type": "boolean"},
+    },
     **_RATE_LIMITS,
     **_ROUTED,
 }
@@ -281,6 +286,8 @@ def _error(status: int, schema: Schema) -> Schema:
     headers = list(_IDS)
     if status in {409, 429, 503}:
         headers.append("Retry-After")
+    if status not in {408, 500, 504}:
+        headers.append("x-should-retry")
     if status == 429:
         headers += _RATE_LIMITS
     return {

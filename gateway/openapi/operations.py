@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 from millrace.gateway.api.kept.sessions import SessionDeleted
@@ -87,6 +88,7 @@ _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
+_models = partial(get, description="With the header anthropic-version in Anthropic's form.")
 
 
 def _tokenize(path: str, name: str) -> Operation:
@@ -284,8 +286,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         *map(_score, SCORE_PATHS, ("score", "scoreAtRoot")),
     ),
     "models": (
-        get("/v1/models", "listModels", "The models that may be asked for", ModelList),
-        get("/v1/models/{name}", "getModel", "One model", ModelCard),
+        _models("/v1/models", "listModels", "The models that may be asked for", ModelList),
+        _models("/v1/models/{name}", "getModel", "One model", ModelCard),
         *map(_tokenize, TOKENIZE_PATHS, ("tokenize", "tokenizeAtRoot")),
         *map(_detokenize, DETOKENIZE_PATHS, ("detokenize", "detokenizeAtRoot")),
     ),

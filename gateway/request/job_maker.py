@@ -8,12 +8,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from millrace.bus.tenancy.errors import TierContextError
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.message_fields import respelled
+from millrace.registry.requests.message_fields import in_words, respelled
 from millrace.registry.requests.ready_jobs import (
     PROMPT,
     check_template,
@@ -23,7 +24,7 @@ from millrace.registry.requests.ready_jobs import (
     with_tools,
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Source, Tier
 from millrace.schemas.sampling import MAX_SEED
 from millrace.schemas.tools import ToolDefinition, ToolMode
@@ -110,10 +111,15 @@ class JobMaker:
         for number, job in enumerate(_with_each_prompt(base, request)):
             try:
                 first = await self.prepare(job, request, model, caller)
-            except ParameterError as error:
+                await self._check_context(job, first, request, model, caller)
+            except (ParameterError, ContextLengthError) as error:
                 if not request.other_prompts or error.param.partition("[")[0] != PROMPT:
                     raise
-                raise respelled(error, {PROMPT: f"{PROMPT}[{number}]"}) from error
+                place = {PROMPT: f"{PROMPT}[{number}]"}
+                if isinstance(error, ParameterError):
+                    raise respelled(error, place) from error
+                error.param = in_words(error.param, place)
+                raise
             seed = first.sampling.seed or 0
             for choice in range(request.jobs_per_prompt):
                 if not jobs:
@@ -139,6 +145,32 @@ class JobMaker:
         if caller.context_tokens is None:
             return job
         return _within_context(job, request.sampling.max_tokens, caller.context_tokens)
+
+    async def _check_context(
+        self,
+        job: Job,
+        prepared: Job,
+        request: GenerationRequest,
+        model: ServedModelLike,
+        caller: Caller,
+    ) -> None:
+        """Raises TierContextError, which says which part of the prompt is how long, for a job that
+        does not fit the caller's context."""
+        size, wanted = caller.context_tokens, request.sampling.max_tokens
+        num_prompt_tokens = len(prepared.prompt_token_ids or ())
+        if size is None or num_prompt_tokens + (wanted or 1) <= size:
+            return
+        told = replace(job, tools=() if job.messages is None else self._tools_of(request))
+        count = partial(model.prompt_parts, told, num_prompt_tokens)
+        raise TierContextError(
+            num_prompt_tokens,
+            wanted,
+            size,
+            field=in_words(PROMPT if job.messages is None else "messages", request.words),
+            parts=await self._prompts.run(job.tenant, num_characters(told), count),
+            limit=f"Requests of tenant {caller.tenant} (tier {job.tier}) may hold {size} tokens "
+            "with this API key.",
+        )
 
     def check_template(self, source: str | None) -> None:
         """Raises ParameterError("chat_template") for one, unless requests may bring theirs."""

@@ -21,9 +21,11 @@ from millrace.registry.requests.message_fields import (
 from millrace.registry.requests.offered.chat_tools import offered_of_chat
 from millrace.registry.requests.offered.offered_tools import OfferedTools
 from millrace.registry.requests.socket_fields import check_socket_fields
+from millrace.registry.requests.unreadable import left_out_of
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
+from millrace.schemas.notices import bounded
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
@@ -163,7 +165,7 @@ def _parse_chat(
         server_tools=offered.own,
         tool_choice=offered.choice,
         freeform_tools=offered.freeform,
-        notices=offered.notices,
+        notices=bounded((*offered.notices, *left_out_of(messages))),
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
         chat_template=request.chat_template,

@@ -16,7 +16,7 @@ from millrace.registry.requests.message_fields import in_words, respelled
 from millrace.registry.requests.unheld_calls import is_unheld, unheld_calls
 from millrace.registry.tool_formats import Dropped, call_grammar
 from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
 from millrace.schemas.sampling import SamplingOptions
@@ -109,6 +109,9 @@ def prepared(
         if request.chat_template is not None:
             model = model.with_chat_template(request.chat_template)
         ready = model.prepare(job, seed_source)
+    except ContextLengthError as error:
+        error.param = in_words(error.param, request.words)
+        raise
     except ParameterError as error:
         raise respelled(error, words) from error
     return _with_own_names(ready, job.notices, words)
