@@ -91,5 +91,5 @@ def page(most: int, *more: Query) -> tuple[Query, ...]:
 
 get, post, delete = (partial(Operation, method) for method in ("get", "post", "delete"))
 generate = partial(post, own_errors=(404, 409, 429, 500, 504))
-_order = {"enum": ["asc", "desc"], "default": "desc"}
+_order = {"title": "Order", "enum": ["asc", "desc"], "default": "desc"}
 ORDER = Query("order", _order, "asc: the oldest first; desc: the newest first.")

@@ -47,10 +47,10 @@ from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
 from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
 from millrace.schemas.chat.completions import ChatCompletion
 from millrace.schemas.chat.tokenizing import (
+    DetokenizeAnswer,
     DetokenizeRequest,
-    DetokenizeResponse,
+    TokenizeAnswer,
     TokenizeRequest,
-    TokenizeResponse,
 )
 from millrace.schemas.embeddings import (
     ClassifyList,
@@ -92,7 +92,7 @@ def _tokenize(path: str, name: str) -> Operation:
         path,
         name,
         "The token ids of a prompt, or of messages as the chat template renders them",
-        TokenizeResponse,
+        TokenizeAnswer,
         body=TokenizeRequest,
         example={"model": "demo", "prompt": "Hello!"},
         own_errors=(404, 500),
@@ -126,7 +126,7 @@ def _detokenize(path: str, name: str) -> Operation:
         path,
         name,
         "The text of token ids",
-        DetokenizeResponse,
+        DetokenizeAnswer,
         body=DetokenizeRequest,
         example={"model": "demo", "tokens": [72, 105]},
         own_errors=(404, 500),

@@ -1,0 +1,184 @@
+"""Writes schemas so that generators of clients in any language can read them.
+
+Generators make a type of each object with properties and of each union, so each of these is a
+component with a name. An enumeration is none: for Go its values would be constants of one package,
+such as COMPLETED, that two components may not share. Generators need the type of each enumeration
+and the schema of each list's entries. They take a default for a promise that the value is there, so
+that a field of a request that has a default would have to be given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from millrace.schemas.json_schema import Schema
+
+REF = "#/components/schemas/{name}"
+
+_TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+_NULL: Schema = {"type": "null"}
+_MAX_INT32 = 2**31 - 1
+
+
+class Components:
+    """The named schemas of a document, and those that are found within them."""
+
+    def __init__(self, given: dict[str, Schema], asked: Collection[str]) -> None:
+        """Take the components ``given``. Clients send those that ``asked`` names."""
+        self.schemas: dict[str, Schema] = {}
+        self._unions = {
+            json.dumps(one["anyOf"]): name for name, one in given.items() if "anyOf" in one
+        }
+        self._enumerations = {
+            REF.format(name=name): one for name, one in given.items() if "enum" in one
+        }
+        for name, schema in given.items():
+            if "enum" not in schema:
+                self._add(name, schema, is_asked=name in asked)
+
+    def _add(self, name: str, schema: Schema, *, is_asked: bool) -> None:
+        written = self._written(schema, schema.get("title", name), is_asked=is_asked)
+        self._name(name, {"title": name, **written})
+
+    def portable(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
+        """Return ``schema``, or a reference to it if it is added as the component ``title``."""
+        title = schema.get("title", title)
+        written = self._written(schema, title, is_asked=is_asked)
+        values = [option for option in written.get("anyOf", ()) if option != _NULL]
+        if len(values) > 1:
+            name = self._unions.get(json.dumps(values)) or self._name(
+                title, {"title": title, **written, "anyOf": values}
+            )
+            reference = {"$ref": REF.format(name=name)}
+            if len(values) == len(written["anyOf"]):
+                return reference
+            return {"title": f"{title}OrNull", "anyOf": [reference, _NULL]}
+        if "properties" in written:
+            return {"$ref": REF.format(name=self._name(title, {"title": title, **written}))}
+        return written
+
+    def _field(self, name: str, schema: Schema, parent: str, *, is_asked: bool) -> Schema:
+        written = self.portable(schema, parent + pascal(name), is_asked=is_asked)
+        for part in (written, *written.get("anyOf", ())):
+            if "enum" in part:  # generators put the parent's name before this themselves
+                part["title"] = pascal(name)
+        return written
+
+    def _name(self, name: str, schema: Schema) -> str:
+        if self.schemas.setdefault(name, schema) != schema:
+            raise ValueError(f"two schemas have the title {name}: give one of them another")
+        return name
+
+    def _written(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
+        schema = _without_default(schema, is_asked=is_asked)
+        schema = self._enumerations.get(schema.get("$ref", ""), schema)
+        if "anyOf" in schema:
+            return self._union(schema, title, is_asked=is_asked)
+        if None in schema.get("enum", ()):
+            return self._union({"anyOf": [schema]}, title, is_asked=is_asked)
+        if "enum" in schema:
+            return _enumeration(schema, title)
+        written = dict(schema)
+        for key, suffix in (("items", "Item"), ("additionalProperties", "Value")):
+            if isinstance(schema.get(key), dict):
+                written[key] = self.portable(schema[key], title + suffix, is_asked=is_asked)
+        if "properties" in schema:
+            written["properties"] = {
+                name: self._field(name, field, title, is_asked=is_asked)
+                for name, field in schema["properties"].items()
+            }
+        return _completed(written)
+
+    def _union(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
+        options = _options(schema)
+        values = [option for option in options if option != _NULL]
+        is_nullable = len(values) < len(options)
+        more = {key: value for key, value in schema.items() if key != "anyOf"}
+        for option in schema["anyOf"]:
+            if "discriminator" in option:
+                more["discriminator"] = option["discriminator"]
+        if len(values) == 1 and is_nullable:
+            value = self.portable(values[0], title, is_asked=is_asked)
+            if "type" in value and not value.keys() & {"enum", "const"}:
+                return {**value, **more, "type": [value["type"], "null"]}
+            return {"title": f"{title}OrNull", **more, "anyOf": [value, _NULL]}
+        if any(_is_any_object(value) for value in values):
+            return {"title": title, "description": _told(values), **more}
+        written = [
+            self.portable(option, title + _option_name(option, i), is_asked=is_asked)
+            for i, option in enumerate(values, 1)
+        ]
+        return {"title": title, **more, "anyOf": written + [_NULL] * is_nullable}
+
+
+def _options(schema: Schema) -> list[Schema]:
+    """Return what a union, or an enumeration with null in it, may be: no option is a union."""
+    if "anyOf" in schema:
+        return [option for inner in schema["anyOf"] for option in _options(inner)]
+    values = [value for value in schema.get("enum", ()) if value is not None]
+    if len(values) < len(schema.get("enum", ())):
+        return [schema | {"enum": values}, _NULL]
+    return [schema]
+
+
+def pascal(name: str) -> str:
+    """Return a name in the case that titles have: ``tool_choice`` is ``ToolChoice``."""
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))
+
+
+def _completed(schema: Schema) -> Schema:
+    """Return the schema with what its type leaves open: entries, further properties, precision."""
+    kind = schema.get("type")
+    if kind == "array":
+        return {"items": {}, **schema}
+    if kind == "object" and "properties" not in schema:
+        return {"additionalProperties": True, **schema}
+    if kind == "number":
+        return {"format": "double", **schema}
+    if kind == "integer" and schema.get("maximum", _MAX_INT32 + 1) > _MAX_INT32:
+        return {"format": "int64", **schema}
+    return schema
+
+
+def _without_default(schema: Schema, *, is_asked: bool) -> Schema:
+    """Return the schema without a default that generators misread: null, that of a union or of a
+    reference, and in a request any. There the description names it."""
+    if "default" not in schema:
+        return schema
+    default = schema["default"]
+    if not is_asked and default is not None and not schema.keys() & {"anyOf", "$ref"}:
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "default"}
+    if default is None or not is_asked:
+        return kept
+    told = f"Default: {json.dumps(default)}."
+    return kept | {"description": f"{kept.get('description', '')} {told}".strip()}
+
+
+def _enumeration(schema: Schema, title: str) -> Schema:
+    values = schema["enum"]
+    typed = {"type": _TYPE_NAMES[type(values[0])], **schema}
+    if len(values) > 1:
+        return {"title": title, **typed}
+    return {key: value for key, value in typed.items() if key != "enum"} | {"const": values[0]}
+
+
+def _is_any_object(schema: Schema) -> bool:
+    return schema.get("type") == "object" and "properties" not in schema
+
+
+def _told(options: list[Schema]) -> str:
+    """Return the words for a value that generators cannot type: one of them takes the name of a map
+    for that of a class."""
+    return " Or: ".join(option.get("description", f"{option['type']}.") for option in options)
+
+
+def _option_name(option: Schema, position: int) -> str:
+    kinds = option.get("properties", {}).get("type", {}).get("enum", ())
+    if len(kinds) == 1:
+        return pascal(kinds[0])
+    if "enum" in option:
+        return "Word"
+    return "List" if option.get("type") == "array" else f"Option{position}"
