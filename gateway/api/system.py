@@ -226,9 +226,7 @@ def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> Detokenize
                 f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
             )
     skips = asked.skip_special_tokens
-    return DetokenizeAnswer(
-        prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips)
-    )
+    return DetokenizeAnswer(prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips))
 
 
 class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):

@@ -60,17 +60,10 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
     }
 
 
-def _tools(kinds: tuple[Any, ...], left_out: str, title: str = "LeftOutTool") -> Schema:
-    """Tools of ``kinds``, and tools that are left out."""
-    told: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
-    other: Schema = {
-        "title": title,
-        "description": left_out,
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": _STRING},
-    }
-    return {"maxItems": MAX_TOOLS, "items": {"anyOf": [*told, other]}}
+def _tools(kinds: tuple[Any, ...]) -> Schema:
+    """Tools of ``kinds``. Others that are left out of a request are not in the document."""
+    told = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+    return {"maxItems": MAX_TOOLS, "items": {"anyOf": told}}
 
 
 def _tool_choice(named: Schema, allowed: Callable[[Schema], Schema]) -> Schema:
@@ -90,7 +83,6 @@ def _allowed_in_responses(some: Schema) -> Schema:
 
 
 _OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
-_LEFT_OUT = "A tool that only a provider's server can run: it is left out."
 _CHOSEN: Schema = {"title": "ChosenName"} | closed_object({"name": _STRING})
 _IN_CHAT: Schema = {
     "title": "ChosenTool",
@@ -147,7 +139,7 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "thinking_token_budget": {"minimum": 0},
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
-    "tools": _tools(get_args(ChatTool), _LEFT_OUT),
+    "tools": _tools(get_args(ChatTool)),
     "tool_choice": _tool_choice(_IN_CHAT, _allowed_in_chat),
 }
 _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
@@ -195,7 +187,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "thinking_token_budget": {"minimum": 0},
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
-        "tools": _tools(get_args(ResponseTool), _LEFT_OUT),
+        "tools": _tools(get_args(ResponseTool)),
         "tool_choice": _tool_choice(_IN_RESPONSES, _allowed_in_responses),
     },
     "MessagesRequest": {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p")}
@@ -235,12 +227,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "parameters": {"anyOf": [_JSON_SCHEMA, _NULL]},
     },
     "ToolSearchTool": {"parameters": {"anyOf": [_JSON_SCHEMA, _NULL]}},
-    "NamespaceTool": {
-        "tools": _tools(
-            (FlatFunctionTool, FlatCustomTool), "No other type is taken here.", "RefusedTool"
-        )
-    },
-    "TokenizeRequest": {"tools": _tools(get_args(ChatTool), _LEFT_OUT)},
+    "NamespaceTool": {"tools": _tools((FlatFunctionTool, FlatCustomTool))},
+    "TokenizeRequest": {"tools": _tools(get_args(ChatTool))},
     "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,
@@ -257,7 +245,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
-    "Response": {"tool_choice": {"description": "As it was asked for."}},
+    "ResponseAnswer": {"tool_choice": {"description": "As it was asked for."}},
 }
 
 # Items that may be sent back with null for what they do not have.

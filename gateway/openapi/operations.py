@@ -71,7 +71,7 @@ from millrace.schemas.openai import (
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import Response, ResponsesRequest
+from millrace.schemas.responses.items import ResponseAnswer, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
 from millrace.schemas.sessions import SessionHistory
 
@@ -171,7 +171,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses",
             "createResponse",
             "Answer in the shape of OpenAI's Responses API",
-            Response,
+            ResponseAnswer,
             body=ResponsesRequest,
             example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
             event=ResponseEvent,
@@ -206,7 +206,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses/{response_id}",
             "getResponse",
             "An answer that was kept, or is made in the background",
-            Response,
+            ResponseAnswer,
             query=(
                 Query("stream", _FLAG, "Its events; only of an answer in the background."),
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
@@ -226,7 +226,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses/{response_id}/cancel",
             "cancelResponse",
             "Have an answer in the background end",
-            Response,
+            ResponseAnswer,
             own_errors=(400,),
         ),
         delete(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
+from itertools import chain, combinations, starmap
+from typing import Any
 
 from millrace.schemas.json_schema import Schema
 
@@ -28,11 +30,9 @@ class Components:
     def __init__(self, given: dict[str, Schema], asked: Collection[str]) -> None:
         """Take the components ``given``. Clients send those that ``asked`` names."""
         self.schemas: dict[str, Schema] = {}
+        self._given = {REF.format(name=name): one for name, one in given.items()}
         self._unions = {
             json.dumps(one["anyOf"]): name for name, one in given.items() if "anyOf" in one
-        }
-        self._enumerations = {
-            REF.format(name=name): one for name, one in given.items() if "enum" in one
         }
         for name, schema in given.items():
             if "enum" not in schema:
@@ -46,15 +46,16 @@ class Components:
         """Return ``schema``, or a reference to it if it is added as the component ``title``."""
         title = schema.get("title", title)
         written = self._written(schema, title, is_asked=is_asked)
-        values = [option for option in written.get("anyOf", ()) if option != _NULL]
-        if len(values) > 1:
-            name = self._unions.get(json.dumps(values)) or self._name(
-                title, {"title": title, **written, "anyOf": values}
-            )
-            reference = {"$ref": REF.format(name=name)}
-            if len(values) == len(written["anyOf"]):
-                return reference
-            return {"title": f"{title}OrNull", "anyOf": [reference, _NULL]}
+        for keyword in ("anyOf", "oneOf"):
+            values = [option for option in written.get(keyword, ()) if option != _NULL]
+            if len(values) > 1:
+                name = self._unions.get(json.dumps(values)) or self._name(
+                    title, {"title": title, **written, keyword: values}
+                )
+                reference = {"$ref": REF.format(name=name)}
+                if len(values) == len(written[keyword]):
+                    return reference
+                return {"title": f"{title}OrNull", "anyOf": [reference, _NULL]}
         if "properties" in written:
             return {"$ref": REF.format(name=self._name(title, {"title": title, **written}))}
         return written
@@ -73,7 +74,8 @@ class Components:
 
     def _written(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
         schema = _without_default(schema, is_asked=is_asked)
-        schema = self._enumerations.get(schema.get("$ref", ""), schema)
+        if "enum" in self._resolved(schema):
+            schema = self._resolved(schema)
         if "anyOf" in schema:
             return self._union(schema, title, is_asked=is_asked)
         if None in schema.get("enum", ()):
@@ -96,9 +98,6 @@ class Components:
         values = [option for option in options if option != _NULL]
         is_nullable = len(values) < len(options)
         more = {key: value for key, value in schema.items() if key != "anyOf"}
-        for option in schema["anyOf"]:
-            if "discriminator" in option:
-                more["discriminator"] = option["discriminator"]
         if len(values) == 1 and is_nullable:
             value = self.portable(values[0], title, is_asked=is_asked)
             if "type" in value and not value.keys() & {"enum", "const"}:
@@ -110,7 +109,63 @@ class Components:
             self.portable(option, title + _option_name(option, i), is_asked=is_asked)
             for i, option in enumerate(values, 1)
         ]
-        return {"title": title, **more, "anyOf": written + [_NULL] * is_nullable}
+        resolved = [self._resolved(value) for value in values]
+        if tag := _tag(resolved):
+            tags = [_values(value)[tag][0] for value in resolved]
+            mapping = {name: option["$ref"] for name, option in zip(tags, written, strict=True)}
+            more["discriminator"] = {"propertyName": tag, "mapping": mapping}
+        # What reads an answer takes tags for mere strings, and would find several that fit.
+        num_objects = sum(value.get("type") == "object" for value in resolved)
+        is_one = (is_asked or num_objects < 2) and all(
+            starmap(_exclude_each_other, combinations(resolved, 2))
+        )
+        keyword = "oneOf" if is_one else "anyOf"
+        return {"title": title, **more, keyword: written + [_NULL] * is_nullable}
+
+    def _resolved(self, schema: Schema) -> Schema:
+        return self._given.get(schema.get("$ref", ""), schema)
+
+
+def _values(schema: Schema) -> dict[str, tuple[Any, ...]]:
+    """Return the values of each field of an object that takes certain values only."""
+    values: dict[str, tuple[Any, ...]] = {}
+    for name, field in schema.get("properties", {}).items():
+        options = _options(field)
+        if all("enum" in option or option == _NULL for option in options):
+            values[name] = tuple(chain.from_iterable(one.get("enum", (None,)) for one in options))
+    return values
+
+
+def _tag(options: list[Schema]) -> str | None:
+    """Return the field that each of these objects must have with a value of its own."""
+    values = [_values(option) for option in options]
+    for name in values[0]:
+        is_required = all(name in option.get("required", ()) for option in options)
+        tags = [one.get(name, ()) for one in values]
+        if is_required and all(len(one) == 1 for one in tags) and len(set(tags)) == len(tags):
+            return name
+    return None
+
+
+def _exclude_each_other(one: Schema, other: Schema) -> bool:
+    """Return whether no value fits both: by its type, by a field that one object must have and that
+    has other values in the other, or by a field that only one has, and must have."""
+    types = {one.get("type", "string"), other.get("type", "string")}
+    if types != {"object"}:
+        return len(types) == 2 and types != {"integer", "number"}
+    values, others = _values(one), _values(other)
+    for required, closed in ((one.get("required", ()), other), (other.get("required", ()), one)):
+        if any(
+            name in values and name in others and not set(values[name]) & set(others[name])
+            for name in required
+        ):
+            return True
+        if (
+            closed.get("additionalProperties") is False
+            and set(required) - closed["properties"].keys()
+        ):
+            return True
+    return False
 
 
 def _options(schema: Schema) -> list[Schema]:
