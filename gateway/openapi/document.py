@@ -7,8 +7,9 @@ docs/websocket.schema.json anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,7 @@ from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
-from millrace.gateway.openapi.portable import REF, Components, pascal
+from millrace.gateway.openapi.portable import REF, Components, Use, pascal
 from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
 from millrace.schemas.anthropic.answers import MessageEvent
 from millrace.schemas.chat.tools import ChatTool
@@ -43,6 +44,9 @@ _NAMES = {
     MessageEvent: "MessageEvent",
     ResponseEvent: "ResponseEvent",
 }
+
+_ASKED = Use(is_asked=True, is_answered=False)
+_ANSWERED = Use(is_asked=False, is_answered=True)
 
 _DESCRIPTION = f"""\
 OpenAI's API, and Anthropic's Messages API, on a message bus. Fields that are not honoured are \
@@ -149,15 +153,11 @@ def routes() -> list[Route]:
 
 def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
-    kinds: list[Any] = [
-        *(ErrorBody, *get_args(GivenItem), *get_args(ChatTool), *get_args(ResponseTool))
-    ]
-    for one in OPERATIONS:
-        for kind in (one.body, one.answer, one.event, one.refused):
-            if kind is not None and not isinstance(kind, Media) and kind not in kinds:
-                kinds.append(kind)
-    asked = [one.body for one in OPERATIONS if one.body in kinds]
-    schema_of, components = _components(kinds, asked)
+    asked = [one.body for one in OPERATIONS]
+    answered = [kind for one in OPERATIONS for kind in (one.answer, one.event, one.refused)]
+    schema_of, components = _components(
+        asked, answered, get_args(GivenItem), get_args(ChatTool), get_args(ResponseTool)
+    )
     paths: dict[str, Any] = {}
     for tag, operations in BY_TAG.items():
         for one in operations:
@@ -195,8 +195,7 @@ def openapi_document() -> Schema:
 def websocket_schema() -> Schema:
     """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
     the whole accepts either."""
-    asked = [ClientMessage, *get_args(ChatTool)]
-    schema_of, components = _components([*asked, ServerMessage], asked)
+    schema_of, components = _components([ClientMessage], [ServerMessage], get_args(ChatTool))
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Messages of /v1/ws, subprotocol {SUBPROTOCOL}",
@@ -208,16 +207,24 @@ def websocket_schema() -> Schema:
     return msgspec.json.decode(text, type=Schema)
 
 
-def _components(kinds: list[Any], asked: Collection[Any]) -> tuple[dict[Any, Schema], Components]:
-    """Return the schema of each of ``kinds``, and the components that these refer to. What clients
-    send is made of ``asked``."""
+def _components(
+    asked: Iterable[Any], answered: Iterable[Any], *named: Sequence[Any]
+) -> tuple[dict[Any, Schema], Components]:
+    """Return the schema of each type that clients send or are answered, and the components that
+    these refer to. ``named`` are the types that only ``refine`` refers to."""
+    asked, answered = (
+        [kind for kind in kinds if kind is not None and not isinstance(kind, Media)]
+        for kinds in (asked, answered)
+    )
+    kinds = list(dict.fromkeys((*asked, *answered, *chain.from_iterable(named))))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
     schema_of = dict(zip(kinds, schemas, strict=True))
     unions = {name: schema_of[kind] for kind, name in _NAMES.items() if kind in schema_of}
     schema_of |= {kind: {"$ref": REF.format(name=_NAMES[kind])} for kind in kinds if kind in _NAMES}
     refined = {name: refine(name, schema) for name, schema in (components | unions).items()}
     in_requests = _reachable([schema_of[kind] for kind in asked], refined)
-    return schema_of, Components(refined, in_requests)
+    in_answers = _reachable([schema_of[kind] for kind in answered], refined)
+    return schema_of, Components(refined, in_requests, in_answers)
 
 
 def _reachable(node: Any, components: dict[str, Schema]) -> set[str]:
@@ -241,12 +248,12 @@ def _operation(
     tag: str, one: Operation, schema_of: dict[Any, Schema], components: Components
 ) -> Schema:
 
-    def content_of(kind: Any, what: str, *, is_asked: bool = False) -> dict[str, Schema]:
+    def content_of(kind: Any, what: str, use: Use) -> dict[str, Schema]:
         """By media type, what a body of that kind is."""
         if not isinstance(kind, Media):
             return {JSON: {"schema": schema_of[kind]}}
         title = pascal(one.name) + what
-        return {kind.type: {"schema": components.portable(kind.schema, title, is_asked=is_asked)}}
+        return {kind.type: {"schema": components.portable(kind.schema, title, use)}}
 
     operation: Schema = {"operationId": one.name, "tags": [tag], "summary": one.summary}
     if one.description:
@@ -256,11 +263,11 @@ def _operation(
     if parameters:
         operation["parameters"] = parameters
     if one.body is not None:
-        content = content_of(one.body, "Form", is_asked=True)
+        content = content_of(one.body, "Form", _ASKED)
         if one.example is not None:
             content[JSON]["example"] = one.example
         operation["requestBody"] = {"required": True, "content": content}
-    content = content_of(one.answer, "Result")
+    content = content_of(one.answer, "Result", _ANSWERED)
     if one.event is not None:
         content[_SSE] = {"schema": schema_of[one.event]}
     headers = list(_IDS)
@@ -293,9 +300,7 @@ def _parameters(one: Operation, components: Components) -> list[Schema]:
             "name": q.name,
             "in": "query",
             "description": q.description,
-            "schema": components.portable(
-                q.schema, pascal(one.name) + pascal(q.name), is_asked=False
-            ),
+            "schema": components.portable(q.schema, pascal(one.name) + pascal(q.name), _ANSWERED),
         }
         for q in one.query
     ]

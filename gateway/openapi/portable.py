@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Collection
 from itertools import chain, combinations, starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.schemas.json_schema import Schema
 
@@ -24,11 +24,21 @@ _NULL: Schema = {"type": "null"}
 _MAX_INT32 = 2**31 - 1
 
 
+class Use(NamedTuple):
+    """Where a schema is: in what clients send, in what they are answered, or in both."""
+
+    is_asked: bool
+    is_answered: bool
+
+
 class Components:
     """The named schemas of a document, and those that are found within them."""
 
-    def __init__(self, given: dict[str, Schema], asked: Collection[str]) -> None:
-        """Take the components ``given``. Clients send those that ``asked`` names."""
+    def __init__(
+        self, given: dict[str, Schema], asked: Collection[str], answered: Collection[str]
+    ) -> None:
+        """Take the components ``given``. Requests have those that ``asked`` names, answers those
+        that ``answered`` names."""
         self.schemas: dict[str, Schema] = {}
         self._given = {REF.format(name=name): one for name, one in given.items()}
         self._unions = {
@@ -36,16 +46,16 @@ class Components:
         }
         for name, schema in given.items():
             if "enum" not in schema:
-                self._add(name, schema, is_asked=name in asked)
+                self._add(name, schema, Use(name in asked, name in answered))
 
-    def _add(self, name: str, schema: Schema, *, is_asked: bool) -> None:
-        written = self._written(schema, schema.get("title", name), is_asked=is_asked)
+    def _add(self, name: str, schema: Schema, use: Use) -> None:
+        written = self._written(schema, schema.get("title", name), use)
         self._name(name, {"title": name, **written})
 
-    def portable(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
+    def portable(self, schema: Schema, title: str, use: Use) -> Schema:
         """Return ``schema``, or a reference to it if it is added as the component ``title``."""
         title = schema.get("title", title)
-        written = self._written(schema, title, is_asked=is_asked)
+        written = self._written(schema, title, use)
         for keyword in ("anyOf", "oneOf"):
             values = [option for option in written.get(keyword, ()) if option != _NULL]
             if len(values) > 1:
@@ -60,8 +70,8 @@ class Components:
             return {"$ref": REF.format(name=self._name(title, {"title": title, **written}))}
         return written
 
-    def _field(self, name: str, schema: Schema, parent: str, *, is_asked: bool) -> Schema:
-        written = self.portable(schema, parent + pascal(name), is_asked=is_asked)
+    def _field(self, name: str, schema: Schema, parent: str, use: Use) -> Schema:
+        written = self.portable(schema, parent + pascal(name), use)
         for part in (written, *written.get("anyOf", ())):
             if "enum" in part:  # generators put the parent's name before this themselves
                 part["title"] = pascal(name)
@@ -72,41 +82,41 @@ class Components:
             raise ValueError(f"two schemas have the title {name}: give one of them another")
         return name
 
-    def _written(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
-        schema = _without_default(schema, is_asked=is_asked)
+    def _written(self, schema: Schema, title: str, use: Use) -> Schema:
+        schema = _without_default(schema, use)
         if "enum" in self._resolved(schema):
             schema = self._resolved(schema)
         if "anyOf" in schema:
-            return self._union(schema, title, is_asked=is_asked)
+            return self._union(schema, title, use)
         if None in schema.get("enum", ()):
-            return self._union({"anyOf": [schema]}, title, is_asked=is_asked)
+            return self._union({"anyOf": [schema]}, title, use)
         if "enum" in schema:
             return _enumeration(schema, title)
         written = dict(schema)
         for key, suffix in (("items", "Item"), ("additionalProperties", "Value")):
             if isinstance(schema.get(key), dict):
-                written[key] = self.portable(schema[key], title + suffix, is_asked=is_asked)
+                written[key] = self.portable(schema[key], title + suffix, use)
         if "properties" in schema:
             written["properties"] = {
-                name: self._field(name, field, title, is_asked=is_asked)
+                name: self._field(name, field, title, use)
                 for name, field in schema["properties"].items()
             }
         return _completed(written)
 
-    def _union(self, schema: Schema, title: str, *, is_asked: bool) -> Schema:
+    def _union(self, schema: Schema, title: str, use: Use) -> Schema:
         options = _options(schema)
         values = [option for option in options if option != _NULL]
         is_nullable = len(values) < len(options)
         more = {key: value for key, value in schema.items() if key != "anyOf"}
         if len(values) == 1 and is_nullable:
-            value = self.portable(values[0], title, is_asked=is_asked)
+            value = self.portable(values[0], title, use)
             if "type" in value and not value.keys() & {"enum", "const"}:
                 return {**value, **more, "type": [value["type"], "null"]}
             return {"title": f"{title}OrNull", **more, "anyOf": [value, _NULL]}
         if any(_is_any_object(value) for value in values):
             return {"title": title, "description": _told(values), **more}
         written = [
-            self.portable(option, title + _option_name(option, i), is_asked=is_asked)
+            self.portable(option, title + _option_name(option, i), use)
             for i, option in enumerate(values, 1)
         ]
         resolved = [self._resolved(value) for value in values]
@@ -114,9 +124,9 @@ class Components:
             tags = [_values(value)[tag][0] for value in resolved]
             mapping = {name: option["$ref"] for name, option in zip(tags, written, strict=True)}
             more["discriminator"] = {"propertyName": tag, "mapping": mapping}
-        # What reads an answer takes tags for mere strings, and would find several that fit.
+        # Some clients take tags for mere strings: several objects would fit what they read.
         num_objects = sum(value.get("type") == "object" for value in resolved)
-        is_one = (is_asked or num_objects < 2) and all(
+        is_one = (num_objects < 2 or not use.is_answered) and all(
             starmap(_exclude_each_other, combinations(resolved, 2))
         )
         keyword = "oneOf" if is_one else "anyOf"
@@ -197,16 +207,16 @@ def _completed(schema: Schema) -> Schema:
     return schema
 
 
-def _without_default(schema: Schema, *, is_asked: bool) -> Schema:
+def _without_default(schema: Schema, use: Use) -> Schema:
     """Return the schema without a default that generators misread: null, that of a union or of a
     reference, and in a request any. There the description names it."""
     if "default" not in schema:
         return schema
     default = schema["default"]
-    if not is_asked and default is not None and not schema.keys() & {"anyOf", "$ref"}:
+    if not use.is_asked and default is not None and not schema.keys() & {"anyOf", "$ref"}:
         return schema
     kept = {key: value for key, value in schema.items() if key != "default"}
-    if default is None or not is_asked:
+    if default is None or not use.is_asked:
         return kept
     told = f"Default: {json.dumps(default)}."
     return kept | {"description": f"{kept.get('description', '')} {told}".strip()}
