@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-import api
+import generated_models as api
 import httpx
 from pydantic import BaseModel
 

@@ -64,8 +64,10 @@ func main() {
 	chat.Stream = nil
 
 	models := must(client.ListModelsWithResponse(ctx)).JSON200
+	var text api.EmbeddingRequestInputListItem
+	check(text.FromEmbeddingRequestInputListItem0("a"))
 	var texts api.EmbeddingRequestInput
-	check(texts.FromEmbeddingRequestInput0("a"))
+	check(texts.FromEmbeddingRequestInput1([]api.EmbeddingRequestInputListItem{text, text}))
 	embedding := api.EmbeddingRequest{Model: model, Input: texts}
 	vectors := must(client.CreateEmbeddingsWithResponse(ctx, embedding)).JSON200
 	prompt := "abc"
@@ -84,7 +86,7 @@ func main() {
 	asked := api.ResponsesRequest{Model: model, Input: input}
 	answer := must(client.CreateResponseWithResponse(ctx, nil, asked)).JSON200
 	item := must(answer.Output[0].AsMessageItem())
-	text := must(item.Content[0].AsOutputText())
+	part := must(item.Content[0].AsOutputText())
 
 	var turn api.GivenMessageContent
 	check(turn.FromGivenMessageContent0("Hello there"))
@@ -111,7 +113,7 @@ func main() {
 		"embeddings": len(vectors.Data),
 		"tokens":     counted.Count,
 		"file":       file.JSON200.Bytes,
-		"response":   text.Text,
+		"response":   part.Text,
 		"message":    block.Text,
 		"batches":    len(batches.Data),
 		"refused":    refused.Error.Code,
