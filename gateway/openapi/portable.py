@@ -22,6 +22,7 @@ REF = "#/components/schemas/{name}"
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _NULL: Schema = {"type": "null"}
 _MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
 
 
 class Use(NamedTuple):
@@ -101,7 +102,7 @@ class Components:
                 name: self._field(name, field, title, use)
                 for name, field in schema["properties"].items()
             }
-        return _completed(written)
+        return _completed(written, use)
 
     def _union(self, schema: Schema, title: str, use: Use) -> Schema:
         options = _options(schema)
@@ -193,7 +194,7 @@ def pascal(name: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))
 
 
-def _completed(schema: Schema) -> Schema:
+def _completed(schema: Schema, use: Use) -> Schema:
     """Return the schema with what its type leaves open: entries, further properties, precision."""
     kind = schema.get("type")
     if kind == "array":
@@ -202,7 +203,9 @@ def _completed(schema: Schema) -> Schema:
         return {"additionalProperties": True, **schema}
     if kind == "number":
         return {"format": "double", **schema}
-    if kind == "integer" and schema.get("maximum", _MAX_INT32 + 1) > _MAX_INT32:
+    # The gateway bounds integers in requests only where the schema says so.
+    largest = schema.get("maximum", 0 if use.is_asked else _MAX_INT64)
+    if kind == "integer" and largest > _MAX_INT32:
         return {"format": "int64", **schema}
     return schema
 

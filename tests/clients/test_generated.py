@@ -21,6 +21,7 @@ _PROGRAMS = Path(__file__).parent / "generated"
 _TIMEOUT_S = 300.0
 _TYPESCRIPT = ("typescript@5.9.3", "@types/node@22.20.5")
 _TSC = ("--strict", "--target", "es2022", "--module", "node16", "--skipLibCheck")
+_KIN_OPENAPI = "github.com/getkin/kin-openapi"
 _FAST_JAVA = "-XX:TieredStopAtLevel=1"
 _SAID = {
     "whole": "Hello there",
@@ -176,7 +177,9 @@ def oapi_codegen(folder: Path) -> list[str]:
         (),
         ("go", "mod", "init", "generated"),
         ("go", "get", "-tool", f"{command}@v2.8.2"),
+        # By default the generator writes a server and the document beside the client.
         ("go", "get", "github.com/oapi-codegen/runtime@v1.9.0"),
+        ("go", "get", "github.com/labstack/echo/v4@v4.16.4", f"{_KIN_OPENAPI}/openapi3@v0.142.0"),
         ("go", "build", "-o", "oapi-codegen", command),
     )
     (folder / "api").mkdir()

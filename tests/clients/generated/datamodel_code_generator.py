@@ -45,7 +45,7 @@ uploaded = http.post(
 )
 file = api.FileObject.model_validate_json(uploaded.content)
 turn = api.ResponsesRequest(model=model, input=messages)
-response = api.Response.model_validate_json(post("/v1/responses", turn).content)
+response = api.ResponseAnswer.model_validate_json(post("/v1/responses", turn).content)
 anthropic = api.MessagesRequest(model=model, max_tokens=20, messages=messages)
 message = api.MessageAnswer.model_validate_json(post("/v1/messages", anthropic).content)
 batches = api.BatchList.model_validate_json(http.get("/v1/batches?limit=5").content)

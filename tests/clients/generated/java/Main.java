@@ -78,7 +78,7 @@ class Main {
             .role(GivenMessage.RoleEnum.USER)
             .content(new GivenMessageContent("Hello there"));
     MessagesRequest anthropic =
-        new MessagesRequest().model("echo").maxTokens(20L).messages(List.of(turn));
+        new MessagesRequest().model("echo").maxTokens(20).messages(List.of(turn));
     MessageAnswer message = generation.createMessage(anthropic, null, null);
     told.put("message", message.getContent().get(0).getText().getText());
     told.put("batches", new BatchesApi(client).listBatches(5, null).getData().size());

@@ -32,7 +32,7 @@ func main() {
 		return nil
 	})
 	client := must(api.NewClientWithResponses(os.Args[1], key))
-	yes, tokens, limit := true, int64(20), 5
+	yes, tokens, limit := true, 20, 5
 	model := "echo"
 
 	var content api.UserMessageContent
