@@ -276,7 +276,7 @@ def _operation(
     if tag == "generation":
         headers += _ROUTED
     answer = {
-        "description": _STREAMED if one.is_generation else "Done.",
+        "description": "Done." if one.event is None else _STREAMED,
         "headers": _references("headers", headers),
         "content": content,
     }

@@ -59,7 +59,7 @@ class Operation:
 
     @property
     def is_generation(self) -> bool:
-        return self.event is not None
+        return self.event is not None and self.method == "post"
 
     @property
     def path_parameters(self) -> list[str]:

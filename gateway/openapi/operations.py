@@ -211,6 +211,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
                 Query("stream", _FLAG, "Its events; only of an answer in the background."),
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
             ),
+            event=ResponseEvent,
             description="With stream=true it is a stream of events, as of createResponse.",
         ),
         post(
