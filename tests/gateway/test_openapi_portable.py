@@ -20,6 +20,7 @@ _TYPE_OF = {"string": str, "integer": int, "number": float, "boolean": bool}
 _WITHIN = ("items", "additionalProperties")
 _MADE = (
     "Response",
+    "Result",
     "Params",
     "Body",
     "JSONRequestBody",
