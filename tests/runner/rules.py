@@ -42,6 +42,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     # Data of tests.
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
+    ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
     ("tests/docs/banned_words.txt", ()),
     # Documents that tests hold to the code, and files that run the system elsewhere.
