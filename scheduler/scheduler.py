@@ -86,6 +86,7 @@ class Scheduler:
             admission,
             is_foreign_reply,
         )
+        self.context.lines.on_places = self._on_places
         bus.jobs.guard_replies(is_foreign_reply)
         self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
@@ -133,6 +134,7 @@ class Scheduler:
             loops = [self._services.spawn(self.models.run(), "serve models")]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
+            loops.append(self._services.spawn(self.context.lines.run(), "admit jobs"))
             recover = self._lease_recovery.run
             self._services.keep(recover, self.context.clock, "recover leases")
             self.rollouts.start()
@@ -256,6 +258,11 @@ class Scheduler:
         if puller is not None:
             puller.published(tenant_queue)
 
+    def _on_places(self, models: Collection[str]) -> None:
+        for model in models:
+            if (puller := self.pullers.get(model)) is not None:
+                puller.wake()
+
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         if departed:
             self._queue_watch.wake()
@@ -314,6 +321,7 @@ class Scheduler:
                 dispatcher.charge_served(served, ended.worker_id)
                 self.rollouts.note(dispatcher.model, served.answer)
         for served in ended.served:
+            self.context.lines.freed(served.tenant)
             if (scheduled := self.context.job_table.get(served.request_id)) is not None:
                 scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
         released = frozenset(ended.released)
@@ -353,12 +361,13 @@ class Scheduler:
         if cancel.reason is CancelReason.SUPERSEDED:
             return
         self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
-        if scheduled is not None and scheduled.phase is Phase.WAITING:
+        if scheduled is not None and scheduled.phase in (Phase.HELD, Phase.WAITING):
             dispatcher = self.models.dispatcher_of(scheduled.job.model)
             dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
             dispatcher.dispatch_ready()
 
     def _finish_unwanted(self) -> None:
+        self.context.lines.finish_unwanted(self.context.why_unwanted)
         for dispatcher in self.models.all_dispatchers():
             dispatcher.finish_unwanted()
 

@@ -7,6 +7,7 @@ tenants whose services publish jobs themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
 from decimal import Decimal
 from pathlib import Path
@@ -40,13 +41,22 @@ from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.redis.protocol import Argument
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
+from millrace.schemas.tenants import (
+    LOCAL_TENANT,
+    LimitSet,
+    TenantRecord,
+    TierLimits,
+    max_waiting_jobs_of,
+    to_nano,
+    unknown_tenant,
+)
 
 _RESERVE = Script(Path(__file__).with_name("reserve.lua").read_text(encoding="utf-8"))
 
 _MS_PER_S = 1_000
 _NS_PER_MS = 1_000_000
 _MAX_KNOWN = 10_000
+_FRESH_S = 5.0
 
 
 class Holder(Protocol):
@@ -112,6 +122,7 @@ class LimitKeeper:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._local = LocalLimits(clock)
         self.settlements = Settlements(link, clock, redis_time=redis_time)
+        self._records: dict[str, tuple[float, TenantRecord]] = {}
         self.num_refusals: Counter[str] = Counter()
         self.num_degraded = 0
 
@@ -127,13 +138,15 @@ class LimitKeeper:
         deadline_s: float,
         tier: Tier | None = None,
         longest_tokens: int | None = None,
+        in_line: bool = False,
     ) -> Taken:
         """Set aside tokens (of all prompts and choices together), money and a place.
 
         ``longest_tokens`` is what one prompt with one completion may have, if there are several.
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
-        own, if it is not the holder's. The same ``request_id`` again takes nothing more. Raises
+        own, if it is not the holder's. The same ``request_id`` again takes nothing more.
+        ``in_line`` is as for ``Charge``. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
         LimitsUnreachableError for a batch while Redis is unreachable.
         """
@@ -146,6 +159,7 @@ class LimitKeeper:
             cost_nano=to_nano(cost_upper),
             lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
             longest_tokens=longest_tokens,
+            in_line=in_line,
         )
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -207,6 +221,21 @@ class LimitKeeper:
             *(read_account_usage(self._link, account, month, now_ms) for account in accounts)
         )
         return list(zip(accounts, usages, strict=True))
+
+    async def max_waiting_jobs(self, tenant: str, tier: Tier) -> int | None:
+        """How many jobs that the tenant published in a tier may wait; None: no limit. A change
+        counts within ``_FRESH_S``. While Redis is unreachable, what was read last counts."""
+        now_s = self._clock.monotonic()
+        read = self._records.get(tenant)
+        if read is None or now_s - read[0] >= _FRESH_S:
+            record = unknown_tenant(tenant) if read is None else read[1]
+            if self._link is not None:
+                with contextlib.suppress(RedisUnreachableError):
+                    record = (await TenantStore(self._link).tenant(tenant)).record
+            read = self._records[tenant] = (now_s, record)
+            if len(self._records) > _MAX_KNOWN:
+                del self._records[next(iter(self._records))]
+        return max_waiting_jobs_of(read[1], self._tiers, tier)
 
     async def close(self, timeout_s: float) -> None:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
@@ -297,6 +326,7 @@ class LimitKeeper:
             KEEP_MS,
             charge.num_tokens,
             charge.cost_nano,
+            int(charge.in_line),
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]

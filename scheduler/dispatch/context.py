@@ -12,6 +12,7 @@ from millrace.scheduler.jobs.cancel_memory import CancelMemory
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
@@ -46,8 +47,9 @@ class SchedulerContext:
         self.prefixes = PrefixIndex(config.max_prefix_keys)
         self.cancels = CancelMemory(config.cancel_memory_s)
         self.job_table = JobTable()
-        self.withdrawn_models: set[str] = set()  # not served any more
         self.tasks = Tasks()
+        self.lines = TenantLines(admission, clock, self.tasks)
+        self.withdrawn_models: set[str] = set()  # not served any more
 
     def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why nobody waits for this job any more, if so."""
