@@ -16,6 +16,7 @@ from millrace.bus.fleet.reply_owners import ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.tokens import untoken
 from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
@@ -32,6 +33,7 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tenants import TierLimits
 from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
@@ -156,7 +158,8 @@ def job(request_id: str, **changes: object) -> Job:
 
 
 class World:
-    """Everything in one loop; ``until`` is how time goes on."""
+    """Everything in one loop; ``until`` is how time goes on. With ``tiers`` each scheduler keeps
+    these limits by itself, as while Redis is unreachable."""
 
     def __init__(
         self,
@@ -164,6 +167,7 @@ class World:
         load: Callable[[str], Preparer] = load_fake,
         models: tuple[str, ...] = ("m",),
         router: Router | None = None,
+        tiers: TierLimits | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
@@ -179,6 +183,7 @@ class World:
         self._load = load
         self._models = models
         self._router = router
+        self._tiers = tiers
         self.schedulers: list[Scheduler] = []
         self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
@@ -202,6 +207,7 @@ class World:
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
+            limits=self._tiers and LimitKeeper(None, self._tiers, self.clock, remembers=True),
             directories=Directories(
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),

@@ -9,15 +9,16 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.tenancy.settling import Settlement, Settlements
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
-from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
-from millrace.schemas.frames import Shed
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.tenants import TierLimits
@@ -79,31 +80,61 @@ async def settle(bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: in
     )
 
 
-async def test_each_limit_refuses_by_its_name(bench: LimitBench) -> None:
+async def test_a_job_over_a_limit_waits_for_it(bench: LimitBench) -> None:
     admission = door_of(bench)
     await bench.tenant("rpm", requests_per_minute=1)
     await bench.tenant("tpm", tokens_per_minute=30)
     await bench.tenant("running", concurrent_requests=1)
-    for tenant, limit, code in (
-        ("rpm", "requests_per_minute", "requests_per_minute"),
-        ("tpm", "tokens_per_minute", "tokens_per_minute"),
-        ("running", "concurrent_requests", "concurrent_requests"),
+    await bench.tenant("poor", monthly_budget=Decimal(30))
+    for tenant, answer in (
+        ("rpm", NotYet(60.0, ends_free_it=False)),
+        ("tpm", NotYet(16.0, ends_free_it=False)),
+        ("running", NotYet(1.0, ends_free_it=True)),
+        ("poor", NotYet(1.0, ends_free_it=True)),
     ):
         assert await admission.admit(scheduled_job(tenant)) is None
         late = scheduled_job(tenant)
-        terminal_status = await admission.admit(late)
-        assert terminal_status is not None
-        assert (terminal_status.status, terminal_status.code, terminal_status.limit) == (
-            Status.SHED,
-            code,
-            limit,
-        )
-        frame = terminal_status.frame(1)
-        assert isinstance(frame, Shed)
-        assert frame.limit == limit
-        assert f"Limit {limit} of tenant {tenant} reached" in frame.message
-        assert frame.retry_after_s > 0
+        assert await admission.admit(late) == answer, tenant
         assert late.reservation is None
+
+
+async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
+    await bench.tenant("acme", requests_per_minute=3, concurrent_requests=2)
+    admission = door_of(bench)
+    told: list[tuple[str, int | None, bool]] = []
+
+    def on_places(tenant: str, num_places: int | None, *, is_granted: bool) -> None:
+        told.append((tenant, num_places, is_granted))
+
+    admission.on_places = on_places
+    jobs = [scheduled_job("acme") for _ in range(3)]
+    for job in (*jobs, scheduled_job("local")):
+        await admission.admit(job)
+    assert told == [
+        ("acme", 1, True),
+        ("acme", 0, True),
+        ("acme", 0, False),
+        ("local", None, True),
+    ]
+
+
+async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: LimitBench) -> None:
+    """A line takes each place as it becomes free. Once a gateway had to refuse a request, jobs
+    leave a quarter of each limit for a while."""
+    await bench.tenant("acme", concurrent_requests=4)
+    admission = door_of(bench)
+    jobs = [scheduled_job("acme") for _ in range(6)]
+    for job in jobs[:4]:
+        assert await admission.admit(job) is None
+    with pytest.raises(RateLimitError):
+        await reserve(bench.limiter, Caller(tenant="acme"), "r1")
+    await settle(bench, jobs[0], 10, 0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r2")
+    await settle(bench, jobs[1], 10, 0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet), "the place stays for the next one"
+    await bench.clock.advance(5.0)
+    assert await admission.admit(jobs[4]) is None
 
 
 async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
@@ -117,7 +148,7 @@ async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
         ("narrow", "context_length_exceeded"),
     ):
         terminal_status = await admission.admit(scheduled_job(tenant))
-        assert terminal_status is not None
+        assert isinstance(terminal_status, TerminalStatus)
         assert (terminal_status.status, terminal_status.code, terminal_status.retryable) == (
             Status.FAILED,
             code,
@@ -129,9 +160,7 @@ async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) 
     await bench.tenant("acme", monthly_budget=Decimal(30))
     job = scheduled_job("acme")
     assert await door_of(bench).admit(job) is None
-    held = await door_of(bench).admit(scheduled_job("acme"))
-    assert held is not None
-    assert (held.status, held.limit) == (Status.SHED, "monthly_budget")
+    assert isinstance(await door_of(bench).admit(scheduled_job("acme")), NotYet)
     assert await settle(bench, job, 10, 10)
     assert not await settle(bench, job, 10, 10), "a worker that answers again"
     await door_of(bench).release(job)
@@ -187,9 +216,7 @@ async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> No
     await settle(bench, same, 10, 10)
     again = scheduled_job("acme")
     again.job = replace(again.job, request_id="r1")
-    terminal_status = await door_of(bench).admit(again)
-    assert terminal_status is not None
-    assert terminal_status.limit == "requests_per_minute"
+    assert isinstance(await door_of(bench).admit(again), NotYet)
 
 
 async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
@@ -208,9 +235,7 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     jobs = [scheduled_job("acme") for _ in range(8)]
     for job in jobs:
         assert await admission.admit(job) is None
-    terminal_status = await admission.admit(scheduled_job("acme"))
-    assert terminal_status is not None
-    assert terminal_status.limit == "concurrent_requests"
+    assert await admission.admit(scheduled_job("acme")) == NotYet(1.0, ends_free_it=True)
     admission.release_local(jobs[0])
     assert await admission.admit(scheduled_job("acme")) is None
     # It is charged all the same, by its worker, once Redis is there.
@@ -218,8 +243,7 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     assert not await settle(bench, jobs[0], 11, 11)
     assert await spent(bench, "acme") == 11
     waiting = await admission.admit(scheduled_job("acme", Tier.BATCH))
-    assert waiting is not None
-    assert (waiting.code, waiting.retryable) == ("state_unavailable", True)
+    assert waiting == NotYet(2.0, ends_free_it=False)
     assert await admission.admit(scheduled_job("local", Tier.BATCH)) is None
     await away.close()
 

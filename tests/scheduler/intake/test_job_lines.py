@@ -1,0 +1,284 @@
+"""Jobs that services publish wait for their tenants' limits, and keep others from nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet, OnPlaces
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
+from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus
+from millrace.schemas.control import Cancel
+from millrace.schemas.frames import Cancelled, Done, Expired, Queued, Shed
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LimitSet, TierLimits
+from tests.scheduler.scheduled_jobs import scheduled_job
+from tests.scheduler.scripted_worker import ScriptedWorker
+from tests.scheduler.world import CONFIG, World, job
+from tests.support.manual_clock import ManualClock
+
+_CONFIG = msgspec.structs.replace(CONFIG, window_jobs_per_tenant=8)
+_NS_PER_S = 1_000_000_000
+
+
+async def open_world(**limits: int) -> World:
+    """Limits of tenants in the tier free."""
+    world = World(_CONFIG, tiers=TierLimits(free=LimitSet(**limits)))
+    await world.open()
+    return world
+
+
+@pytest.fixture
+async def two_at_once() -> AsyncIterator[World]:
+    world = await open_world(concurrent_requests=2)
+    yield world
+    await world.close()
+
+
+async def publish(world: World, count: int, tenant: str = "acme", **changes: object) -> None:
+    for number in range(count):
+        await world.client.jobs.publish(job(f"{tenant}-{number}", tenant=tenant, **changes))
+
+
+def num_running(worker: ScriptedWorker, tenant: str) -> int:
+    return sum(dispatch.job.tenant == tenant for dispatch in worker.running.values())
+
+
+async def test_jobs_over_the_concurrency_wait_and_all_are_done(two_at_once: World) -> None:
+    world = two_at_once
+    worker = await world.add_worker(num_slots=8)
+    await publish(world, 40)
+    await world.until(lambda: num_running(worker, "acme") == 2)
+    num_done = 0
+    while num_done < 40:
+        await world.until(lambda: bool(worker.running), within_s=0.5)
+        await world.pass_s(0.1)
+        assert num_running(worker, "acme") == min(2, 40 - num_done), "an end starts the next"
+        assert len(world.schedulers[0].context.job_table) <= 2 + 8, "the queue is in JetStream"
+        await worker.finish(next(iter(worker.running)))
+        num_done += 1
+    await world.until(lambda: not world.num_stored)
+    assert [dispatch.job.request_id for dispatch in worker.history] == [
+        f"acme-{number}" for number in range(40)
+    ]
+    await world.until(lambda: len([one for _, one in world.frames if isinstance(one, Done)]) == 40)
+
+
+async def test_a_line_takes_no_place_of_others(two_at_once: World) -> None:
+    """Not of other tenants, nor of requests that a gateway admitted for the same one."""
+    world = two_at_once
+    worker = await world.add_worker(num_slots=4)
+    await publish(world, 30)
+    await world.until(lambda: num_running(worker, "acme") == 2)
+    queue = world.schedulers[0].dispatchers["m"].queue
+    await world.pass_s(1.0)
+    assert queue.num_here(Tier.FREE) == 0, "those held are not in the window"
+    await world.client.jobs.publish(job("web", tenant="acme"), reserved=True)
+    await world.client.jobs.publish(job("other", tenant="shop"))
+    await world.until(lambda: {"web", "other"} <= worker.running.keys(), within_s=0.5)
+
+
+async def test_what_waits_for_its_tenant_is_told_where_it_stands(two_at_once: World) -> None:
+    world = two_at_once
+    worker = await world.add_worker(num_slots=8)
+    await publish(world, 12)
+    await world.until(lambda: num_running(worker, "acme") == 2)
+    await world.pass_s(1.0)
+    told = [frame for name, frame in world.frames if isinstance(frame, Queued)]
+    assert told
+    assert {frame.eta_s for frame in told} == {None}, "nobody can say"
+    assert sorted(frame.position for frame in told) == list(range(len(told)))
+
+
+async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: World) -> None:
+    world = two_at_once
+    worker = await world.add_worker(num_slots=8)
+    deadline_ns = world.clock.now_ns() + 20 * _NS_PER_S
+    await publish(world, 6, deadline_ns=deadline_ns)
+    await world.until(lambda: len(worker.running) == 2)
+    await world.client.control.cancel(Cancel(request_id="acme-2"))
+    await world.until(lambda: world.terminal("acme-2") is not None, within_s=0.5)
+    assert isinstance(world.terminal("acme-2"), Cancelled)
+    await world.until(lambda: isinstance(world.terminal("acme-5"), Expired))
+    assert world.num_stored == 2
+    assert not list(world.schedulers[0].context.lines.held())
+
+
+async def test_a_limit_per_minute_is_a_pace() -> None:
+    world = await open_world(requests_per_minute=60)
+    try:
+        worker = await world.add_worker(num_slots=100)
+        await publish(world, 70)
+        await world.until(lambda: len(worker.history) == 60)
+        begun_s = world.clock.monotonic()
+        await world.until(lambda: len(worker.history) == 70)
+        assert 9.0 <= world.clock.monotonic() - begun_s <= 12.0
+    finally:
+        await world.close()
+
+
+async def test_a_tenant_may_have_so_many_jobs_waiting() -> None:
+    world = await open_world(concurrent_requests=2, max_waiting_jobs=5)
+    try:
+        worker = await world.add_worker(num_slots=8)
+        await publish(world, 4)
+        await world.until(lambda: len(worker.running) == 2)
+        await publish(world, 100, "shop")
+        await world.until(lambda: world.num_stored < 20)
+        await world.pass_s(2.0)
+        shed = [frame for _, frame in world.frames if isinstance(frame, Shed)]
+        assert {(frame.limit, frame.message) for frame in shed} == {
+            (
+                "max_waiting_jobs",
+                (
+                    "Limit max_waiting_jobs of tenant shop reached: 5 jobs wait in tier free. "
+                    "Publish more when some of them have ended."
+                ),
+            )
+        }
+        assert all(frame.retry_after_s > 0 for frame in shed)
+        # Of 100 two run, five wait in the queue, and at most eight were pulled at first.
+        assert 100 - 2 - 5 - 8 <= len(shed) <= 100 - 2 - 5
+        assert isinstance(world.terminal("shop-99"), Shed), "the newest are"
+        assert world.terminal("shop-0") is None
+    finally:
+        await world.close()
+
+
+async def test_the_bound_is_that_of_the_tier_in_which_jobs_are_published() -> None:
+    tiers = TierLimits(
+        free=LimitSet(concurrent_requests=1, max_waiting_jobs=2),
+        batch=LimitSet(max_waiting_jobs=50),
+    )
+    world = World(_CONFIG, tiers=tiers)
+    await world.open()
+    try:
+        await publish(world, 40, tier=Tier.BATCH)
+        await world.pass_s(2.0)
+        assert world.num_stored == 40
+    finally:
+        await world.close()
+
+
+async def test_another_scheduler_goes_on_with_what_one_held(two_at_once: World) -> None:
+    world = two_at_once
+    worker = await world.add_worker(num_slots=8)
+    await publish(world, 10)
+    await world.until(lambda: len(worker.running) == 2)
+    await world.add_scheduler()
+    await world.kill_scheduler()
+    for _ in range(10):
+        await world.until(lambda: bool(worker.running), within_s=20.0)
+        await worker.finish(next(iter(worker.running)))
+    await world.until(lambda: not world.num_stored)
+    started = [dispatch.job.request_id for dispatch in worker.history]
+    assert sorted(set(started)) == [f"acme-{number}" for number in range(10)]
+
+
+async def test_a_missed_end_is_found_by_asking_again(two_at_once: World) -> None:
+    world = two_at_once
+    worker = await world.add_worker(num_slots=8)
+    await publish(world, 4)
+    await world.until(lambda: len(worker.running) == 2)
+    worker.tells_ends = False
+    for _ in range(2):
+        await worker.finish(next(iter(worker.running)))
+    await world.until(lambda: len(worker.history) == 4, within_s=60.0)
+
+
+# --- the line alone, whatever comes ---
+
+
+class Places(JobAdmission):
+    """Admits as many jobs at a time as there are places, and takes a moment to say so."""
+
+    def __init__(self, num_places: int, clock: ManualClock) -> None:
+        self.num_free = num_places
+        self.on_places: OnPlaces | None = None
+        self.admitted: list[ScheduledJob] = []
+        self._clock = clock
+
+    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | NotYet | None:
+        await asyncio.sleep(0)
+        is_granted = self.num_free > 0
+        if is_granted:
+            self.num_free -= 1
+            self.admitted.append(scheduled)
+        assert self.on_places is not None
+        self.on_places(scheduled.job.tenant, self.num_free, is_granted=is_granted)
+        return None if is_granted else NotYet(1.0, ends_free_it=True)
+
+
+_STEPS = st.lists(st.sampled_from(["arrive", "end", "cancel", "lost end", "wait"]), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=_STEPS, num_places=st.integers(1, 4), seed=st.integers(0, 1 << 16))
+def test_every_job_of_a_line_is_admitted_or_ended(
+    steps: list[str], num_places: int, seed: int
+) -> None:
+    asyncio.run(_live(steps, num_places, random.Random(seed)))
+
+
+async def _live(steps: list[str], num_places: int, chance: random.Random) -> None:
+    clock, tasks = ManualClock(), Tasks()
+    admission = Places(num_places, clock)
+    lines = TenantLines(admission, clock, tasks)
+    running = asyncio.create_task(lines.run())
+    ends: dict[ScheduledJob, list[TerminalStatus | None]] = {}
+    active: list[ScheduledJob] = []
+
+    async def arrive() -> None:
+        scheduled = scheduled_job("acme", priority=chance.randint(-1, 1))
+        scheduled.phase = Phase.PREPARING
+        ends[scheduled] = []
+        lines.undecided(scheduled)
+
+        def decided(terminal_status: TerminalStatus | None) -> None:
+            ends[scheduled].append(terminal_status)
+            if terminal_status is None:
+                scheduled.enter(Phase.WAITING)
+                active.append(scheduled)
+            else:
+                scheduled.enter(Phase.ENDED)
+                lines.leave(scheduled)
+
+        await lines.admit(scheduled, decided)
+        lines.decided(scheduled)
+
+    def end(*, is_heard: bool) -> None:
+        if active:
+            active.pop(chance.randrange(len(active)))
+            admission.num_free += 1
+            if is_heard:
+                lines.freed("acme")
+
+    for step in steps:
+        match step:
+            case "arrive":
+                await arrive()
+            case "end" | "lost end":
+                end(is_heard=step == "end")
+            case "cancel":
+                held = list(lines.held())
+                chosen = set(chance.sample(held, min(1, len(held))))
+                lines.finish_unwanted(lambda one, chosen=chosen: EXPIRED if one in chosen else None)
+            case _:
+                await clock.advance(chance.random() * 3)
+        assert len(active) <= num_places
+    while active or list(lines.held()):
+        end(is_heard=chance.random() < 0.5)
+        await clock.advance(17.0)
+        assert len(active) <= num_places
+    assert all(len(one) == 1 for one in ends.values()), "each is decided once"
+    running.cancel()
+    await tasks.close()
+    await asyncio.gather(running, return_exceptions=True)
