@@ -1,9 +1,10 @@
-"""``python -m benchmarks.job_lines``: what becomes of jobs that a service publishes all at once.
+"""``python -m benchmarks.job_lines``: what becomes of jobs that services publish all at once.
 
 On real servers with a scheduler process and the demo model on Millrace's own engine, with default
-limits: a service publishes all its jobs, and each is counted by how it ends. Meanwhile another
-tenant asks for one answer after the other, as a gateway publishes it, and its first tokens are
-timed. A part is run for each tier that is named.
+limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
+another tenant asks for one answer after the other, as a gateway publishes it, and its first tokens
+are timed. A part is run for each tier that is named. With ``--tenants`` the jobs are those of so
+many tenants, whose lines a scheduler keeps at the same time.
 
 Tenants are of the tier ``--tenants-tier``, whose limits hold: with ``pro``, 600 requests a minute
 admit 3,000 jobs within about four minutes.
@@ -35,7 +36,7 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import TenantRecord, own_reply
 
-_PUBLISHER, _OTHER = "publisher", "other"
+_OTHER = "other"
 _PROMPT_TOKENS, _MAX_TOKENS = 16, 8
 _PAUSE_S = 0.5
 _TTFT_GOAL_MS = 1_000.0
@@ -47,6 +48,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 
     tier: Tier
     tenants_tier: Tier
+    num_tenants: int
     num_jobs: int
     ends: dict[str, int]
     published_s: float
@@ -55,6 +57,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
     other_ttft_p99_ms: float
     other_ttft_max_ms: float
     scheduler_cpu_s: float
+    scheduler_cpu_ms_per_job: float
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,15 +92,17 @@ async def _ask_on(service: Service, prompts: random.Random, ttfts_ms: list[float
 async def _line(
     system: SimulatedSystem, number: int, tier: Tier, arguments: argparse.Namespace
 ) -> LineResult:
-    tenant, prompts = f"{_PUBLISHER}-{number}", random.Random(7)
-    service = Service(system.bus, reply=own_reply(tenant, "results"))
-    other = Service(system.bus, reply=f"gateway-{number}")
-    await service.open()
-    await other.open()
+    tenants = [f"publisher-{number}-{place}" for place in range(arguments.tenants)]
+    services = {
+        tenant: Service(system.bus, reply=own_reply(tenant, "results")) for tenant in tenants
+    }
+    prompts, other = random.Random(7), Service(system.bus, reply=f"gateway-{number}")
+    for service in (*services.values(), other):
+        await service.open()
     tenants_tier = Tier(arguments.tenants_tier)
     link = RedisLink(system.config.redis)
     store = TenantStore(link)
-    for name in (tenant, _OTHER):
+    for name in (*tenants, _OTHER):
         await store.change_tenant(name, lambda _: TenantRecord(tier=tenants_tier))
     await link.close()
     warm = await other.send(_OTHER, random_prompt(prompts, _PROMPT_TOKENS), _MAX_TOKENS)
@@ -105,10 +110,13 @@ async def _line(
     ttfts_ms: list[float] = []
     cpu_s, begun_s = system.scheduler_cpu_s(), time.perf_counter()
     asking = asyncio.create_task(_ask_on(other, prompts, ttfts_ms))
-    jobs = [random_prompt(prompts, _PROMPT_TOKENS) for _ in range(arguments.jobs)]
-    answers = await service.send_many(
-        tenant, jobs, (_MAX_TOKENS, _MAX_TOKENS), tier=tier, reserved=False
-    )
+    answers: list[Answer] = []
+    for tenant, service in services.items():
+        count = arguments.jobs // len(tenants)
+        jobs = [random_prompt(prompts, _PROMPT_TOKENS) for _ in range(count)]
+        answers += await service.send_many(
+            tenant, jobs, (_MAX_TOKENS, _MAX_TOKENS), tier=tier, reserved=False
+        )
     published_s = time.perf_counter() - begun_s
     waiting = asyncio.gather(*map(_end_of, answers))
     while not waiting.done():
@@ -116,11 +124,13 @@ async def _line(
         if asking.done():
             await asking  # it never ends but by an error
     took_s = time.perf_counter() - begun_s
+    cpu_s = system.scheduler_cpu_s() - cpu_s
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     return LineResult(
         tier=tier,
         tenants_tier=tenants_tier,
+        num_tenants=len(tenants),
         num_jobs=len(answers),
         ends=dict(Counter(await waiting)),
         published_s=published_s,
@@ -128,18 +138,21 @@ async def _line(
         other_ttft_p50_ms=percentile(ttfts_ms, 0.5),
         other_ttft_p99_ms=percentile(ttfts_ms, 0.99),
         other_ttft_max_ms=max(ttfts_ms, default=0.0),
-        scheduler_cpu_s=system.scheduler_cpu_s() - cpu_s,
+        scheduler_cpu_s=cpu_s,
+        scheduler_cpu_ms_per_job=cpu_s / len(answers) * 1e3,
     )
 
 
 def _tell(line: LineResult) -> None:
     ends = ", ".join(f"{count:,} {end}" for end, count in sorted(line.ends.items()))
-    print(f"{line.num_jobs:,} jobs in tier {line.tier} of a tenant of tier {line.tenants_tier}")
+    whose = f"{line.num_tenants:,} tenant(s) of tier {line.tenants_tier}"
+    print(f"{line.num_jobs:,} jobs in tier {line.tier} of {whose}")
     print(f"  {ends}; published in {line.published_s:.1f} s, ended in {line.took_s:.1f} s")
     ttft = p50_p99([line.other_ttft_p50_ms, line.other_ttft_p99_ms], "7.1f")
     goal = f"(goal: at most {_TTFT_GOAL_MS:.0f} ms)"
     print(f"  first token of another tenant: {ttft}   max {line.other_ttft_max_ms:7.1f} ms {goal}")
-    print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s")
+    cpu_ms = f"{line.scheduler_cpu_ms_per_job:.2f} ms a job"
+    print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
 
 
 async def _measure(arguments: argparse.Namespace) -> list[LineResult]:
@@ -169,6 +182,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3_000, help="published at once in each part")
     parser.add_argument("--tiers", nargs="+", choices=tiers, default=["batch"], help="one a part")
     parser.add_argument("--tenants-tier", choices=tiers, default="pro", help="whose limits hold")
+    parser.add_argument("--tenants", type=int, default=1, help="that publish the jobs of a part")
     parser.add_argument("--engine", choices=["real", "simulated"], default="real")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")

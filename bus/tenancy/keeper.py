@@ -99,7 +99,8 @@ class LimitKeeper:
     unreachable.
 
     Every reservation is settled once, by whoever comes first; one that nobody settles
-    frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,
+    frees its place and its share of the budget at its deadline. Without a ``link`` the limits are
+    this process's own for good. ``num_refusals`` counts by limit,
     ``num_degraded`` reservations made without Redis. Owns ``settlements``; ``close`` ends them.
     ``redis_time``: buckets and deadlines go by Redis' clock, which all processes share.
     ``remembers``: what is settled may be set aside or settled once more, which does nothing then.
@@ -274,7 +275,7 @@ class LimitKeeper:
         if known is None:
             known = _Known(self._accounts_unseen(holder))
         accounts = known.accounts
-        if charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
+        if self._link is not None and charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
             raise LimitsUnreachableError
         _check(holder, charge, known)
         usages = known.usages if known.month == month else ()

@@ -34,14 +34,16 @@ _MAX_TENANTS_TOLD = 256
 class QueueEstimate:
     """Predicts from the order of the queue and from how fast the workers are, or as long as they
     have measured nothing, from how fast it moves. ``num_queued`` jobs waited in all when they were
-    last counted, ``waiting`` of them in the queue, by whose they are; ``num_published`` of all are
-    services', which ``max_queued_jobs`` does not bound."""
+    last counted, ``waiting`` of them in the queue, by whose they are. Of all ``num_published`` are
+    services', which ``max_queued_jobs`` does not bound, and ``num_blocked`` wait for the limits of
+    their tenants."""
 
     def __init__(self, context: SchedulerContext, dispatcher: Dispatcher) -> None:
         self._context = context
         self._dispatcher = dispatcher
         self.num_queued = 0
         self.num_published = 0
+        self.num_blocked = 0
         self.waiting: dict[Tenant, int] = {}
 
     async def run(self) -> None:

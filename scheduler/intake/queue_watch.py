@@ -143,8 +143,12 @@ class QueueWatch:
             num_published = max(num_published, num_queued - num_bounded)
         queue_estimate = self._queue_estimates[model]
         by_tenant: Counter[Tenant] = Counter()
+        num_blocked = 0
         for tenant_queue, count in waiting.items():
-            by_tenant[Tenant.of(tenant_queue)] += count
+            if context.lines.is_blocked(tenant_queue):
+                num_blocked += count  # they come before no other tenant's jobs
+            else:
+                by_tenant[Tenant.of(tenant_queue)] += count
         queue_estimate.waiting = by_tenant
         per_s = queue_estimate.per_s()
         num_shed = 0
@@ -160,7 +164,7 @@ class QueueWatch:
         waits_s = queue_estimate.oldest_waits_s()
         oldest_wait_s = max(waits_s.values())
         # More workers would not help those whose tenants' limits keep them.
-        num_blocked = sum(n for one, n in waiting.items() if context.lines.is_blocked(one))
+        queue_estimate.num_blocked = num_blocked
         num_sendable = max(0, num_queued - num_blocked)
         signals = Signals(
             num_workers=context.fleet.num_accepting(model),
