@@ -17,7 +17,7 @@ from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
 from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.intake.served_models import ServedModels
-from millrace.scheduler.jobs.scheduled_job import Tenant
+from millrace.scheduler.jobs.scheduled_job import Phase, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.throughput import eta_s, retry_after_s
@@ -257,7 +257,8 @@ class QueueWatch:
         )
         is_too_much = False
         for (tenant, counts), bound in zip(lines.items(), bounds, strict=True):
-            if bound is not None and sum(counts.values()) > bound:
+            num_held = len(context.lines.held_of(tenant))
+            if bound is not None and sum(counts.values()) + num_held > bound:
                 is_too_much |= await self._shed_line(tenant, list(counts), bound)
         return is_too_much
 
@@ -269,13 +270,17 @@ class QueueWatch:
         jobs, waiting = self._context.bus.jobs, dict[TenantQueue, int]()
         for tenant_queue in tenant_queues:
             waiting[tenant_queue] = (await jobs.depth(tenant_queue)).num_queued
-        num_over = sum(waiting.values()) - bound
+        held = self._context.lines.held_of(tenant)
+        num_over = sum(waiting.values()) + len(held) - bound
         terminal_status = over_waiting_jobs(tenant.name, tenant.tier, bound)
         num_to_shed = min(num_over, _MAX_SHED_AT_ONCE)
         while num_to_shed > 0 and waiting:
             longest = max(waiting, key=waiting.__getitem__)
             count = min(num_to_shed, waiting.pop(longest))
             num_to_shed -= await self._shed_newest(longest, count, terminal_status)
+        for scheduled in held[len(held) - max(num_to_shed, 0) :]:
+            if scheduled.phase is Phase.HELD:
+                self._context.lines.end(scheduled, terminal_status)
         return num_over > _MAX_SHED_AT_ONCE
 
     async def _forget_idle(self) -> None:

@@ -12,7 +12,7 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.tenants import LOCAL_TENANT
 
@@ -20,8 +20,8 @@ from millrace.schemas.tenants import LOCAL_TENANT
 Decided = Callable[[TerminalStatus | None], None]
 
 _ANY = 1 << 30
-# What is pulled of a tenant whose limits this scheduler has not asked for yet.
-_FIRST_PLACES = 8
+# What is pulled of a tenant whose limits this scheduler has not asked for yet: its first job asks.
+_FIRST_PLACES = 1
 # Ends of requests are heard; one that was missed, or a place whose request never ended, is found by
 # asking again: after 1 s at first, each time after twice as long.
 _RETRY_S = 1.0
@@ -63,8 +63,8 @@ class TenantLines:
     and then of their arrival.
 
     A line stands in the queue on the bus: while a tenant has no place, none of its published jobs
-    is pulled. The few that were pulled and found no place are held here, outside of the fair
-    queue. Whatever ends frees a place at once (``freed``), also what other schedulers sent or
+    is pulled, but for the first where a line does not move. The few that were pulled and found no
+    place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``), also what other schedulers sent or
     gateways admitted. ``on_places`` is called with the names of models whose jobs may be pulled
     again. Jobs of gateways never wait here, and without an ``admission`` no job does.
     """
@@ -149,19 +149,30 @@ class TenantLines:
         line = self._held.pop(scheduled, None)
         if line is not None:
             del line.held[scheduled]
+            # The next one of the line may be over, too.
+            line.num_places = max(line.num_places, 1)
             self._try(scheduled.job.tenant, line)
 
     def finish_unwanted(self, why: Callable[[ScheduledJob], TerminalStatus | None]) -> None:
         """End those held that were cancelled, or whose deadline has passed."""
         for scheduled in list(self._held):
             terminal_status = why(scheduled)
-            line = self._held.get(scheduled)
-            if terminal_status is not None and line is not None:
-                line.held[scheduled](terminal_status)
+            if terminal_status is not None:
+                self.end(scheduled, terminal_status)
+
+    def end(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
+        """End a job that is held."""
+        self._held[scheduled].held[scheduled](terminal_status)
 
     def held(self) -> Iterable[ScheduledJob]:
         """Those that are held, in the order of their arrival here."""
         return self._held
+
+    def held_of(self, tenant: Tenant) -> list[ScheduledJob]:
+        """Those of one tenant in one tier, the newest last."""
+        line = self._lines.get(tenant.name)
+        held = () if line is None else (one for one in line.held if one.tenant == tenant)
+        return sorted(held, key=lambda one: one.lease.stream_sequence)
 
     # --- places ---
 
