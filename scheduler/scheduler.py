@@ -321,9 +321,9 @@ class Scheduler:
                 dispatcher.charge_served(served, ended.worker_id)
                 self.rollouts.note(dispatcher.model, served.answer)
         for served in ended.served:
-            self.context.lines.freed(served.tenant)
             if (scheduled := self.context.job_table.get(served.request_id)) is not None:
                 scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
+        self._free_places(ended)
         released = frozenset(ended.released)
         num_answered = 0
         for request_id in ended.request_ids:
@@ -345,6 +345,15 @@ class Scheduler:
         if dispatcher is not None:
             dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
             dispatcher.dispatch_ready()
+
+    def _free_places(self, ended: Ended) -> None:
+        """Whose requests have ended; of one that never ran, the worker does not say whose it was."""
+        tenants = {served.request_id: served.tenant for served in ended.served}
+        for request_id in ended.request_ids:
+            scheduled = self.context.job_table.get(request_id)
+            tenant = tenants.get(request_id) or ("" if scheduled is None else scheduled.job.tenant)
+            if tenant:
+                self.context.lines.freed(tenant)
 
     def _on_found_finished(self, scheduled: ScheduledJob) -> None:
         dispatcher = self.models.dispatcher_of(scheduled.job.model)

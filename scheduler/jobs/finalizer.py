@@ -176,9 +176,7 @@ class Finalizer:
         await retry(step, delays, self._clock.sleep, retried=_is_unavailable)
 
 
-def _record_of(
-    job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int
-) -> RequestRecord:
+def _record_of(job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int) -> RequestRecord:
     record = record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
     # Which limit it was that shed a job.
     return replace(record, error_code=terminal_status.code) if terminal_status.limit else record

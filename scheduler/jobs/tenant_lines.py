@@ -64,9 +64,10 @@ class TenantLines:
 
     A line stands in the queue on the bus: while a tenant has no place, none of its published jobs
     is pulled, but for the first where a line does not move. The few that were pulled and found no
-    place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``), also what other schedulers sent or
-    gateways admitted. ``on_places`` is called with the names of models whose jobs may be pulled
-    again. Jobs of gateways never wait here, and without an ``admission`` no job does.
+    place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``),
+    also what other schedulers sent or gateways admitted. ``on_places`` is called with the names of
+    models whose jobs may be pulled again. Jobs of gateways never wait here, and without an
+    ``admission`` no job does.
     """
 
     def __init__(self, admission: JobAdmission | None, clock: Clock, tasks: Tasks) -> None:
