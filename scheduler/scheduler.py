@@ -347,7 +347,7 @@ class Scheduler:
             dispatcher.dispatch_ready()
 
     def _free_places(self, ended: Ended) -> None:
-        """Whose requests have ended; of one that never ran, the worker does not say whose it was."""
+        """The worker says whose requests have ended, but for those that never ran."""
         tenants = {served.request_id: served.tenant for served in ended.served}
         for request_id in ended.request_ids:
             scheduled = self.context.job_table.get(request_id)

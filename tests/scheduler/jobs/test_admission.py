@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
@@ -15,8 +16,10 @@ from millrace.bus.tenancy.settling import Settlement, Settlements
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
+from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.jobs import Tier
@@ -25,6 +28,7 @@ from millrace.schemas.tenants import TierLimits
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.support.limit_bench import LimitBench, reserve
 from tests.support.servers import RedisServer, free_port
+from tests.support.waiting import eventually
 
 # A prompt of 3 and a completion of 16 cost 19 at most.
 PRICES = PriceBook(
@@ -135,6 +139,46 @@ async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: Limit
     assert isinstance(await admission.admit(jobs[4]), NotYet), "the place stays for the next one"
     await bench.clock.advance(5.0)
     assert await admission.admit(jobs[4]) is None
+
+
+async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> None:
+    """Each has a line of its own, and what ends at one of them lets the other go on."""
+    await bench.tenant("acme", concurrent_requests=2)
+    tasks = Tasks()
+    lines = [TenantLines(door_of(bench), bench.clock, tasks) for _ in range(2)]
+    jobs = [scheduled_job("acme") for _ in range(6)]
+    admitted: list[ScheduledJob] = []
+
+    def decided(job: ScheduledJob, terminal_status: TerminalStatus | None) -> None:
+        assert terminal_status is None
+        admitted.append(job)
+
+    for number, job in enumerate(jobs):
+        job.phase = Phase.PREPARING
+        await lines[number % 2].admit(job, partial(decided, job))
+    assert admitted == jobs[:2]
+    for number in range(2, 6):
+        await settle(bench, admitted[number - 2], 10, 0)
+        for line in lines:
+            line.freed("acme")
+        await eventually(lambda number=number: len(admitted) == number + 1)
+        assert (await standing(bench, "acme"))[0] == 2
+    assert set(admitted) == set(jobs)
+    await tasks.close()
+
+
+async def test_the_bound_of_waiting_jobs_is_the_tenants_own(bench: LimitBench) -> None:
+    admission = door_of(bench)
+    assert await admission.max_waiting_jobs("acme", Tier.PRO) == 1_000
+    assert await admission.max_waiting_jobs("acme", Tier.BATCH) == 1_000_000
+    assert await admission.max_waiting_jobs("local", Tier.BATCH) is None
+    await bench.tenant("acme", max_waiting_jobs=7)
+    await bench.clock.advance(5.0)
+    assert await admission.max_waiting_jobs("acme", Tier.PRO) == 7
+    assert await admission.max_waiting_jobs("acme", Tier.BATCH) == 7
+    await bench.tenant("acme", max_waiting_jobs=None)
+    await bench.clock.advance(5.0)
+    assert await admission.max_waiting_jobs("acme", Tier.BATCH) is None
 
 
 async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
