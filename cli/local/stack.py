@@ -23,7 +23,7 @@ from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker
 from millrace.cli.local.private_files import credentials_of, make_private, write_private
 from millrace.cli.local.probe import probe_pooling, serve_one
-from millrace.cli.local.records import (
+from millrace.cli.local.records.record_keeping import (
     KAFKA,
     NICENESS,
     START_TIMEOUT_S,

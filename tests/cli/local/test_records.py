@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.endpoints import Endpoints
-from millrace.cli.local import records
 from millrace.cli.local.live import SystemState
-from millrace.cli.local.records import TELEMETRY, RecordKeeping
+from millrace.cli.local.records import record_keeping
+from millrace.cli.local.records.record_keeping import TELEMETRY, RecordKeeping
 from millrace.cli.local.supervisor import Process, Supervisor
 from millrace.schemas.config import Config
 from tests.support.manual_clock import ManualClock
@@ -62,7 +62,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     def command(_module: str, *arguments: str) -> Sequence[str]:
         return [sys.executable, "-c", _KAFKA, *arguments]
 
-    monkeypatch.setattr(records, "python_command", command)
+    monkeypatch.setattr(record_keeping, "python_command", command)
     return Machine(tmp_path)
 
 
