@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
@@ -223,20 +224,33 @@ class LimitKeeper:
         )
         return list(zip(accounts, usages, strict=True))
 
-    async def max_waiting_jobs(self, tenant: str, tier: Tier) -> int | None:
-        """How many jobs that the tenant published in a tier may wait; None: no limit. A change
+    async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
+        """How many jobs that each tenant published in a tier may wait; None: no limit. A change
         counts within ``_FRESH_S``. While Redis is unreachable, what was read last counts."""
-        now_s = self._clock.monotonic()
-        read = self._records.get(tenant)
-        if read is None or now_s - read[0] >= _FRESH_S:
+        stale_s = self._clock.monotonic() - _FRESH_S
+        stale = {
+            tenant
+            for tenant, _ in whose
+            if (read := self._records.get(tenant)) is None or read[0] <= stale_s
+        }
+        if stale:
+            await asyncio.gather(*map(self._read_record, stale))
+        found: list[int | None] = []
+        for tenant, tier in whose:
+            read = self._records.get(tenant)
             record = unknown_tenant(tenant) if read is None else read[1]
-            if self._link is not None:
-                with contextlib.suppress(RedisUnreachableError):
-                    record = (await TenantStore(self._link).tenant(tenant)).record
-            read = self._records[tenant] = (now_s, record)
-            if len(self._records) > _MAX_KNOWN:
-                del self._records[next(iter(self._records))]
-        return max_waiting_jobs_of(read[1], self._tiers, tier)
+            found.append(max_waiting_jobs_of(record, self._tiers, tier))
+        while len(self._records) > _MAX_KNOWN:
+            del self._records[next(iter(self._records))]
+        return found
+
+    async def _read_record(self, tenant: str) -> None:
+        read = self._records.pop(tenant, None)
+        record = unknown_tenant(tenant) if read is None else read[1]
+        if self._link is not None:
+            with contextlib.suppress(RedisUnreachableError):
+                record = (await TenantStore(self._link).tenant(tenant)).record
+        self._records[tenant] = (self._clock.monotonic(), record)
 
     async def close(self, timeout_s: float) -> None:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
@@ -275,7 +289,11 @@ class LimitKeeper:
         if known is None:
             known = _Known(self._accounts_unseen(holder))
         accounts = known.accounts
-        if self._link is not None and charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
+        if (
+            self._link is not None
+            and charge.tier is Tier.BATCH
+            and any(account.is_limited for account in accounts)
+        ):
             raise LimitsUnreachableError
         _check(holder, charge, known)
         usages = known.usages if known.month == month else ()

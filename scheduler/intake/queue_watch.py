@@ -252,13 +252,12 @@ class QueueWatch:
                 lines[Tenant(tenant_queue.tier, name)][tenant_queue] = count
         if not lines:
             return False
-        bounds = await asyncio.gather(
-            *(context.admission.max_waiting_jobs(one.name, one.tier) for one in lines)
+        bounds = await context.admission.max_waiting_jobs(
+            [(tenant.name, tenant.tier) for tenant in lines]
         )
         is_too_much = False
         for (tenant, counts), bound in zip(lines.items(), bounds, strict=True):
-            num_held = len(context.lines.held_of(tenant))
-            if bound is not None and sum(counts.values()) + num_held > bound:
+            if bound is not None and sum(counts.values()) + context.lines.num_held > bound:
                 is_too_much |= await self._shed_line(tenant, list(counts), bound)
         return is_too_much
 

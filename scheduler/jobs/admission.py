@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import NamedTuple, Protocol
 
@@ -112,9 +112,9 @@ class JobAdmission:
         if self.on_places is not None:
             self.on_places(tenant, num_places(account, usage), is_granted=is_granted)
 
-    async def max_waiting_jobs(self, tenant: str, tier: Tier) -> int | None:
-        """How many jobs that the tenant published in a tier may wait; None: no limit."""
-        return await self._keeper.max_waiting_jobs(tenant, tier)
+    async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
+        """How many jobs that each tenant published in a tier may wait; None: no limit."""
+        return await self._keeper.max_waiting_jobs(whose)
 
     async def release(self, scheduled: ScheduledJob) -> None:
         """No worker answers it: nothing is charged. Returns once Redis knows, or is unreachable."""

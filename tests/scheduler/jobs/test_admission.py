@@ -169,16 +169,14 @@ async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> Non
 
 async def test_the_bound_of_waiting_jobs_is_the_tenants_own(bench: LimitBench) -> None:
     admission = door_of(bench)
-    assert await admission.max_waiting_jobs("acme", Tier.PRO) == 1_000
-    assert await admission.max_waiting_jobs("acme", Tier.BATCH) == 1_000_000
-    assert await admission.max_waiting_jobs("local", Tier.BATCH) is None
+    whose = [("acme", Tier.PRO), ("acme", Tier.BATCH), ("local", Tier.BATCH)]
+    assert await admission.max_waiting_jobs(whose) == [1_000, 1_000_000, None]
     await bench.tenant("acme", max_waiting_jobs=7)
     await bench.clock.advance(5.0)
-    assert await admission.max_waiting_jobs("acme", Tier.PRO) == 7
-    assert await admission.max_waiting_jobs("acme", Tier.BATCH) == 7
+    assert await admission.max_waiting_jobs(whose) == [7, 7, None]
     await bench.tenant("acme", max_waiting_jobs=None)
     await bench.clock.advance(5.0)
-    assert await admission.max_waiting_jobs("acme", Tier.BATCH) is None
+    assert await admission.max_waiting_jobs(whose) == [None, None, None]
 
 
 async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
