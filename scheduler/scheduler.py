@@ -258,7 +258,7 @@ class Scheduler:
         if puller is not None:
             puller.published(tenant_queue)
 
-    def _on_places(self, models: Collection[str]) -> None:
+    def _on_places(self, models: Sequence[str]) -> None:
         for model in models:
             if (puller := self.pullers.get(model)) is not None:
                 puller.wake()

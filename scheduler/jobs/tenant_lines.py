@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.bus.job_queue import TenantQueue
@@ -32,14 +32,14 @@ _LONGEST_RETRY_S = 16.0
 class _Line:
     """One tenant's jobs. ``num_places`` were free when the limits were asked for last, and since
     then; ``held`` were pulled and not admitted; ``num_pulling`` and ``undecided`` are on their way
-    to that. ``models`` are those whose pulls wait for a place. The limits are asked for again at
-    ``due_s``."""
+    to that. ``models`` are those whose pulls wait for a place, the next one first. The limits are
+    asked for again at ``due_s``."""
 
     num_places: int = _FIRST_PLACES
     num_pulling: int = 0
     undecided: set[ScheduledJob] = field(default_factory=set)
     held: dict[ScheduledJob, Decided] = field(default_factory=dict)
-    models: set[str] = field(default_factory=set)
+    models: dict[str, None] = field(default_factory=dict)
     due_s: float = math.inf
     retry_s: float = _RETRY_S
     is_asking: bool = False
@@ -66,12 +66,12 @@ class TenantLines:
     is pulled, but for the first where a line does not move. The few that were pulled and found no
     place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``),
     also what other schedulers sent or gateways admitted. ``on_places`` is called with the names of
-    models whose jobs may be pulled again. Jobs of gateways never wait here, and without an
-    ``admission`` no job does.
+    models whose jobs may be pulled again, which take turns. Jobs of gateways never wait here, and
+    without an ``admission`` no job does.
     """
 
     def __init__(self, admission: JobAdmission | None, clock: Clock, tasks: Tasks) -> None:
-        self.on_places: Callable[[Collection[str]], None] = lambda _models: None
+        self.on_places: Callable[[Sequence[str]], None] = lambda _models: None
         self._admission = admission
         self._clock = clock
         self._tasks = tasks
@@ -91,7 +91,7 @@ class TenantLines:
         line = self._of(tenant_queue.tenant or LOCAL_TENANT)
         num_wanted = line.num_wanted
         if not num_wanted:
-            line.models.add(tenant_queue.model)
+            line.models.setdefault(tenant_queue.model)
         return num_wanted
 
     def pulling(self, tenant_queue: TenantQueue, num_jobs: int) -> None:
@@ -190,6 +190,8 @@ class TenantLines:
         if line.models or line.num_places < _FIRST_PLACES:
             line.num_places += 1
         line.has_news = True
+        # If it is not settled yet, the place is there in a moment.
+        line.retry_s = _RETRY_S
         self._try(tenant, line)
 
     async def run(self) -> None:
@@ -245,8 +247,8 @@ class TenantLines:
 
     def _tell(self, line: _Line) -> None:
         if line.models and line.num_wanted:
-            models, line.models = line.models, set()
-            self.on_places(models)
+            models, line.models = line.models, {}
+            self.on_places(list(models))
 
     async def _ask(self, tenant: str, line: _Line) -> None:
         """Admit those held one after the other, until one is not."""

@@ -29,16 +29,16 @@ _CONFIG = msgspec.structs.replace(CONFIG, window_jobs_per_tenant=8)
 _NS_PER_S = 1_000_000_000
 
 
-async def open_world(**limits: int) -> World:
-    """Limits of tenants in the tier free."""
-    world = World(_CONFIG, tiers=TierLimits(free=LimitSet(**limits)))
+async def open_world(free: LimitSet) -> World:
+    """With the limits of tenants in the tier free."""
+    world = World(_CONFIG, tiers=TierLimits(free=free))
     await world.open()
     return world
 
 
 @pytest.fixture
 async def two_at_once() -> AsyncIterator[World]:
-    world = await open_world(concurrent_requests=2)
+    world = await open_world(LimitSet(concurrent_requests=2))
     yield world
     await world.close()
 
@@ -113,8 +113,29 @@ async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: Wo
     assert not list(world.schedulers[0].context.lines.held())
 
 
+async def test_models_take_turns_at_the_places_of_one_tenant() -> None:
+    tiers = TierLimits(free=LimitSet(concurrent_requests=1))
+    config = msgspec.structs.replace(_CONFIG, models=("small", "large"))
+    world = World(config, models=("small", "large"), tiers=tiers)
+    await world.open()
+    try:
+        workers = [await world.add_worker(model, model=model) for model in ("small", "large")]
+        for number in range(10):
+            for model in ("small", "large"):
+                await world.client.jobs.publish(job(f"{model}-{number}", tenant="a", model=model))
+        for num_done in range(20):
+            await world.until(lambda: any(worker.running for worker in workers), within_s=2.0)
+            counts = [len(worker.history) for worker in workers]
+            assert sum(counts) == num_done + 1
+            assert abs(counts[0] - counts[1]) <= 2, counts
+            [busy] = [worker for worker in workers if worker.running]
+            await busy.finish(next(iter(busy.running)))
+    finally:
+        await world.close()
+
+
 async def test_a_limit_per_minute_is_a_pace() -> None:
-    world = await open_world(requests_per_minute=60)
+    world = await open_world(LimitSet(requests_per_minute=60))
     try:
         worker = await world.add_worker(num_slots=100)
         begun_s = world.clock.monotonic()
@@ -128,7 +149,7 @@ async def test_a_limit_per_minute_is_a_pace() -> None:
 
 
 async def test_a_tenant_may_have_so_many_jobs_waiting() -> None:
-    world = await open_world(concurrent_requests=2, max_waiting_jobs=5)
+    world = await open_world(LimitSet(concurrent_requests=2, max_waiting_jobs=5))
     try:
         worker = await world.add_worker(num_slots=8)
         await publish(world, 4)
@@ -268,9 +289,8 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
             case "end" | "lost end":
                 end(is_heard=step == "end")
             case "cancel":
-                held = list(lines.held())
-                chosen = set(chance.sample(held, min(1, len(held))))
-                lines.finish_unwanted(lambda one, chosen=chosen: EXPIRED if one in chosen else None)
+                if held := list(lines.held()):
+                    lines.end(chance.choice(held), EXPIRED)
             case _:
                 await clock.advance(chance.random() * 3)
         assert len(active) <= num_places
