@@ -61,10 +61,12 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured, and on which CPU."""
+    """What a run measured, and on which CPU; ``load_average`` is the kernel's of the last minute,
+    at the end: above the cores, others wanted them, too."""
 
     cpu: str
     num_cores: int
+    load_average: float
     lines: list[LineResult]
 
 
@@ -190,7 +192,12 @@ def main() -> int:
     if arguments.smoke:
         arguments.jobs, arguments.engine = 100, "simulated"
     lines = uvloop.run(_measure(arguments))
-    results = Results(cpu=cpu_name(), num_cores=len(os.sched_getaffinity(0)), lines=lines)
+    results = Results(
+        cpu=cpu_name(),
+        num_cores=len(os.sched_getaffinity(0)),
+        load_average=os.getloadavg()[0],
+        lines=lines,
+    )
     write_json(arguments.json, results)
     return 0 if _is_kept(lines) or arguments.smoke else 1
 

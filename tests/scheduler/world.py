@@ -201,13 +201,15 @@ class World:
             )
 
     async def add_scheduler(self) -> Scheduler:
+        tiers = self._tiers
+        limits = None if tiers is None else LimitKeeper(None, tiers, self.clock, remembers=True)
         scheduler = Scheduler(
             MemoryBus(self.broker),
             self.config,
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
-            limits=self._tiers and LimitKeeper(None, self._tiers, self.clock, remembers=True),
+            limits=limits,
             directories=Directories(
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),
