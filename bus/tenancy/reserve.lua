@@ -8,8 +8,8 @@
 -- (empty: no limit).
 --
 -- A job that waits in line takes each place that becomes free, so that requests of its account that
--- cannot wait would find none. Whenever one of these is refused, jobs leave them a quarter of each
--- limit, and one place at least, for the next YIELD_MS.
+-- cannot wait would find none. Once one of these is refused, jobs leave them a quarter of each limit,
+-- and one place at least, until no such request has come for YIELD_MS.
 --
 -- A bucket holds what was used and has not drained yet, in ticks: one request or token is as many
 -- as a minute has ms, so that a limit of n a minute drains n ticks each ms, and all of it is whole.
@@ -81,10 +81,10 @@ end
 local function load(account)
   release_lapsed(account)
   local kept = redis.call('HMGET', account.buckets, 'at', 'requests', 'tokens', 'requests_taken',
-    'tokens_taken', 'refused_at')
+    'tokens_taken', 'yields_until')
   account.requests_taken = tonumber(kept[4]) or 0
   account.tokens_taken = tonumber(kept[5]) or 0
-  account.yields = is_in_line and now - (tonumber(kept[6]) or -YIELD_MS) < YIELD_MS
+  account.yields = now < (tonumber(kept[6]) or 0)
   account.at = math.max(tonumber(kept[1]) or 0, now)
   local elapsed = math.max(0, now - (tonumber(kept[1]) or now))
   account.requests = drained(kept[2], account.rpm, elapsed)
@@ -105,7 +105,7 @@ end
 
 -- What is left to others of a limit.
 local function share(account, limit)
-  return account.yields and math.max(1, math.floor(limit / 4)) or 0
+  return is_in_line and account.yields and math.max(1, math.floor(limit / 4)) or 0
 end
 
 local function check_bucket(i, account, name, used, wanted, per_minute)
@@ -142,6 +142,11 @@ local function live_for(key, ms)
   if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
 end
 
+local function keep_yielding(account)
+  redis.call('HSET', account.buckets, 'yields_until', now + YIELD_MS)
+  live_for(account.buckets, YIELD_MS)
+end
+
 local function take(account)
   account.requests = account.rpm and account.requests + TICKS or 0
   account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
@@ -152,6 +157,7 @@ local function take(account)
   redis.call('HSET', account.buckets, 'at', account.at, 'requests', account.requests,
     'tokens', account.tokens, 'requests_taken', account.requests_taken,
     'tokens_taken', account.tokens_taken)
+  if account.yields and not is_in_line then keep_yielding(account) end
   -- As long as any reservation, which refers to it.
   live_for(account.buckets, lapse_ms + keep_ms)
   redis.call('ZADD', account.running, now + lapse_ms, request)
@@ -179,8 +185,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
     end
     redis.call('SET', KEYS[1], cmsgpack.pack(made), 'PX', lapse_ms + keep_ms)
   elseif not is_in_line and wait >= 0 then
-    redis.call('HSET', accounts[refused].buckets, 'refused_at', now)
-    live_for(accounts[refused].buckets, YIELD_MS)
+    keep_yielding(accounts[refused])
   end
 end
 

@@ -124,7 +124,7 @@ async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
 
 async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: LimitBench) -> None:
     """A line takes each place as it becomes free. Once a gateway had to refuse a request, jobs
-    leave a quarter of each limit for a while."""
+    leave a quarter of each limit until no such request has come for a while."""
     await bench.tenant("acme", concurrent_requests=4)
     admission = door_of(bench)
     jobs = [scheduled_job("acme") for _ in range(6)]
@@ -137,7 +137,12 @@ async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: Limit
     await reserve(bench.limiter, Caller(tenant="acme"), "r2")
     await settle(bench, jobs[1], 10, 0)
     assert isinstance(await admission.admit(jobs[4]), NotYet), "the place stays for the next one"
-    await bench.clock.advance(5.0)
+    await bench.clock.advance(4.0)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r3")
+    await bench.limiter.settle("r3", None, None)
+    await bench.clock.advance(4.0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet), "they still come"
+    await bench.clock.advance(1.0)
     assert await admission.admit(jobs[4]) is None
 
 
