@@ -221,7 +221,7 @@ class TenantLines:
         line.num_places = _ANY if num_places is None else num_places
         if is_granted:
             line.retry_s = _RETRY_S
-        if not line.num_places and not line.held:
+        if not line.num_places:
             self._ask_at(tenant, line, line.retry_s)
 
     def _put_off(self, tenant: str, line: _Line, answer: NotYet) -> None:
