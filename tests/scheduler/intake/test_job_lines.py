@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.registry.routing.router import Route, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet, OnPlaces
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
@@ -130,6 +131,33 @@ async def test_models_take_turns_at_the_places_of_one_tenant() -> None:
             assert abs(counts[0] - counts[1]) <= 2, counts
             [busy] = [worker for worker in workers if worker.running]
             await busy.finish(next(iter(busy.running)))
+    finally:
+        await world.close()
+
+
+async def test_jobs_that_leave_the_model_open_wait_in_the_same_line() -> None:
+    router = Router({"auto": Route(small="small", large="large")})
+    config = msgspec.structs.replace(_CONFIG, models=("small", "large"))
+    tiers = TierLimits(free=LimitSet(concurrent_requests=2, max_waiting_jobs=6))
+    world = World(config, models=("small", "large"), router=router, tiers=tiers)
+    await world.open()
+    try:
+        worker = await world.add_worker("s", num_slots=8, model="small")
+        for number in range(6):
+            words = {"prompt": "What is a lease?", "prompt_token_ids": None}
+            open_ = job(f"open-{number}", tenant="a", model="auto", **words)
+            await world.client.jobs.publish(open_)
+            await world.client.jobs.publish(job(f"small-{number}", tenant="a", model="small"))
+        await world.until(lambda: world.num_stored == 8)
+        await world.pass_s(2.0)
+        shed = [frame for _, frame in world.frames if isinstance(frame, Shed)]
+        assert len(shed) == 4, "two run and six wait, whichever name they have"
+        for _ in range(8):
+            await world.until(lambda: bool(worker.running), within_s=2.0)
+            await world.pass_s(0.2)
+            assert len(worker.running) <= 2
+            await worker.finish(next(iter(worker.running)))
+        await world.until(lambda: not world.num_stored)
     finally:
         await world.close()
 
