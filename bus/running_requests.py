@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -82,12 +83,12 @@ return {}
 )
 
 
-# KEYS: the tenant's cancels. ARGV: a request id, the time, how many are kept, TTL in s.
-_NOTE_CANCEL = Script(
+# KEYS: the tenant's cancels. ARGV: the time, how many are kept, TTL in s, then the request ids.
+_NOTE_CANCELS = Script(
     """
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
+for i = 4, #ARGV do redis.call('ZADD', KEYS[1], ARGV[1], ARGV[i]) end
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 )
@@ -200,13 +201,13 @@ class RunningRequestIndex:
         sequence, digest, reply, tenant = (one.decode() for one in found)
         return JobClaim(sequence=int(sequence), digest=digest, reply=reply, tenant=tenant)
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
-        """A service of the tenant cancelled a request. The newest of each tenant are kept, for a
-        day after the last."""
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
+        """Services of the tenant cancelled these requests. The newest ``MAX_CANCELS`` of each
+        tenant are kept, for a day after the last."""
         key = redis_keys.cancels_key(tenant)
-        arguments: list[Argument] = [request_id, time.time_ns(), MAX_CANCELS, CANCELS_TTL_S]
+        arguments: list[Argument] = [time.time_ns(), MAX_CANCELS, CANCELS_TTL_S, *request_ids]
         try:
-            await self._link.evaluate(_NOTE_CANCEL, [key], arguments)
+            await self._link.evaluate(_NOTE_CANCELS, [key], arguments)
         except RedisUnreachableError:
             return  # The schedulers that heard it remember it, too.
 

@@ -72,9 +72,9 @@ async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
     index: RunningRequestIndex, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running_requests, "MAX_CANCELS", 3)
-    await index.note_cancel("a b", "r 0")
-    for number in range(5):
-        await index.note_cancel("c", f"r {number}")
+    await index.note_cancels("a b", ["r 0"])
+    for ids in (["r 0", "r 1"], ["r 2"], ["r 3", "r 4"]):
+        await index.note_cancels("c", ids)
     assert await index.was_cancelled("a b", "r 0")
     assert not await index.was_cancelled("a b", "r 4")
     kept = [await index.was_cancelled("c", f"r {number}") for number in range(5)]

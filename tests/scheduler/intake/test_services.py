@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -88,11 +90,29 @@ async def test_a_cancel_outlives_the_schedulers_that_heard_it(world: World) -> N
     assert [dispatch.job.request_id for dispatch in worker.history] == ["r2"]
 
 
+async def test_a_flood_of_cancels_waits_for_redis_within_bounds(world: World) -> None:
+    calls: list[tuple[str, int]] = []
+    may_answer = asyncio.Event()
+
+    async def note_cancels(tenant: str, request_ids: Sequence[str]) -> None:
+        calls.append((tenant, len(request_ids)))
+        await may_answer.wait()
+
+    world.running_requests.note_cancels = note_cancels  # type: ignore[method-assign]
+    for number in range(3_000):
+        cancel(world, "shop", f"r{number}")
+    cancel(world, "acme", "r1")
+    await world.until(lambda: len(calls) == 1)
+    may_answer.set()
+    await world.until(lambda: ("acme", 1) in calls)
+    assert sum(count for tenant, count in calls if tenant == "shop") <= 2_000
+
+
 async def test_a_cancel_that_an_outage_swallowed_is_recalled(world: World) -> None:
     await world.client.jobs.publish(acme_job("r1"))
     await world.pass_s(10.0)
     # Another scheduler heard it.
-    await world.running_requests.note_cancel("acme", "r1")
+    await world.running_requests.note_cancels("acme", ["r1"])
     world.schedulers[0]._on_reconnect()
     await world.add_worker()
     await world.until(lambda: isinstance(world.terminal("r1"), Cancelled))
