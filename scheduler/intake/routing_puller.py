@@ -13,7 +13,7 @@ from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.jobs.terminal_status import refused
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 from millrace.schemas.jobs import Job
 
@@ -72,15 +72,26 @@ class RoutingPuller(Puller):
             super().accept(leased)
         else:
             self._num_routing += 1
+            scheduled = self._scheduled_job(leased)
+            self._context.lines.undecided(scheduled)
+            routing = self._route(leased, scheduled)
             name = f"route {leased.job.request_id}"
-            self._context.tasks.spawn(self._route(leased), name).add_done_callback(self._routed)
+            self._context.tasks.spawn(routing, name).add_done_callback(self._routed)
 
     def _routed(self, _routing: asyncio.Task[None]) -> None:
         self._num_routing -= 1
         self._wake.set()
 
-    async def _route(self, leased: LeasedJob) -> None:
-        scheduled = self._scheduled_job(leased)
+    async def _route(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
+        """Start a job at the model that is chosen for it. From its pull on it is on its way to be
+        admitted."""
+        try:
+            await self._start(leased, scheduled)
+        finally:
+            if self._context.job_table.get(scheduled.request_id) is not scheduled:
+                self._context.lines.decided(scheduled)
+
+    async def _start(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
         try:
             asked = None
             if leased.job.body and self._chooser.reads_bodies:
@@ -92,7 +103,7 @@ class RoutingPuller(Puller):
                 )
         except MillraceError as error:
             try:
-                await self._context.finalizer.finish(scheduled, refused(error))
+                await self._preparation.refuse(scheduled, error)
             except BusUnavailableError as outage:
                 logger.warning("a job will be refused later", extra={"reason": outage.message})
             return

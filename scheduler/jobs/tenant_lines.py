@@ -169,11 +169,6 @@ class TenantLines:
         """Those that are held, in the order of their arrival here."""
         return self._held
 
-    @property
-    def num_held(self) -> int:
-        """Of all tenants."""
-        return len(self._held)
-
     def held_of(self, tenant: Tenant) -> list[ScheduledJob]:
         """Those of one tenant in one tier, the newest last."""
         line = self._lines.get(tenant.name)
