@@ -25,10 +25,12 @@ MAX_CANCELS = 100_000
 
 # KEYS: the request's, and what the worker runs. ARGV: worker id, epoch, finished, TTL in s, request
 # id, lease (empty: it is not known, or over). A request that is finished stays so, and a run of an
-# older epoch, which was superseded, changes nothing.
+# older epoch, which was superseded, changes nothing. Nor does the end of a job that was shed, of
+# epoch 0, if a message has claimed the id: that job may be another tenant's.
 _WRITE = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'finished')
+if ARGV[2] == '0' and redis.call('HEXISTS', KEYS[1], 'sequence') == 1 then return 0 end
 if known[2] == '1' or (known[1] and tonumber(known[1]) > tonumber(ARGV[2])) then return 0 end
 redis.call('HSET', KEYS[1], 'worker_id', ARGV[1], 'epoch', ARGV[2], 'finished', ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[4])

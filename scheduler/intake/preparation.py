@@ -50,9 +50,8 @@ class Preparation:
         return await self._model_cache.read(job)
 
     async def refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
-        """End a job that leaves its model open and can have none; one whose id belongs to another
-        job is answered as a repeated one. Raises BusUnavailableError: it will be delivered
-        again."""
+        """End a job that no model can have. A job whose id belongs to another job is answered as
+        a repeated one. Raises BusUnavailableError: it will be delivered again."""
         first = await self.repeated.first_of(scheduled)
         if first is not None:
             self.repeated.answer(scheduled.job, scheduled.lease.token, scheduled.claim, first)

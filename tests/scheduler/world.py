@@ -110,6 +110,8 @@ class FakeRunningRequests:
         return known is not None and known.finished
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        if epoch == 0 and request_id in self.claims:
+            return
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
 
     async def claim(

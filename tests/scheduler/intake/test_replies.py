@@ -62,7 +62,14 @@ async def test_nor_in_a_job_that_no_model_can_have(routed: World) -> None:
     await world.until(lambda: "r2" in worker.running)
     await world.client.jobs.publish(job("r2", model="auto", reply="local"))
     await world.until(lambda: len(own) == 2)
-    assert [one.code for one in own if isinstance(one, Failed)] == ["reply_forbidden", "duplicate"]
+    await world.client.jobs.publish(job("r3", model="none", reply="acme"))
+    await world.until(lambda: len(own) == 3)
+    await world.client.jobs.publish(job("r2", model="none", reply="local"))
+    await world.until(lambda: len(own) == 4)
+    assert [one.code for one in own if isinstance(one, Failed)] == [
+        *("reply_forbidden", "duplicate"),
+        *("reply_forbidden", "duplicate"),
+    ]
     assert foreign == []
     assert "r2" not in world.running_requests.known, "it runs, whoever else has published its id"
 
