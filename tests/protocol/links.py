@@ -281,6 +281,8 @@ class SharedIndex:
     def write(self, request_id: str, entry: RunningRequest, lease: str) -> None:
         """By the rule of ``bus.running_requests``."""
         known = self.known.get(request_id)
+        if entry.epoch == 0 and request_id in self.claims:
+            return
         if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
             self.known[request_id] = entry
             held = self.held.setdefault(entry.worker_id, {})
