@@ -227,6 +227,15 @@ def test_what_messagepack_has_and_json_has_not_is_named(value: dict[str, Any], p
     assert refused.value.param == param
 
 
+def test_a_bug_in_the_reader_refuses_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_published(_payload: bytes, _content_type: str | None) -> Job:
+        raise OverflowError
+
+    monkeypatch.setattr(decoding, "read_published", read_published)
+    with pytest.raises(MalformedMessageError, match="OverflowError"):
+        read({"request_id": "r1", "model": "demo", "prompt": "x"}, subject="jobs.demo.free")
+
+
 def test_schemas_count_in_integers() -> None:
     """What Gson makes of a schema that it has read without a type."""
     schema = {
