@@ -93,22 +93,36 @@ class RoutingPuller(Puller):
 
     async def _start(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
         try:
-            asked = None
-            if leased.job.body and self._chooser.reads_bodies:
-                asked = await self._preparation.read(leased.job)
-            scheduled.job = await self._chooser.settle(self._chooser.choose(leased, asked))
-            if scheduled.job.model not in self._models:
-                raise ModelNotFoundError(
-                    f"The model {scheduled.job.model!r} was chosen, which is not served here."
-                )
+            scheduled.job = await self._with_model(leased)
         except MillraceError as error:
-            try:
-                await self._preparation.refuse(scheduled, error)
-            except BusUnavailableError as outage:
-                logger.warning("a job will be refused later", extra={"reason": outage.message})
+            await self._refuse(scheduled, error)
+            return
+        except Exception as error:
+            logger.exception(
+                "a job could not be given a model", extra={"request_id": scheduled.request_id}
+            )
+            message = f"The job could not be given a model: {type(error).__name__}."
+            await self._refuse(scheduled, MillraceError(message))
             return
         if self._context.job_table.get(scheduled.request_id) is None:
             self._preparation.start(scheduled, self._by_model[scheduled.job.model])
         else:
             # It was delivered again while its model was looked up.
             super().accept(leased)
+
+    async def _with_model(self, leased: LeasedJob) -> Job:
+        asked = None
+        if leased.job.body and self._chooser.reads_bodies:
+            asked = await self._preparation.read(leased.job)
+        job = await self._chooser.settle(self._chooser.choose(leased, asked))
+        if job.model not in self._models:
+            raise ModelNotFoundError(
+                f"The model {job.model!r} was chosen, which is not served here."
+            )
+        return job
+
+    async def _refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
+        try:
+            await self._preparation.refuse(scheduled, error)
+        except BusUnavailableError as outage:
+            logger.warning("a job will be refused later", extra={"reason": outage.message})

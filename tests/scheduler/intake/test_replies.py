@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from millrace.registry.routing.router import Route, Router
+from millrace.scheduler.intake.model_choice import ModelChooser
 from millrace.schemas.frames import Failed, Frame, Shed
 from millrace.schemas.tenants import LimitSet, TierLimits
 from tests.scheduler.world import CONFIG, World, job
@@ -72,6 +73,24 @@ async def test_nor_in_a_job_that_no_model_can_have(routed: World) -> None:
     ]
     assert foreign == []
     assert "r2" not in world.running_requests.known, "it runs, whoever else has published its id"
+
+
+async def test_a_bug_in_the_choice_of_a_model_ends_the_job(
+    routed: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = routed
+    await world.add_worker("s", model="small")
+
+    def choose(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(ModelChooser, "choose", choose)
+    await world.client.jobs.publish(job("r1", model="auto", prompt="x", prompt_token_ids=None))
+    await world.until(lambda: world.terminal("r1") is not None, within_s=2.0)
+    end = world.terminal("r1")
+    assert isinstance(end, Failed)
+    assert "KeyError" in end.message
+    await world.until(lambda: world.num_stored == 0)
 
 
 async def test_nor_in_a_job_that_is_shed(routed: World) -> None:
