@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.clients.scripted_model import Call
 
 SAID = "The word was millrace."
-_WAS, _IS = "The word was", "The word is"
-_COMMAND = "cat notes.txt answer.txt | tee shell.txt"
+WAS, IS = "The word was", "The word is"
+SHOW = "cat notes.txt answer.txt | tee shell.txt"
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Agent:
 
 def _calls(read: Call, write: Call, edit: Call, shell: Call) -> tuple[Call, ...]:
     return (
-        Call(read.name, read.arguments, f"{_IS} millrace."),
+        Call(read.name, read.arguments, f"{IS} millrace."),
         write,
         edit,
-        Call(shell.name, {"command": _COMMAND, **shell.arguments}, SAID),
+        Call(shell.name, {"command": SHOW, **shell.arguments}, SAID),
     )
 
 
@@ -55,40 +55,40 @@ _TEXT = "millrace\n"
 _CLAUDE = _calls(
     Call("Read", {"file_path": _NOTES}),
     Call("Write", {"file_path": _ANSWER, "content": _TEXT}),
-    Call("Edit", {"file_path": _NOTES, "old_string": _IS, "new_string": _WAS}),
+    Call("Edit", {"file_path": _NOTES, "old_string": IS, "new_string": WAS}),
     Call("Bash", {"description": "Show both"}),
 )
 _CODEX = tuple(
     Call("exec_command", {"cmd": command}, result)
     for command, result in (
-        ("cat notes.txt", f"{_IS} millrace."),
+        ("cat notes.txt", f"{IS} millrace."),
         ("echo millrace > answer.txt", "code 0"),
         ("sed -i s/is/was/ notes.txt", "code 0"),
-        (_COMMAND, SAID),
+        (SHOW, SAID),
     )
 )
 _OPENCODE = _calls(
     Call("read", {"filePath": _NOTES}),
     Call("write", {"filePath": _ANSWER, "content": _TEXT}),
-    Call("edit", {"filePath": _NOTES, "oldString": _IS, "newString": _WAS}),
+    Call("edit", {"filePath": _NOTES, "oldString": IS, "newString": WAS}),
     Call("bash", {"description": "Show both"}),
 )
 _QWEN = _calls(
     Call("read_file", {"file_path": _NOTES}),
     Call("write_file", {"file_path": _ANSWER, "content": _TEXT}),
-    Call("edit", {"file_path": _NOTES, "old_string": _IS, "new_string": _WAS}),
+    Call("edit", {"file_path": _NOTES, "old_string": IS, "new_string": WAS}),
     Call("run_shell_command", {"description": "Show both", "is_background": False}),
 )
 _PI = _calls(
     Call("read", {"path": "notes.txt"}),
     Call("write", {"path": "answer.txt", "content": _TEXT}),
-    Call("edit", {"path": "notes.txt", "edits": [{"oldText": _IS, "newText": _WAS}]}),
+    Call("edit", {"path": "notes.txt", "edits": [{"oldText": IS, "newText": WAS}]}),
     Call("bash", {}),
 )
 _CONTINUE = _calls(
     Call("Read", {"filepath": _NOTES}),
     Call("Write", {"filepath": _ANSWER, "content": _TEXT}),
-    Call("Edit", {"file_path": _NOTES, "old_string": _IS, "new_string": _WAS}),
+    Call("Edit", {"file_path": _NOTES, "old_string": IS, "new_string": WAS}),
     Call("Bash", {}),
 )
 _QUIET_OPENCODE = {
@@ -134,11 +134,11 @@ AGENTS = (
             (*_QWEN_COMMAND, api),
             _QWEN,
         )
-        for section, api in (("qwen-code", "openai"),)
+        for section, api in (("qwen-code", "openai"), ("qwen-code, Messages API", "anthropic"))
     ),
     *(
         Agent(section, ("@earendil-works/pi-coding-agent@1.6.0",), _PI_COMMAND, _PI)
-        for section in ("pi",)
+        for section in ("pi", "pi, Messages API")
     ),
     Agent(
         "Continue",

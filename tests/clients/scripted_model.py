@@ -25,7 +25,7 @@ NAME = "scripted"
 WINDOW_TOKENS = 200_000
 ASIDE = "A short title"
 _DEMO = ROOT / "registry" / "demo" / "model"
-_RESPONSE = "<tool_response>\n"
+RESULT = "<|user|><tool_response>\n"
 _CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- if tools %}
@@ -74,18 +74,22 @@ class ScriptedModel:
     """The model makes ``calls``, one a turn, then it says ``answer``.
 
     A prompt without tools is answered with ``aside``: agents ask for titles and summaries beside
-    their loop. If a tool is not offered, or a result is not what its call says, the model's answer
-    names the fault. ``prompts`` has all prompts since the last ``plays``.
+    their loop. ``result`` begins each tool's result in a prompt. If a tool is not offered, or a
+    result is not what its call says, the model's answer names the fault. ``prompts`` has all
+    prompts since the last ``plays``.
     """
 
     calls: Sequence[Call] = ()
     answer: str = ""
     aside: str = ASIDE
+    result: str = RESULT
     prompts: list[str] = field(default_factory=list)
 
-    def plays(self, calls: Sequence[Call], answer: str, aside: str = ASIDE) -> None:
+    def plays(
+        self, calls: Sequence[Call], answer: str, *, aside: str = ASIDE, result: str = RESULT
+    ) -> None:
         """Begin another script."""
-        self.calls, self.answer, self.aside = calls, answer, aside
+        self.calls, self.answer, self.aside, self.result = calls, answer, aside, result
         self.prompts.clear()
 
     @contextmanager
@@ -127,9 +131,9 @@ class ScriptedModel:
         tools, has_tools, talk = prompt.partition("</tools>")
         if not has_tools:
             return self.aside
-        _, *results = talk.split(_RESPONSE)
+        _, *results = talk.split(self.result)
         for call, result in zip(self.calls, results, strict=False):
-            if call.result not in result.partition("</tool_response>")[0]:
+            if call.result not in result.partition("<|end|>")[0]:
                 return f"The result of {call.name} lacks {call.result}."
         if len(results) >= len(self.calls):
             return self.answer

@@ -1,22 +1,25 @@
-"""Real agents against a real system, configured as docs/agents.md says.
+"""Real agents and frameworks against a real system, configured as docs/agents.md says.
 
-The model is scripted, so each agent makes the same calls at each run: it reads a file, writes one,
+The model is scripted, so each client makes the same calls at each run: it reads a file, writes one,
 changes one, runs a command, and says how it went.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.clients.agents import AGENTS, SAID, Agent
+from tests.clients.agents import AGENTS, IS, SAID, Agent
 from tests.clients.agents_page import entries
-from tests.clients.packages import need, npm_packages
+from tests.clients.libraries import JAVASCRIPT, PYTHON, Library
+from tests.clients.packages import need, npm_packages, python_packages
 from tests.clients.scripted_model import NAME, WINDOW_TOKENS, ScriptedModel, write_model
 from tests.support.system import System
 
@@ -26,8 +29,39 @@ pytestmark = [
     pytest.mark.timeout(1_200),
 ]
 
+_HERE = Path(__file__).parent
 _ANSWER = "All four steps are done."
-_AGENT_TIMEOUT_S = 120.0
+_CLIENT_TIMEOUT_S = 120.0
+_AIDER = {
+    "AIDER_ANALYTICS": "false",
+    "AIDER_CHECK_UPDATE": "false",
+    "AIDER_GIT": "false",
+    "AIDER_SHOW_RELEASE_NOTES": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+
+@dataclass
+class Room:
+    """A home folder, a folder to work in, and what ``section`` of the page puts there."""
+
+    home: Path
+    work: Path
+    code: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, command: Sequence[str], *programs: Path, **environment: str) -> str:
+        """Return what a client says until it ends; after a while it is killed, with all that it
+        started."""
+        path = os.pathsep.join([*map(str, programs), os.environ["PATH"]])
+        variables = {"HOME": str(self.home), "PATH": path, **self.environment, **environment}
+        return _run(command, self.work, variables)
+
+    def check(self) -> None:
+        """All four tools have done their work."""
+        assert (self.work / "notes.txt").read_text() == f"{SAID}\n"
+        assert (self.work / "answer.txt").read_text() == "millrace\n"
+        assert (self.work / "shell.txt").read_text() == f"{SAID}\nmillrace\n"
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +82,77 @@ def system(model: ScriptedModel, tmp_path_factory: pytest.TempPathFactory) -> It
         assert running.stop() == 0
 
 
-@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.section)
-def test_an_agent_runs_its_tools(
-    agent: Agent, system: System, model: ScriptedModel, tmp_path: Path
-) -> None:
-    need("npm")
-    name = agent.packages[0].rpartition("@")[0].rpartition("/")[2]
-    programs = [
-        npm_packages(one, *packages) / "node_modules" / ".bin"
-        for one, packages in ((name, agent.packages), ("node", ("node@22.23.3",)))
-    ]
+@pytest.fixture
+def room(section: str, system: System, tmp_path: Path) -> Room:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    (work / "notes.txt").write_text("The word is millrace.\n")
-    entry = entries(system.http, NAME, WINDOW_TOKENS)[agent.section]
+    (work / "notes.txt").write_text(f"{IS} millrace.\n")
+    entry = entries(system.http, NAME, WINDOW_TOKENS)[section]
     entry.write(home)
-    model.plays(agent.calls_in(work), _ANSWER)
-    environment = {
-        "HOME": str(home),
-        "PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]),
-        **entry.environment,
-        **agent.environment,
-    }
-    said = _run(agent.command, work, environment)
-    assert _ANSWER in said, said
-    assert (work / "notes.txt").read_text() == f"{SAID}\n"
-    assert (work / "answer.txt").read_text() == "millrace\n"
-    assert (work / "shell.txt").read_text() == f"{SAID}\nmillrace\n"
+    return Room(home, work, entry.code, entry.environment)
+
+
+@pytest.mark.parametrize(
+    ("section", "agent"), [pytest.param(one.section, one, id=one.section) for one in AGENTS]
+)
+def test_an_agent_runs_its_tools(agent: Agent, room: Room, model: ScriptedModel) -> None:
+    need("npm")
+    model.plays(agent.calls_in(room.work), _ANSWER)
+    programs = (_npm_programs(*agent.packages), _npm_programs("node@22.23.3"))
+    assert _ANSWER in room.run(agent.command, *programs, **agent.environment)
+    room.check()
+
+
+@pytest.mark.parametrize(
+    ("section", "library"), [pytest.param(one.section, one, id=one.section) for one in PYTHON]
+)
+def test_a_python_library_runs_its_tools(
+    library: Library, room: Room, model: ScriptedModel
+) -> None:
+    model.plays(library.calls, _ANSWER, result=library.result)
+    (room.work / "configured.py").write_text(room.code)
+    for name in ("frameworks.py", "tools.py"):
+        shutil.copy(_HERE / name, room.work)
+    name = library.section.lower().replace(" ", "-")
+    said = room.run(library.command, python_packages(name, *library.packages))
+    assert _ANSWER in said
+    room.check()
+
+
+@pytest.mark.parametrize(
+    ("section", "library"), [pytest.param(one.section, one, id=one.section) for one in JAVASCRIPT]
+)
+def test_a_javascript_library_runs_its_tools(
+    library: Library, room: Room, model: ScriptedModel
+) -> None:
+    need("npm")
+    model.plays(library.calls, _ANSWER)
+    (room.work / "configured.mjs").write_text(room.code)
+    shutil.copy(_HERE / "ai_sdk.mjs", room.work)
+    packages = npm_packages("ai-sdk", *library.packages)
+    (room.work / "node_modules").symlink_to(packages / "node_modules")
+    assert _ANSWER in room.run(library.command, _npm_programs("node@22.23.3"))
+    room.check()
+
+
+@pytest.mark.parametrize("section", ["aider"])
+def test_aider_writes_a_file(room: Room, model: ScriptedModel) -> None:
+    """aider has no tools: it reads files out of the text."""
+    model.plays((), _ANSWER, aside="answer.txt\n```\nmillrace\n```\n")
+    command = ("aider", "--yes-always", "--no-stream", "--message", "Do it.", "answer.txt")
+    assert "Applied edit" in room.run(
+        command, python_packages("aider", "aider-chat==0.86.2"), **_AIDER
+    )
+    assert (room.work / "answer.txt").read_text() == "millrace\n"
+
+
+def _npm_programs(*packages: str) -> Path:
+    name = packages[0].rpartition("@")[0].rpartition("/")[2]
+    return npm_packages(name, *packages) / "node_modules" / ".bin"
 
 
 def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """What an agent says until it ends; it and all that it started are killed after a while."""
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -91,7 +164,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
         text=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_AGENT_TIMEOUT_S)
+            said, _ = process.communicate(timeout=_CLIENT_TIMEOUT_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
