@@ -91,6 +91,12 @@ _CONTINUE = _calls(
     Call("Edit", {"file_path": _NOTES, "old_string": IS, "new_string": WAS}),
     Call("Bash", {}),
 )
+_COPILOT = _calls(
+    Call("view", {"path": _NOTES}),
+    Call("create", {"path": _ANSWER, "file_text": _TEXT}),
+    Call("edit", {"path": _NOTES, "old_str": IS, "new_str": WAS}),
+    Call("bash", {"description": "Show both"}),
+)
 _QUIET_OPENCODE = {
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
@@ -146,5 +152,11 @@ AGENTS = (
         ("cn", "--print", "--auto", _TASK),
         _CONTINUE,
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
+    ),
+    Agent(
+        "GitHub Copilot CLI",
+        ("@github/copilot@1.0.102",),
+        ("copilot", "--allow-all-tools", "--prompt", _TASK),
+        _COPILOT,
     ),
 )
