@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
 
 from millrace.bus import codec, subjects
+from millrace.bus.contract.document import Channel, document
 from millrace.bus.tokens import ENVELOPE
 from millrace.schemas.control import (
     Cancel,
@@ -23,6 +19,7 @@ from millrace.schemas.control import (
     PrefixReport,
     Pulled,
     QueueStatus,
+    ResultError,
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
@@ -31,8 +28,9 @@ from millrace.schemas.control import (
     WorkerStatus,
 )
 from millrace.schemas.frames import Frame, FrameBatch
-from millrace.schemas.jobs import DeadJob, Job, JobResult, Tier
-from millrace.schemas.json_schema import Schema, document_text, without_discriminators
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS, DeadJob, Job, JobResult
+from millrace.schemas.json_schema import document_text
+from millrace.schemas.published_jobs import ChatJob, CompletionJob
 from millrace.schemas.records import (
     DeliveryRecord,
     RefusalRecord,
@@ -41,54 +39,31 @@ from millrace.schemas.records import (
     WorkerSample,
 )
 
-_REF = "#/components/schemas/{name}"
 _BOTH = f"{codec.MSGPACK} (no header needed) or {codec.JSON} by the {codec.CONTENT_TYPE} header"
-
-Action = Literal["send", "receive"]
-
-
-@dataclass(frozen=True)
-class _Channel:
-    """One kind of subject or topic. ``action`` is what Millrace does with it; ``kinds`` are what it
-    carries; ``answer`` comes back on the message's reply subject."""
-
-    key: str
-    address: str
-    title: str
-    action: Action
-    kinds: tuple[Any, ...]
-    description: str
-    answer: Any = None
-    protocol: Literal["nats", "kafka"] = "nats"
-    content_type: str = codec.MSGPACK
+_EITHER = (codec.JSON, codec.MSGPACK)
 
 
-def _records(key: str, subject: str, title: str, kind: type) -> _Channel:
+def _records(key: str, subject: str, title: str, kind: type) -> Channel:
     description = f"The same record is on the NATS subject {subject} first."
     topic = subjects.topic(subject)
-    return _Channel(key, topic, title, "send", (kind,), description, protocol="kafka")
+    return Channel(key, topic, title, "send", (kind,), description, protocol="kafka")
 
-
-_PARAMETERS = {
-    "model": "A model of the catalogue, percent-encoded as one subject token.",
-    "tier": "The service tier.",
-    "reason": "Why the job was given up on.",
-    "reply": "Whoever listens: a gateway's id or a name that the publishing service chose; "
-    "percent-encoded as one subject token.",
-    "gateway": "The gateway's id, percent-encoded as one subject token.",
-    "request": "The request id, percent-encoded as one subject token.",
-    "tenant": "The tenant, percent-encoded as one subject token.",
-    "worker": "The worker's id, percent-encoded as one subject token.",
-}
 
 _CHANNELS = (
-    _Channel(
+    Channel(
         "jobs",
         "jobs.{model}.{tier}.{tenant}",
         "Generation jobs",
         "receive",
-        (Job,),
-        f"JetStream work queue {subjects.JOBS_STREAM}. Publish with the header Nats-Msg-Id set to "
+        (ChatJob, CompletionJob, Job),
+        f"JetStream work queue {subjects.JOBS_STREAM}. A job is the body of a chat completion or "
+        "of a completion with the fields of a job beside its own (ChatJob, CompletionJob), or it "
+        "has the nested form (Job). Null is a field that is not set, and a float with nothing "
+        f"behind its point is an integer. request_id is a string of 1 to {MAX_NAME_CHARACTERS} "
+        "characters; a message with another one is refused under its own id, as far as a subject "
+        "can hold it, else under %. deadline is a time in ISO 8601 with an offset from UTC, "
+        "deadline_ns the same in "
+        "nanoseconds since 1970. Publish with the header Nats-Msg-Id set to "
         "the request id, so that a retried publish is accepted once, and wait for the "
         "acknowledgement: from then on the job is answered. reply must be the tenant's name, alone "
         "or with a slash and a name behind it; a job with another one is refused "
@@ -101,17 +76,19 @@ _CHANNELS = (
         "tenant alone knows whose a job is. What a job may use counts against its tenant's limits; "
         "one over a limit ends as shed, which says when to come back, or as failed. Encoded as "
         f"{_BOTH}; a job in JSON gets its frames in JSON.",
+        content_types=_EITHER,
     ),
-    _Channel(
-        "jobs-of-anybody",
+    Channel(
+        "jobsOfAnybody",
         "jobs.{model}.{tier}",
         "Generation jobs without a tenant",
         "receive",
-        (Job,),
+        (ChatJob, CompletionJob, Job),
         "The same without a tenant: the job is the keyless tenant's, local.",
+        content_types=_EITHER,
     ),
-    _Channel(
-        "jobs-of-gateways",
+    Channel(
+        "jobsOfGateways",
         "jobs.{model}.{tier}.{tenant}.reserved",
         "Generation jobs that gateways let in",
         "receive",
@@ -119,7 +96,7 @@ _CHANNELS = (
         "What these may use was set aside by the gateway that took the request in, which settles "
         "it too. For gateways only: whoever may publish here is under no limit.",
     ),
-    _Channel(
+    Channel(
         "frames",
         "tok.{reply}.{request}",
         "Frames of one request",
@@ -127,25 +104,40 @@ _CHANNELS = (
         (Frame,),
         "What streams back, at most once and in order. Every request ends in exactly one of done, "
         "cancelled, expired, shed and failed. Drop frames of an epoch below the highest seen and "
-        "token indices that are there already.",
+        "token indices that are there already. In JSON for a job that came in JSON or that set "
+        "frames_as_json.",
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "envelopes",
         f"tok.{{reply}}.{ENVELOPE}",
         "Frames of many requests",
         "send",
         (FrameBatch,),
         "For listeners whose jobs set batch_frames: what one engine step made, in one message.",
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "cancels",
+        "ctl.cancel.{tenant}.{request}",
+        "Cancel a request of a tenant",
+        "receive",
+        (),
+        "From a service of the tenant that owns the request. An empty message will do, as the "
+        "payload is not read, and nothing answers it. The request ends with cancelled, whether it "
+        "waits, runs or is yet to come. A cancel of another tenant's request, of an ended "
+        "request, or of an unknown id changes nothing.",
+    ),
+    Channel(
+        "cancelsOfParts",
         "ctl.cancel.{request}",
-        "Cancel a request",
+        "Cancel any request",
         "receive",
         (Cancel,),
-        f"From anyone who owns the request. Encoded as {_BOTH}; an empty message will do.",
+        f"For Millrace's own parts and operators. Encoded as {_BOTH}; an empty message will do.",
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "results",
         "results.{tenant}.{request}",
         "Final results",
@@ -153,9 +145,24 @@ _CHANNELS = (
         (JobResult,),
         f"JetStream stream {subjects.RESULTS_STREAM}, kept for a day: the last message of the "
         "subject is the result of a job that set store_result.",
-        content_type=codec.JSON,
+        content_types=(codec.JSON,),
     ),
-    _Channel(
+    Channel(
+        "resultRequests",
+        "ctl.result.{tenant}.{request}",
+        "Ask for a stored result",
+        "receive",
+        (),
+        "An empty request from a service of the tenant, answered by a scheduler: with the result, "
+        "or with an error whose code is result_not_ready (retryable: the request waits or runs), "
+        "result_not_stored (it ended without a result), result_not_found (no such request is "
+        "known; retryable while jobs of the tenant wait in the queue, as it may be one of them) or "
+        "bus_unavailable (retryable). In JSON, or in MessagePack to a request whose Content-Type "
+        "says so.",
+        answers=(JobResult, ResultError),
+        content_types=_EITHER,
+    ),
+    Channel(
         "dead",
         "dead.jobs.{reason}",
         "Dead letters",
@@ -163,18 +170,21 @@ _CHANNELS = (
         (DeadJob,),
         f"JetStream stream {subjects.DEAD_STREAM}: jobs given up on, with why. Those of jobs in "
         "JSON are JSON, with its Content-Type.",
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "resumes",
         "resume.{reply}.{request}",
         "Which tokens has the client got?",
         "send",
         (),
         "An empty request to whoever reads the stream, who may stay silent: the job then starts "
-        "again from its seed.",
-        answer=ResumePoint,
+        "again from its seed. Gateways, never services, are also asked with a list of ids, a "
+        "MessagePack map with request_ids, and answer with a map of those that they hold.",
+        answers=(ResumePoint,),
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "handovers",
         "handover.{gateway}.{request}",
         "Let go of a stream",
@@ -183,18 +193,19 @@ _CHANNELS = (
         "An empty request from a gateway whose client went on there to the one that holds the "
         "stream. Who does not hold it stays silent. A request whose payload is ``?`` asks only "
         "whether that gateway is there, which answers and lets go of nothing.",
-        answer=HandedOver,
+        answers=(HandedOver,),
     ),
-    _Channel(
+    Channel(
         "commands",
         "ctl.worker.{worker}",
         "Commands to a worker",
         "receive",
         (WorkerCommand,),
         "Dispatch, cancel, replay, drain, pull ahead and change of role.",
-        answer=WorkerReply,
+        answers=(WorkerReply,),
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "ends",
         "ctl.ended.{worker}",
         "Requests that a worker holds no more",
@@ -202,7 +213,7 @@ _CHANNELS = (
         (Ended,),
         "From a worker to the schedulers; may be lost.",
     ),
-    _Channel(
+    Channel(
         "prefilled",
         "ctl.prefilled.{worker}",
         "Requests that may go on elsewhere",
@@ -210,7 +221,7 @@ _CHANNELS = (
         (Prefilled,),
         "From a worker of the role prefill to the schedulers; may be lost.",
     ),
-    _Channel(
+    Channel(
         "pulled",
         "ctl.pulled.{worker}",
         "Requests that need nothing of a worker's KV cache any more",
@@ -218,7 +229,7 @@ _CHANNELS = (
         (Pulled,),
         "From the worker that went on with them to the one that had them; may be lost.",
     ),
-    _Channel(
+    Channel(
         "moves",
         "ctl.move.{worker}",
         "Have others go on with what a worker runs",
@@ -226,24 +237,25 @@ _CHANNELS = (
         (MoveStreams,),
         "From an operator to the schedulers.",
     ),
-    _Channel(
-        "queue-status",
+    Channel(
+        "queueStatus",
         "ctl.queue.{model}",
         "How a model's queue stands",
         "send",
         (QueueStatus,),
         "A few times a second.",
     ),
-    _Channel(
+    Channel(
         "telemetry",
         subjects.TELEMETRY,
         "Saved queries",
         "receive",
         (TelemetryQuery,),
         "Answered by one of the telemetry processes.",
-        answer=TelemetryAnswer,
+        answers=(TelemetryAnswer,),
+        content_types=_EITHER,
     ),
-    _Channel(
+    Channel(
         "heartbeats",
         "hb.{worker}",
         "Capacity and load of a worker",
@@ -251,17 +263,17 @@ _CHANNELS = (
         (WorkerStatus,),
         f"Twice a second; the last one is also in the key-value bucket {subjects.WORKERS_BUCKET}.",
     ),
-    _Channel(
-        "prefix-reports",
+    Channel(
+        "prefixReports",
         "prefix.{worker}",
         "What a worker's prefix cache holds",
         "send",
         (PrefixReport,),
         "From a worker to the schedulers; may be lost.",
     ),
-    _records("request-records", subjects.REQUEST_RECORD, "One record a request", RequestRecord),
-    _records("delivery-records", subjects.DELIVERY_RECORD, "What clients saw", DeliveryRecord),
-    _records("worker-samples", subjects.WORKER_RECORD, "Worker load", WorkerSample),
+    _records("requestRecords", subjects.REQUEST_RECORD, "One record a request", RequestRecord),
+    _records("deliveryRecords", subjects.DELIVERY_RECORD, "What clients saw", DeliveryRecord),
+    _records("workerSamples", subjects.WORKER_RECORD, "Worker load", WorkerSample),
     _records(
         "transcripts",
         subjects.TRANSCRIPT_RECORD,
@@ -277,92 +289,9 @@ _CHANNELS = (
 )
 
 
-def document() -> Schema:
-    """The whole document, ready for JSON."""
-    kinds = [kind for one in _CHANNELS for kind in (*one.kinds, one.answer) if kind is not None]
-    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
-    payloads = {_name(kind): {"payload": it} for kind, it in zip(kinds, schemas, strict=True)}
-    messages: dict[str, Schema] = {}
-    channels: dict[str, Schema] = {}
-    operations: dict[str, Schema] = {}
-
-    def carry(names: list[str], content_type: str) -> dict[str, Schema]:
-        for name in names:
-            messages[name] = {"name": name, "contentType": content_type, **payloads.get(name, {})}
-        return {name: _reference("components/messages", name) for name in names}
-
-    for one in _CHANNELS:
-        names = [_name(kind) for kind in one.kinds] or ["Empty"]
-        channels[one.key] = {
-            "address": one.address,
-            "title": one.title,
-            "description": one.description,
-            "messages": carry(names, one.content_type),
-            "servers": [_reference("servers", one.protocol)],
-            **_parameters(one.address),
-        }
-        operation: Schema = {
-            "action": one.action,
-            "channel": _reference("channels", one.key),
-            "title": one.title,
-        }
-        operations[f"{one.action}-{one.key}"] = operation
-        if one.answer is not None:
-            answers = f"{one.key}-answers"
-            operation["reply"] = {"channel": _reference("channels", answers)}
-            channels[answers] = {
-                "address": None,
-                "title": f"Answers: {one.title}",
-                "messages": carry([_name(one.answer)], codec.MSGPACK),
-                "servers": [_reference("servers", "nats")],
-            }
-    return {
-        "asyncapi": "3.0.0",
-        "info": {
-            "title": "Millrace",
-            "version": "1.0.0",
-            "description": "Generation jobs in, frames and records out. Made from schemas/ by "
-            "python -m millrace.bus.asyncapi.",
-            "license": {"name": "Apache-2.0"},
-        },
-        "defaultContentType": codec.MSGPACK,
-        "servers": {
-            "nats": {"host": "127.0.0.1:4222", "protocol": "nats"},
-            "kafka": {"host": "127.0.0.1:9092", "protocol": "kafka"},
-        },
-        "channels": channels,
-        "operations": operations,
-        "components": without_discriminators({"messages": messages, "schemas": components}),
-    }
-
-
-def _name(kind: Any) -> str:
-    """A struct's own name; unions are named after what they are unions of."""
-    if kind is Frame:
-        return "Frame"
-    if kind == WorkerCommand:
-        return "WorkerCommand"
-    name: str = kind.__name__
-    return name
-
-
-def _reference(section: str, name: str) -> Schema:
-    return {"$ref": f"#/{section}/{name}"}
-
-
-def _parameters(address: str) -> Schema:
-    names = re.findall(r"\{(\w+)\}", address)
-    if not names:
-        return {}
-    parameters: Schema = {name: {"description": _PARAMETERS[name]} for name in names}
-    if "tier" in parameters:
-        parameters["tier"]["enum"] = [tier.value for tier in Tier]
-    return {"parameters": parameters}
-
-
 def text() -> str:
     """The document as it is checked in."""
-    return document_text(document())
+    return document_text(document(_CHANNELS))
 
 
 if __name__ == "__main__":

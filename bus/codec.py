@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -12,6 +14,7 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    Held,
     MoveStreams,
     NameLease,
     Prefilled,
@@ -21,6 +24,7 @@ from millrace.schemas.control import (
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
+    WhichHeld,
     WorkerCommand,
     WorkerReply,
     WorkerStatus,
@@ -34,7 +38,11 @@ CONTENT_TYPE = "Content-Type"
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
+MSGPACK_HEADERS: Mapping[str, str] = {CONTENT_TYPE: MSGPACK}
 
+# What the decoder says of a field: where it is, and the name of one that is missing or unknown.
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
+_FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 # Where a JSON object begins at the latest, if blanks stand before it.
 _LEADING_BYTES = 256
 
@@ -55,7 +63,21 @@ def encode_json(message: object) -> bytes:
 
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
-    return content_type is not None and content_type.partition(";")[0].strip().lower() == JSON
+    return content_type is not None and _media_type(content_type) == JSON
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    """The same of MessagePack. A message without the header is not meant here."""
+    return content_type is not None and _media_type(content_type) == MSGPACK
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def without_mark(payload: bytes) -> bytes:
+    """The payload without the byte order mark that some programs put before UTF-8."""
+    return payload.removeprefix(codecs.BOM_UTF8)
 
 
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
@@ -64,6 +86,13 @@ def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
     if content_type is None and payload[:_LEADING_BYTES].lstrip(b" \t\r\n")[:1] == b"{":
         return JSON
     return content_type
+
+
+def _field_of(why: str) -> str:
+    """The path of the field that the decoder's sentence names; empty if it names none."""
+    place, field = _PLACE.search(why), _FIELD.search(why)
+    names = (place[1] if place else "", field[1] if field else "")
+    return ".".join(filter(None, names))
 
 
 class Codec(Generic[T]):
@@ -81,11 +110,11 @@ class Codec(Generic[T]):
                 return self._msgpack.decode(payload)
             if is_json(content_type):
                 return self._json.decode(payload)
-            if content_type.partition(";")[0].strip().lower() == MSGPACK:
+            if is_msgpack(content_type):
                 return self._msgpack.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = json_fault(payload, error) if is_json(content_type) else str(error)
-            raise MalformedMessageError(why) from error
+            raise MalformedMessageError(why, _field_of(why)) from error
         except RecursionError as error:
             raise MalformedMessageError("it is nested too deeply") from error
         raise MalformedMessageError(
@@ -108,6 +137,8 @@ PREFILLED: Codec[Prefilled] = Codec(Prefilled)
 PULLED: Codec[Pulled] = Codec(Pulled)
 MOVE_STREAMS: Codec[MoveStreams] = Codec(MoveStreams)
 RESUME_POINT: Codec[ResumePoint] = Codec(ResumePoint)
+WHICH_HELD: Codec[WhichHeld] = Codec(WhichHeld)
+HELD: Codec[Held] = Codec(Held)
 HANDED_OVER: Codec[HandedOver] = Codec(HandedOver)
 QUEUE_STATUS: Codec[QueueStatus] = Codec(QueueStatus)
 TELEMETRY_QUERY: Codec[TelemetryQuery] = Codec(TelemetryQuery)

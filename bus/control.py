@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from millrace.bus import codec, subjects
 from millrace.bus.codec import Codec, T
@@ -13,22 +13,41 @@ from millrace.schemas.control import (
     Cancel,
     Ended,
     HandedOver,
+    Held,
     MoveStreams,
     Prefilled,
     Pulled,
     QueueStatus,
+    ResultError,
     ResumePoint,
     TelemetryAnswer,
     TelemetryQuery,
+    WhichHeld,
     WorkerCommand,
     WorkerReply,
 )
-from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.errors import BusForbiddenError, MalformedMessageError, MillraceError
+from millrace.schemas.jobs import JobResult
 
 logger = logging.getLogger(__name__)
 
 # In a request for a handover: nothing is to be let go of.
 _ONLY_LOOKING = b"?"
+_MAX_IDS_PER_QUESTION = 256
+
+
+async def unless_forbidden(
+    subscribing: Awaitable[Subscription], purpose: str
+) -> list[Subscription]:
+    """A subscription that a part can do without; none, with a warning, if the permissions of the
+    NATS server are of an earlier version and forbid it."""
+    try:
+        return [await subscribing]
+    except BusForbiddenError as error:
+        logger.warning(
+            "this process cannot %s: no permission", purpose, extra={"reason": error.message}
+        )
+        return []
 
 
 class _Server:
@@ -45,8 +64,8 @@ class _Server:
 
 
 class Control:
-    """Requests to workers and gateways, cancels and queue status for everybody, on ``ctl.*``,
-    ``resume.*`` and ``handover.*``."""
+    """Requests to workers, gateways and schedulers, cancels and queue status for everybody, on
+    ``ctl.*``, ``resume.*`` and ``handover.*``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -98,6 +117,51 @@ class Control:
             return cancel
 
         return await self._listen(subjects.ALL_CANCELS, read, on_cancel)
+
+    async def subscribe_owner_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
+        """Cancels by the services of tenants. NATS permissions hold a service to its tenant's
+        subjects; the payload is not read."""
+
+        def read(message: Message) -> Cancel:
+            tenant, request_id = _tenant_and_request(message.subject)
+            return Cancel(request_id=request_id, tenant=tenant)
+
+        return await self._listen(subjects.ALL_OWNER_CANCELS, read, on_cancel)
+
+    # --- results ---
+
+    async def serve_results(
+        self, handler: Callable[[str, str], Awaitable[JobResult]]
+    ) -> Subscription:
+        """Answer requests for stored results; the handler gets a tenant and a request id, and
+        raises a MillraceError where there is no result. Several processes may serve; each request
+        goes to one of them. The answer is JSON, as stored results are, unless the Content-Type of
+        the request is MessagePack's."""
+
+        async def answer(message: Message) -> None:
+            try:
+                found = await handler(*_tenant_and_request(message.subject))
+                await self._answer_result(message, found)
+            except MillraceError as error:
+                await self._answer_result(message, ResultError.of(error))
+            except Exception as error:
+                logger.exception("a result could not be looked up")
+                failed = MillraceError(
+                    f"The result could not be looked up: {type(error).__name__}."
+                )
+                await self._answer_result(message, ResultError.of(failed))
+
+        subject, group = subjects.ALL_RESULT_REQUESTS, subjects.SCHEDULER_GROUP
+        return await self._serve(subject, answer, group)
+
+    async def _answer_result(self, message: Message, found: JobResult | ResultError) -> None:
+        if not message.reply:
+            return
+        if codec.is_msgpack(message.content_type):
+            payload, headers = codec.encode(found), codec.MSGPACK_HEADERS
+        else:
+            payload, headers = codec.encode_json(found), codec.JSON_HEADERS
+        await self._transport.publish(message.reply, payload, headers)
 
     # --- ends ---
 
@@ -158,11 +222,54 @@ class Control:
         return self._read(codec.RESUME_POINT, answer)
 
     async def serve_resume_points(
-        self, reply: str, handler: Callable[[str], ResumePoint | None]
+        self,
+        reply: str,
+        handler: Callable[[str], ResumePoint | None],
+        holds: Callable[[str], bool] | None = None,
     ) -> Subscription:
         """Answer for the streams of ``reply``, whosever name that is; the handler gets a request
-        id, None stays silent. Several may serve one name: the first answer is taken."""
-        return await self._serve_known(subjects.resumes_of(reply), handler)
+        id, None stays silent. Several may serve one name: the first answer is taken. ``holds``
+        answers ``held_requests``; a listener without it is not asked."""
+
+        async def answer(message: Message) -> None:
+            if holds is None or not message.payload:
+                await self._answer_known(message, handler)
+                return
+            question = self._read(codec.WHICH_HELD, message)
+            held = tuple(filter(holds, question.request_ids)) if question is not None else ()
+            if held:
+                await self._answer(message, Held(request_ids=held))
+
+        return await self._serve(subjects.resumes_of(reply), answer)
+
+    async def held_requests(
+        self, reply: str, request_ids: Sequence[str], timeout_s: float
+    ) -> frozenset[str]:
+        """Which of the requests of a gateway are held by it or by one that took them over. Raises
+        BusUnavailableError if that cannot be known."""
+        held: set[str] = set()
+        rest = list(request_ids)
+        while rest:
+            asked = rest[:_MAX_IDS_PER_QUESTION]
+            payload = codec.encode(WhichHeld(request_ids=tuple(asked)))
+            message = await self._transport.probe(
+                subjects.resume(reply, asked[0]), payload, timeout_s
+            )
+            answer = self._read(codec.HELD, message)
+            if answer is None:
+                rest = rest[len(asked) :]
+                continue
+            # A gateway of an older version answers for the request in the subject.
+            answered = set(answer.request_ids) & set(asked) or {asked[0]}
+            held |= answered
+            rest = [request_id for request_id in rest if request_id not in answered]
+        return frozenset(held)
+
+    async def is_held(self, reply: str, request_id: str, timeout_s: float) -> bool:
+        """Whether a gateway, also of an older version, or another listener answers for a request.
+        Raises BusUnavailableError if that cannot be known."""
+        subject = subjects.resume(reply, request_id)
+        return await self._transport.probe(subject, b"", timeout_s) is not None
 
     # --- handovers ---
 
@@ -311,3 +418,17 @@ class Control:
             "dropped a message that could not be read",
             extra={"subject": message.subject, "size_bytes": len(message.payload)},
         )
+
+
+def _tenant_and_request(subject: str) -> tuple[str, str]:
+    """Raises MalformedMessageError for a subject that does not end in a tenant and a request id."""
+    try:
+        tenant, request_id = subjects.tenant_and_request(subject)
+    except ValueError:
+        tenant = request_id = ""
+    if not tenant or not request_id:
+        raise MalformedMessageError(
+            "The subject must end in a tenant and a request id, each percent-encoded as one token: "
+            "letters, digits, - and _ stay, a dot is %2E (in capitals)."
+        )
+    return tenant, request_id

@@ -11,6 +11,11 @@ def generation_key(request_id: str) -> str:
     return f"gen:{request_id}"
 
 
+def cancels_key(tenant: str) -> str:
+    """The requests that services of a tenant cancelled: a sorted set of ids by time."""
+    return f"cancels:{token(tenant)}"
+
+
 def held_key(worker_id: str) -> str:
     """What a worker runs: a hash of leases by request id."""
     return f"held:{worker_id}"

@@ -6,6 +6,7 @@ Leases and heartbeats decide; while Redis is unreachable nothing is known and ev
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from millrace.schemas.config import RedisConfig
 from millrace.schemas.jobs import Job
 
 TTL_S = 3600
+CANCELS_TTL_S = 86_400
+MAX_CANCELS = 100_000
 
 # KEYS: the request's, and what the worker runs. ARGV: worker id, epoch, finished, TTL in s, request
 # id, lease (empty: it is not known, or over). A request that is finished stays so, and a run of an
@@ -75,6 +78,17 @@ redis.call('HSET', KEYS[1], 'sequence', ARGV[1], 'digest', ARGV[2], 'reply', ARG
   'tenant', ARGV[4])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 return {}
+"""
+)
+
+
+# KEYS: the tenant's cancels. ARGV: a request id, the time, how many are kept, TTL in s.
+_NOTE_CANCEL = Script(
+    """
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+return 1
 """
 )
 
@@ -156,6 +170,15 @@ class RunningRequestIndex:
             worker_id=found[0].decode(), epoch=int(found[1]), finished=found[2] == b"1"
         )
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
+        has no such request, or Redis is unreachable."""
+        key = redis_keys.generation_key(request_id)
+        found: list[bytes | None] | None = await self._call("HMGET", key, "tenant", "finished")
+        if found is None or found[0] is None or found[0].decode() != tenant:
+            return None
+        return found[1] == b"1"
+
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
@@ -176,6 +199,22 @@ class RunningRequestIndex:
             return None
         sequence, digest, reply, tenant = (one.decode() for one in found)
         return JobClaim(sequence=int(sequence), digest=digest, reply=reply, tenant=tenant)
+
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        """A service of the tenant cancelled a request. The newest of each tenant are kept, for a
+        day after the last."""
+        key = redis_keys.cancels_key(tenant)
+        arguments: list[Argument] = [request_id, time.time_ns(), MAX_CANCELS, CANCELS_TTL_S]
+        try:
+            await self._link.evaluate(_NOTE_CANCEL, [key], arguments)
+        except RedisUnreachableError:
+            return  # The schedulers that heard it remember it, too.
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        """Whether a service of the tenant cancelled a request; False while Redis is
+        unreachable."""
+        key = redis_keys.cancels_key(tenant)
+        return await self._call("ZSCORE", key, request_id) is not None
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
         """The model that was first chosen for a request, and why: this one, if none was or nobody

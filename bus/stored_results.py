@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import msgspec
 
+from millrace.schemas.chat.messages import MessageToolCall
 from millrace.schemas.frames import (
     Beam,
     BeamEnd,
     Cancelled,
+    CustomDelta,
     Delta,
     Done,
     Embedding,
     Expired,
     Failed,
     Frame,
+    FunctionDelta,
     PromptLogprobs,
     Shed,
     Started,
     TerminalFrame,
+    ToolCallDelta,
     Usage,
 )
 from millrace.schemas.jobs import BeamResult, JobResult
@@ -49,6 +54,10 @@ def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
             text=result.text,
             text_ends=result.text_ends,
             logprobs=result.logprobs,
+            reasoning=result.reasoning,
+            reasoning_ends=result.reasoning_ends,
+            tool_calls=tuple(map(_delta_of_call, count(), result.tool_calls)),
+            tool_call_ends=result.tool_call_ends,
         )
     yield msgspec.structs.replace(usage, epoch=epoch)
     yield end_of(result, epoch)
@@ -74,7 +83,23 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
         case Status.SHED:
             return Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
         case _:
-            return Failed(epoch=epoch, code=result.error_code, message=result.error_message)
+            return Failed(
+                epoch=epoch,
+                code=result.error_code,
+                message=result.error_message,
+                param=result.error_param,
+            )
+
+
+def _delta_of_call(index: int, call: MessageToolCall) -> ToolCallDelta:
+    """A whole call in one delta."""
+    delta = ToolCallDelta(index=index, id=call.id, type=call.type)
+    if call.custom is not msgspec.UNSET:
+        custom = CustomDelta(input=call.custom.input, name=call.custom.name)
+        return msgspec.structs.replace(delta, custom=custom)
+    assert call.function is not msgspec.UNSET
+    function = FunctionDelta(arguments=call.function.arguments, name=call.function.name)
+    return msgspec.structs.replace(delta, function=function)
 
 
 def _end_of_beam(beam: BeamResult) -> BeamEnd:
@@ -82,7 +107,7 @@ def _end_of_beam(beam: BeamResult) -> BeamEnd:
 
 
 def _token_ids(result: JobResult) -> tuple[int, ...]:
-    if result.text and not result.token_ids:
+    if not result.token_ids and (result.text or result.reasoning or result.tool_calls):
         # The result was too large to be stored with its ids; it can be read as a whole only.
         num_tokens = result.usage.completion_tokens if result.usage is not None else 1
         return (UNKNOWN_TOKEN_ID,) * num_tokens

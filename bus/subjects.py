@@ -41,6 +41,7 @@ STREAMS = (
 )
 BRIDGE_CONSUMER = "bridge"
 TELEMETRY_GROUP = "telemetry"
+SCHEDULER_GROUP = "schedulers"
 
 _RESERVED = "reserved"
 RESERVED_JOBS = f"jobs.*.*.*.{_RESERVED}"
@@ -65,6 +66,8 @@ ALL_WORKER_COMMANDS = "ctl.worker.*"
 ALL_WORKER_NAMES = f"$KV.{WORKERS_BUCKET}.name.*"
 ALL_ROLE_TURNS = f"$KV.{WORKERS_BUCKET}.roles.*"
 ALL_CANCELS = "ctl.cancel.*"
+ALL_OWNER_CANCELS = "ctl.cancel.*.*"
+ALL_RESULT_REQUESTS = "ctl.result.*.*"
 ALL_ENDED = "ctl.ended.*"
 ALL_PREFILLED = "ctl.prefilled.*"
 ALL_PULLED = "ctl.pulled.*"
@@ -247,6 +250,33 @@ def worker_commands(worker_id: str) -> str:
 
 def cancel(request_id: str) -> str:
     return f"ctl.cancel.{token(request_id)}"
+
+
+def owner_cancel(tenant: str, request_id: str) -> str:
+    """Where a tenant's service cancels its own request."""
+    return f"ctl.cancel.{token(tenant)}.{token(request_id)}"
+
+
+def owner_cancels_of(tenant: str) -> str:
+    """All cancels of one tenant's services."""
+    return f"ctl.cancel.{token(tenant)}.*"
+
+
+def result_request(tenant: str, request_id: str) -> str:
+    """Where a scheduler answers with the stored result of a request."""
+    return f"ctl.result.{token(tenant)}.{token(request_id)}"
+
+
+def result_requests_of(tenant: str) -> str:
+    """All requests for results of one tenant."""
+    return f"ctl.result.{token(tenant)}.*"
+
+
+def tenant_and_request(subject: str) -> tuple[str, str]:
+    """The tenant and the request id at the end of a subject. Raises ValueError for a subject that
+    does not end in two encoded tokens."""
+    *_, tenant, request_id = subject.split(".")
+    return untoken(tenant), untoken(request_id)
 
 
 def ended(worker_id: str) -> str:

@@ -44,3 +44,7 @@ class Transport(Protocol):
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         """The first answer, or None if nobody gave one in time."""
+
+    async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        """As ``request``. Raises BusUnavailableError where the silence says nothing about the
+        listener: the server is unreachable, or forbids this process the subject."""

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from millrace.cli.json_files import read_json
+from millrace.cli.paths import as_path
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import shown
 
@@ -51,7 +52,7 @@ def add_data_argument(parser: argparse._ActionsContainer) -> None:
     """Declare ``--data``."""
     parser.add_argument(
         "--data",
-        type=Path,
+        type=as_path,
         default=DEFAULT_DATA,
         metavar="DIR",
         help="the folder that millrace up runs on (default: %(default)s)",

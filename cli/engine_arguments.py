@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path
 from millrace.runtime.connection_settings import check_user_data
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import (
@@ -80,7 +81,7 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--stages-token-file",
-        type=Path,
+        type=as_path,
         metavar="FILE",
         help="holds the token that these have to know",
     )
@@ -147,7 +148,7 @@ def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {
         "kind": arguments.engine and EngineKind(arguments.engine),
         "url": arguments.engine_url,
-        "command": arguments.engine_command and _absolute(arguments.engine_command),
+        "command": arguments.engine_command and absolute_command(arguments.engine_command),
         "arguments": arguments.engine_arguments and split_arguments(arguments.engine_arguments),
     }
     given = {name: value for name, value in given.items() if value is not None}
@@ -166,6 +167,6 @@ def split_arguments(text: str) -> tuple[str, ...]:
         raise ConfigError(f"--engine-arguments cannot be read: {error}.") from error
 
 
-def _absolute(command: str) -> str:
+def absolute_command(command: str) -> str:
     """A program that is named by its path, or a class by its file, is looked for from here."""
     return str(Path(command).expanduser().resolve()) if "/" in command else command

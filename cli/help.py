@@ -40,6 +40,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "millrace models add chat-7b --model ./chat-7b --workers 2",
         "millrace models add tiny --model ./tiny-q4_k_m.gguf",
         "millrace models add big --model PATH --engine vllm",
+        "millrace models add far --model PATH --engine openai --engine-url http://10.0.0.5:8000/v1",
     ),
     "millrace models remove": ("millrace models remove chat-7b",),
     "millrace models promote": (

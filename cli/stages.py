@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error")
@@ -33,13 +34,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--model",
-        type=Path,
+        type=as_path,
         metavar="PATH",
         help="the same checkpoint on this host (default: at the path that it has at the worker)",
     )
     parser.add_argument(
         "--token-file",
-        type=Path,
+        type=as_path,
         metavar="FILE",
         help="holds the token of the worker (default: worker.engine.stages_token of the settings, "
         "such as by MILLRACE_WORKER__ENGINE__STAGES_TOKEN)",
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="stages that this host computes at a time, of one worker or of several (default: 1)",
     )
-    parser.add_argument("--config", help="a YAML or TOML file of settings")
+    parser.add_argument("--config", type=path_or_name, help="a YAML or TOML file of settings")
     parser.add_argument("--log-level", choices=_LEVELS, default="info")
     parser.set_defaults(handler=run)
 

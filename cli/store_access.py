@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from millrace.cli.endpoints import add_data_argument, locate, read_endpoints, running_config
+from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ def add_store_arguments(
     group = parser.add_argument_group("where")
     where = group.add_mutually_exclusive_group()
     where.add_argument("--redis", metavar="URL", help="the server to use instead")
-    where.add_argument("--config", metavar="FILE", help="the configuration that names the server")
+    where.add_argument(
+        "--config",
+        type=path_or_name,
+        metavar="FILE",
+        help="the configuration that names the server",
+    )
     add_data_argument(group)
     parser.set_defaults(handler=action)
 

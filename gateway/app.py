@@ -13,6 +13,7 @@ from starlette.routing import Match, Route
 
 from millrace.gateway.api import pages
 from millrace.gateway.api.adapters import AdaptersApi
+from millrace.gateway.api.anthropic_models import VERSION_HEADER
 from millrace.gateway.api.batches import BatchesApi
 from millrace.gateway.api.files import FilesApi
 from millrace.gateway.api.generations import GenerationHandler
@@ -26,6 +27,7 @@ from millrace.gateway.api.ops import OpsApi
 from millrace.gateway.api.pooled.classify import classify_endpoints
 from millrace.gateway.api.pooled.embeddings import embedding_endpoints
 from millrace.gateway.api.pooled.scores import scoring_endpoints
+from millrace.gateway.api.prefix_caches import PrefixCachesApi
 from millrace.gateway.api.rollouts import RolloutsApi
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
@@ -53,6 +55,7 @@ from millrace.gateway.transport.http import (
     Receive,
     Scope,
     Send,
+    header_of,
     new_request_id,
     refuse_and_close,
     refuse_handshake,
@@ -86,6 +89,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         for endpoint in endpoints
         if endpoint.id_header
     }
+    rest_of_anthropic = _in_words_of(MessagesEndpoint(gateway), rest)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -95,7 +99,9 @@ def build_app(gateway: Gateway) -> AsgiApp:
             receive = with_decoded_body(scope, receive)
             serve = token_path.get(path)
             if serve is None:
-                serve = next((below[stem] for stem in below if path.startswith(stem)), rest)
+                is_anthropic = header_of(scope, VERSION_HEADER) is not None
+                others = rest_of_anthropic if is_anthropic else rest
+                serve = next((below[stem] for stem in below if path.startswith(stem)), others)
             await serve(scope, receive, send)
         elif path == WEBSOCKET_ROUTE:
             await socket(scope, receive, send)
@@ -152,6 +158,7 @@ def _starlette(gateway: Gateway) -> Starlette:
             *LimitsApi(gateway).routes(),
             *AdaptersApi(gateway).routes(),
             *RolloutsApi(gateway).routes(),
+            *PrefixCachesApi(gateway).routes(),
             *OpsApi(gateway).routes(),
             *openapi.routes(),
             *pages.routes(),

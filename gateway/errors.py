@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
+from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import (
     BusUnavailableError,
     ContextLengthError,
@@ -22,6 +23,7 @@ from millrace.schemas.frames import Cancelled, Done, Expired, Shed, TerminalFram
 from millrace.schemas.openai import ErrorBody, ErrorInfo
 
 _NO_RETRY_HINT_S = 1.0
+_BODY_TIMEOUT = 408  # the next try may have a better connection
 
 
 class NotFoundError(MillraceError, code="not_found", http_status=404):
@@ -71,13 +73,15 @@ class TelemetryUnavailableError(
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """What to tell a caller: the same for HTTP, for an error inside a stream and for WebSocket.
-    ``limit`` names the limit that was reached, for our records."""
+    ``limit`` names the limit that was reached, for our records. ``comes_back``: a client that
+    waits ``retry_after_s`` within its call is served then."""
 
     status: int
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    comes_back: bool = True
     more_headers: tuple[tuple[bytes, bytes], ...] = ()
     limit: str = ""
 
@@ -97,11 +101,23 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(ErrorBody(error=info))
 
     @property
+    def should_retry(self) -> bool | None:
+        """Whether the same request may succeed soon; None: it is not known."""
+        if self.retry_after_s is not None:
+            return self.comes_back
+        return None if self.status >= 500 or self.status == _BODY_TIMEOUT else False
+
+    @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.retry_after_s is None:
-            return list(self.more_headers)
-        retry_after = str(max(1, math.ceil(self.retry_after_s))).encode()
-        return [(b"retry-after", retry_after), *self.more_headers]
+        """The headers of the answer. ``x-should-retry`` stops or starts the retries of the SDKs of
+        OpenAI and Anthropic, which otherwise go by the status."""
+        headers = list(self.more_headers)
+        if self.retry_after_s is not None:
+            seconds = max(1, math.ceil(self.retry_after_s))
+            headers.append((b"retry-after", str(seconds).encode()))
+        if self.should_retry is not None:
+            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
+        return headers
 
 
 GOING_AWAY_REFUSAL = Refusal(
@@ -129,6 +145,7 @@ def refusal_of(error: MillraceError) -> Refusal:
         message=error.message,
         param=param or None,
         retry_after_s=retry_after_s,
+        comes_back=getattr(error, "comes_back", True),
         more_headers=tuple(getattr(error, "headers", ())),
         limit=getattr(error, "limit", ""),
     )
@@ -150,6 +167,14 @@ def refusal_of_end(frame: TerminalFrame, form_field: str = "") -> Refusal:
             status=504,
             code="deadline_exceeded",
             message="The request's deadline passed before the answer was complete.",
+        )
+    if isinstance(frame, Cancelled) and frame.reason == CancelReason.ORPHANED.value:
+        return Refusal(
+            status=410,
+            code=frame.reason,
+            message="The gateway that had this request was gone, and no client came back for the "
+            "answer in time (gateway.orphan_grace_s), so it was cancelled. Send the request again "
+            "as a new one.",
         )
     if isinstance(frame, Cancelled):
         return Refusal(status=409, code="cancelled", message="The request was cancelled.")

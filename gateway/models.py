@@ -23,6 +23,8 @@ from millrace.registry.routing.router import Route, Router
 from millrace.registry.served import EmbeddingSettings
 from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.context_length import PromptParts
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.adapters import Adapter
@@ -85,6 +87,9 @@ class ServedModelLike(Protocol):
         """How the model marks its thoughts; None: it has none."""
 
     @property
+    def engine_kind(self) -> EngineKind: ...
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """What requests are sampled with that do not say."""
 
@@ -113,6 +118,10 @@ class ServedModelLike(Protocol):
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+
+    def prompt_parts(self, job: Job, num_prompt_tokens: int | None) -> PromptParts | None:
+        """Which part of the prompt of ``num_prompt_tokens`` is how long; None: it is not made of
+        messages."""
 
 
 class _ProxiedModel:

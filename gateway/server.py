@@ -21,9 +21,9 @@ from millrace.gateway.app import build_app, token_endpoints
 from millrace.gateway.batches.runner import BatchRunner
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal
-from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
+from millrace.gateway.transport.handshakes import HandshakeProtocol, Note
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.gateway.transport.http_writer import HttpWriter
 from millrace.runtime.faults.failures import keep_running
@@ -83,10 +83,11 @@ class Server:
         self._batches = BatchRunner(gateway, token_endpoints(gateway))
         self._listener = listener
         self._tune = tune
+        note = partial(gateway.refusals.note, _CONNECTION)
         config = uvicorn.Config(
             build_app(gateway),
-            http=_http_protocol(partial(gateway.refusals.note, _CONNECTION)),
-            ws=_WebSocketProtocol,
+            http=_http_protocol(note),
+            ws=_socket_protocol(note),
             ws_max_size=gateway.config.max_ws_message_bytes,
             ws_per_message_deflate=False,
             lifespan="off",
@@ -183,7 +184,7 @@ class _GatewayServer(ManagedServer):
 class _HttpProtocol(HttpProtocol):
     """Gives handlers the transport, and answers malformed HTTP with a refusal of the usual form."""
 
-    _note: Callable[[Refusal, Caller | None], None]
+    _note: Note
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -215,10 +216,11 @@ class _HttpProtocol(HttpProtocol):
     def refusal_of(self, fault: HttpFault) -> tuple[Headers, bytes]:
         refusal = Refusal(status=fault.status, code=fault.code, message=fault.message)
         self._note(refusal, None)
-        return [JSON, request_id_header(new_request_id("req"))], refusal.body
+        headers = [JSON, request_id_header(new_request_id("req")), *refusal.headers]
+        return headers, refusal.body
 
 
-def _http_protocol(note: Callable[[Refusal, Caller | None], None]) -> type[_HttpProtocol]:
+def _http_protocol(note: Note) -> type[_HttpProtocol]:
     """The protocol of one gateway's connections, which tells what it refuses."""
 
     class Protocol(_HttpProtocol):
@@ -247,7 +249,15 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
     """Queues a close frame behind whatever a client has not read, instead of waiting for it; tells
     a connection that was lost (1006) from one that was closed without a code (1005)."""
 
+    _note: Note
     _writer: _SocketWriter | None = None
+
+    def __init__(self, config: uvicorn.Config, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.conn.parser.close()  # as in ``connection_lost``
+        self.conn = HandshakeProtocol(
+            self._note, max_size=config.ws_max_size, logger=self.conn.logger
+        )
 
     def handle_connect(self, event: Any) -> None:
         super().handle_connect(event)
@@ -290,3 +300,12 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
             self.handshake_complete = True  # a handshake that was refused is no bug to be logged
+
+
+def _socket_protocol(note: Note) -> type[_WebSocketProtocol]:
+    """The protocol of one gateway's sockets, which tells what handshakes it refuses."""
+
+    class Protocol(_WebSocketProtocol):
+        _note = staticmethod(note)
+
+    return Protocol

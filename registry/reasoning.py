@@ -47,6 +47,11 @@ class ReasoningParser:
         """Whether thoughts have begun and ended."""
         return self._at is not _At.BEFORE and self._has_begun and not self.is_within
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing of the text is held back."""
+        return not self._held
+
     def push(self, text: str) -> tuple[str, str]:
         """The thoughts and the answer that are certain now that ``text`` has come."""
         thoughts, data = "", self._held + text

@@ -24,15 +24,18 @@ from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.checkpoints.generation_defaults import read_sampling_defaults
 from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
 from millrace.registry.predictions import predicted_tokens
+from millrace.registry.prompt_parts import prompt_parts
 from millrace.registry.reasoning import closing_of, format_after, format_within
 from millrace.registry.source import resolve
 from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.registry.truncation import num_kept_tokens
 from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.context_length import PromptParts
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.notices import NoticeCode, bounded, notice
 from millrace.schemas.pooling import ModelTask, Pooling
 from millrace.schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
 from millrace.schemas.tools import ToolFormat
@@ -151,8 +154,8 @@ class ServedModel:
         token_ids, sampling = self._prompt_token_ids(job), job.sampling
         if job.messages is not None:
             token_ids, sampling = self._with_reasoning(job, token_ids)
-        elif sampling.max_reasoning_tokens is not None and sampling.reasoning is None:
-            raise _no_reasoning(self.entry.name)
+        if sampling.max_reasoning_tokens is not None:
+            job, sampling = self._with_budget(job, sampling)
         for token_id in sampling.stop_token_ids:
             self._check_token_id("stop_token_ids", token_id)
         for token_id in sampling.allowed_token_ids:
@@ -163,7 +166,7 @@ class ServedModel:
             raise ParameterError(
                 "n", "n must be 1: one request makes one completion, unless by use_beam_search."
             )
-        max_tokens = self._max_tokens(len(token_ids), sampling)
+        max_tokens = self._max_tokens(job, len(token_ids), sampling)
         predicted = predicted_tokens(job.prediction, self.tokenizer, self.vocab_size, max_tokens)
         job = msgspec.structs.replace(job, sampling=sampling, prediction=predicted)
         return _prepared(job, token_ids, max_tokens, self.sampling_defaults, seed_source)
@@ -174,10 +177,8 @@ class ServedModel:
         """A prompt made of messages, and how its completion may begin with thoughts. They are ended
         in the prompt where the engine would hold them to the grammar of what follows them."""
         sampling = job.sampling
-        reasoning, budget = self.reasoning_format, sampling.max_reasoning_tokens
+        reasoning = self.reasoning_format
         if reasoning is None:
-            if budget is not None:
-                raise _no_reasoning(self.entry.name)
             return token_ids, sampling
         last = job.messages[-1] if job.messages and job.continue_final_message else None
         if last is not None and (last.content or last.reasoning):
@@ -189,10 +190,20 @@ class ServedModel:
         if begun is not None and is_held and not PROMISES[self.engine_kind].reasons_before_grammars:
             closing = self.tokenizer.encode(closing_of(begun), add_special_tokens=False)
             token_ids, begun = (*token_ids, *closing), None
-        budget = None if begun is None else budget
-        return token_ids, msgspec.structs.replace(
-            sampling, reasoning=begun, max_reasoning_tokens=budget
-        )
+        return token_ids, msgspec.structs.replace(sampling, reasoning=begun)
+
+    def _with_budget(self, job: Job, sampling: SamplingOptions) -> tuple[Job, SamplingOptions]:
+        """Leave out a budget of thoughts that cannot be enforced: no request is refused for it. A
+        notice says so where the completion may have thoughts."""
+        has_thoughts = sampling.reasoning is not None
+        if has_thoughts and PROMISES[self.engine_kind].bounds_reasoning:
+            return job, sampling
+        sampling = msgspec.structs.replace(sampling, max_reasoning_tokens=None)
+        # Thoughts behind a plain prompt are not told from the answer.
+        if has_thoughts or (job.messages is None and self.reasoning_format is not None):
+            told = notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens")
+            job = msgspec.structs.replace(job, notices=bounded((*job.notices, told)))
+        return job, sampling
 
     @property
     def classifier(self) -> ClassifierHead | None:
@@ -222,7 +233,7 @@ class ServedModel:
             )
         token_ids = self._prompt_token_ids(job)
         if len(token_ids) > self.context_window_tokens:
-            raise ContextLengthError(len(token_ids), None, self.context_window_tokens)
+            raise self._too_long(job, len(token_ids))
         return _prepared(job, token_ids, 1, SamplingDefaults(), seed_source)
 
     @property
@@ -300,9 +311,18 @@ class ServedModel:
     def _too_long(
         self, job: Job, num_prompt_tokens: int, *, is_exact: bool = True
     ) -> ContextLengthError:
-        wanted = None if job.pooling is not None else job.sampling.max_tokens
-        window_tokens = self.context_window_tokens
-        return ContextLengthError(num_prompt_tokens, wanted, window_tokens, is_exact=is_exact)
+        return ContextLengthError(
+            num_prompt_tokens,
+            None if job.pooling is not None else job.sampling.max_tokens,
+            self.context_window_tokens,
+            field="prompt" if job.messages is None else "messages",
+            is_exact=is_exact,
+            parts=self.prompt_parts(job, num_prompt_tokens if is_exact else None),
+        )
+
+    def prompt_parts(self, job: Job, num_prompt_tokens: int | None) -> PromptParts | None:
+        """Return which part of the job's prompt is how long, as ``prompt_parts`` does."""
+        return prompt_parts(self.tokenizer, job, num_prompt_tokens)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
         last = self.config.vocab_size - 1
@@ -311,11 +331,11 @@ class ServedModel:
                 field, f"{field} has the token id {token_id}; this model's ids are 0 to {last}"
             )
 
-    def _max_tokens(self, num_prompt_tokens: int, sampling: SamplingOptions) -> int:
+    def _max_tokens(self, job: Job, num_prompt_tokens: int, sampling: SamplingOptions) -> int:
         left = self.context_window_tokens - num_prompt_tokens
         wanted = sampling.max_tokens
         if left < (wanted or 1):
-            raise ContextLengthError(num_prompt_tokens, wanted, self.context_window_tokens)
+            raise self._too_long(job, num_prompt_tokens)
         if wanted is not None:
             return wanted
         usual = self.sampling_defaults.max_tokens
@@ -362,14 +382,6 @@ def _prepared(
         truncate_prompt_tokens=None,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
-    )
-
-
-def _no_reasoning(model: str) -> ParameterError:
-    return ParameterError(
-        "max_reasoning_tokens",
-        f"A completion of {model} has no thoughts that could be limited here; leave "
-        "max_reasoning_tokens out.",
     )
 
 

@@ -78,6 +78,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
             limits,
             directories,
         )
+        scheduler.orphans.grace_s = config.gateway.orphan_grace_s
         metrics = SchedulerMetrics(scheduler)
         monitor.registry.register(metrics)
         monitor.models = lambda: scheduler.dispatchers
@@ -122,7 +123,9 @@ def _offer(catalogue: Catalogue, config: Config) -> ModelCatalogue:
     load = partial(
         ServedModel.load, catalogue, control_tokens_in_content=config.control_tokens_in_content
     )
-    return ModelCatalogue(catalogue.names(), load, catalogue.router(config.scheduler.tiers))
+    router = catalogue.router(config.scheduler.tiers)
+    trusts_templates = config.gateway.trust_request_chat_template
+    return ModelCatalogue(catalogue.names(), load, router, trusts_templates)
 
 
 async def _follow(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from millrace.bus.api import Bus
+from millrace.bus.control import unless_forbidden
 from millrace.bus.fleet.directories import Directories
 from millrace.bus.job_queue import TenantQueue
+from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
@@ -22,6 +24,7 @@ from millrace.scheduler.fleet.fleet import Departed, Departure
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
+from millrace.scheduler.intake.result_lookup import ResultLookup
 from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.finalizer import Finalizer
@@ -39,7 +42,8 @@ from millrace.schemas.control import (
     PrefixReport,
     WorkerStatus,
 )
-from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
+from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +78,9 @@ class Scheduler:
     ) -> None:
         directories = directories or Directories.of(None, clock)
         is_foreign_reply = directories.reply_owners.is_foreign
-        self.model_cache = model_cache = ModelCache(catalogue.load)
+        self.model_cache = model_cache = ModelCache(
+            catalogue.load, trusts_templates=catalogue.trusts_templates
+        )
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
         self.context = SchedulerContext(
             bus,
@@ -112,6 +118,8 @@ class Scheduler:
             clock,
         )
         self.roles = RoleWatch(self.context, self.dispatchers)
+        self.orphans = OrphanWatch(bus, clock, self._waiting_jobs, self._on_orphan)
+        self._results = ResultLookup(self.context, self.pullers)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
@@ -135,6 +143,7 @@ class Scheduler:
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
             recover = self._lease_recovery.run
             self._services.keep(recover, self.context.clock, "recover leases")
+            self._services.keep(self.orphans.run, self.context.clock, "watch orphans")
             self.rollouts.start()
             self.roles.start()
             self.ready.set()
@@ -161,13 +170,12 @@ class Scheduler:
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
         subscriptions.append(await bus.control.subscribe_prefilled(self._on_prefilled))
         subscriptions.append(await bus.jobs.watch(self._on_published))
-        try:
-            subscriptions.append(await bus.jobs.recover_dropped())
-        except BusForbiddenError as error:
-            logger.warning(
-                "jobs that the NATS server drops as duplicates will not be answered: no permission",
-                extra={"reason": error.message},
-            )
+        for subscribing, what in (
+            (bus.jobs.recover_dropped(), "answer jobs that the NATS server drops as duplicates"),
+            (bus.control.subscribe_owner_cancels(self._on_cancel), "hear cancels of services"),
+            (bus.control.serve_results(self._results.find), "answer services with their results"),
+        ):
+            subscriptions += await unless_forbidden(subscribing, what)
         subscriptions.append(await bus.workers.watch_prefixes(self._on_prefixes))
         while True:
             try:
@@ -352,11 +360,25 @@ class Scheduler:
             return
         if cancel.reason is CancelReason.SUPERSEDED:
             return
-        self.context.cancels.add(cancel.request_id, cancel.reason, self.context.clock.monotonic())
-        if scheduled is not None and scheduled.phase is Phase.WAITING:
+        self.context.cancels.add(cancel, self.context.clock.monotonic())
+        if scheduled is None:
+            self.context.kept_cancels.note(cancel)
+            return
+        if scheduled.phase is not Phase.WAITING:
+            return
+        reason = self.context.cancel_reason(scheduled)
+        if reason is not None:
             dispatcher = self.models.dispatcher_of(scheduled.job.model)
-            dispatcher.runner.finish(scheduled, cancelled(cancel.reason))
+            dispatcher.runner.finish(scheduled, cancelled(reason))
             dispatcher.dispatch_ready()
+
+    def _waiting_jobs(self) -> Iterator[Job]:
+        for scheduled in self.context.job_table:
+            if scheduled.holds_lease:
+                yield scheduled.job
+
+    def _on_orphan(self, request_id: str) -> None:
+        self._on_cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
     def _finish_unwanted(self) -> None:
         for dispatcher in self.models.all_dispatchers():
@@ -376,5 +398,6 @@ class Scheduler:
         if self._is_over:
             return  # this process runs a newer Scheduler
         self._health_monitor.reconnected()
+        self.context.kept_cancels.reconnected()
         self._queue_watch.wake()
         self._dispatch_ready()

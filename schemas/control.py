@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from millrace.schemas.engines import WorkerRole
+from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.records import Attempt, Status
@@ -25,6 +26,7 @@ class CancelReason(StrEnum):
     DISCONNECT = "disconnect"
     DEADLINE = "deadline"
     SUPERSEDED = "superseded"
+    ORPHANED = "orphaned"  # its gateway is gone, and no client came back for it
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,11 +63,34 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
     """Stop a request. With ``below_epoch``, only attempts of a lower epoch: they are superseded
-    and must neither acknowledge nor send a terminal frame."""
+    and must neither acknowledge nor send a terminal frame. With ``tenant``, only if the request is
+    that tenant's."""
 
     request_id: str
+    tenant: str = ""
     reason: CancelReason = CancelReason.CLIENT
     below_epoch: int | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """An error by its stable code, with a sentence for people. ``retryable``: the same request may
+    succeed later."""
+
+    code: str
+    message: str
+    retryable: bool
+
+
+class ResultError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request for a stored result was answered with none."""
+
+    error: ErrorDetail
+
+    @classmethod
+    def of(cls, error: MillraceError) -> ResultError:
+        """The same as an error that was raised."""
+        code, message, retryable = error.code, error.message, error.retryable
+        return cls(error=ErrorDetail(code=code, message=message, retryable=retryable))
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="replay"):
@@ -106,14 +131,22 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     from_role: WorkerRole | None = None
 
 
-WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole
+class ResetPrefixCache(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="reset_prefix_cache"
+):
+    """Empty the prefix cache, but for what requests use that run now. Requests that are dispatched
+    after the reply find nothing else in it."""
+
+
+WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole | ResetPrefixCache
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's answer to a command.
 
     ``reason`` is a stable word when it did not comply: ``full``, ``draining``, ``wrong_model``,
-    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role`` or ``bad_request``.
+    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role``, ``prefix_cache_kept`` or
+    ``bad_request``.
     """
 
     ok: bool
@@ -200,6 +233,18 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     token_ids: tuple[int, ...] = ()
     open: bool = True
+
+
+class WhichHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of these requests does the gateway that reads this hold?"""
+
+    request_ids: tuple[str, ...]
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The requests that a gateway holds, of those in a ``WhichHeld``."""
+
+    request_ids: tuple[str, ...] = ()
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

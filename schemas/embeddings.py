@@ -197,6 +197,31 @@ class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=T
     return_documents: bool | None = None
 
 
+class RankTextsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``/rerank`` of Text Embeddings Inference, which has ``texts`` in place of
+    ``documents`` and names no model. Without ``model`` the only cross-encoder answers, or the only
+    model. Scores are told before the activation if ``raw_scores``, and with their texts if
+    ``return_text``. A text that does not fit the context window is cut at its end if ``truncate``,
+    else refused."""
+
+    query: str
+    texts: tuple[str, ...]
+    model: str | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+
+
+class TextRank(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of text ``index``, as Text Embeddings Inference tells it. The answer is a list of
+    these, the most relevant text first."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """Document ``index`` of the request; the score is a cosine between -1 and 1, or what a
     cross-encoder says. ``document`` is an object of the request as it was given, or has a text of

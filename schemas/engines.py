@@ -21,14 +21,13 @@ DRAFT_PREFIX = "draft="
 EAGLE3_PREFIX = "eagle3="
 # The folder of a checkpoint in which its draft is, if it brings one.
 DRAFT_FOLDER = "draft"
-_BUDGET = "max_reasoning_tokens"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
 _REASONS = {
     "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
     _BEAMS: "makes no beam search",
-    "grammar": "keeps no answer to a grammar, a response_format or a demanded tool call",
+    "grammar": "holds no answer to a schema, a pattern or a demanded tool call",
 }
 
 
@@ -79,6 +78,8 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     would have had; otherwise with others, at the same index. ``continues_grammars``: and one with a
     grammar goes on within it. ``reasons_before_grammars``: a model's thoughts come before what its
     grammar holds for; otherwise it has none with a grammar.
+    ``bounds_reasoning``: it makes a model end its thoughts at a budget; otherwise a budget is not
+    enforced, and no request is refused for it.
     ``unsupported`` are the fields of the sampling parameters, and ``pooling``, that it refuses;
     ``grammars`` those kinds that it takes.
     """
@@ -88,6 +89,7 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     continues_sampling: bool = False
     continues_grammars: bool = False
     reasons_before_grammars: bool = False
+    bounds_reasoning: bool = False
     cost_method: CostMethod = CostMethod.TOKENS
     unsupported: frozenset[str] = frozenset()
     grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
@@ -98,6 +100,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         continues_sampling=True,
         continues_grammars=True,
         reasons_before_grammars=True,
+        bounds_reasoning=True,
         cost_method=CostMethod.STEPS,
     ),
     EngineKind.SIMULATED: EnginePromises(
@@ -106,27 +109,25 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
-                *("bad_words", _BUDGET, _ALLOWED, _BEAMS),
+                *("bad_words", _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
     ),
     EngineKind.VLLM: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", _BUDGET, _BEAMS}),
+        unsupported=frozenset({"pooling", "n", "typical_p", _BEAMS}),
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset(
-            {"pooling", "n", "typical_p", "bad_words", _BUDGET, _ALLOWED, _BEAMS}
-        ),
+        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _ALLOWED, _BEAMS}),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
         unsupported=frozenset(
             {
                 *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("presence_penalty", "frequency_penalty", _ALLOWED, _BEAMS),
             }
         ),
         continues_grammars=True,
@@ -139,7 +140,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("top_k", "min_p", "typical_p", "repetition_penalty", _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -150,7 +151,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
                 *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
-                *("presence_penalty", "frequency_penalty", _BUDGET, _ALLOWED, _BEAMS),
+                *("presence_penalty", "frequency_penalty", _ALLOWED, _BEAMS),
             }
         ),
         grammars=frozenset(),
@@ -164,7 +165,6 @@ PROMISES: dict[EngineKind, EnginePromises] = {
                     "repetition_penalty",
                     "presence_penalty",
                     "frequency_penalty",
-                    _BUDGET,
                     _ALLOWED,
                     _BEAMS,
                 ),
@@ -175,6 +175,13 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     # Such an engine refuses by itself what it cannot do, but for answers that come all at once.
     EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({_BEAMS})),
 }
+
+
+def can_hold_calls(kind: EngineKind) -> bool:
+    """Whether an engine of this kind holds tool calls to their schemas where the answer may also be
+    text. Nothing is known of custom engines, so these get a grammar only if the request demands
+    one."""
+    return kind is not EngineKind.CUSTOM and GrammarKind.EBNF in PROMISES[kind].grammars
 
 
 def check_quantization(quantization: str | None, kind: EngineKind) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from millrace.schemas.context_length import PromptParts, too_long
+
 SHOWN_CHARACTERS = 200  # of a value that a client sent, in an error, a header or a log line
 _MESSAGE_CHARACTERS = 4_000
 _ENDING_CHARACTERS = 1_000
+_PROMPT = "prompt"
 # A value is in quotation marks, or without blanks.
 _LONG_VALUE = re.compile(
     r"(?<!\w)(?:'[^']{201,}'|\"[^\"]{201,}\"|`[^`]{201,}`)(?!\w)|\S{201,}", re.DOTALL
@@ -83,10 +86,7 @@ class ModelNotFoundError(MillraceError, code="model_not_found", http_status=404)
 
 
 class ContextLengthError(MillraceError, code="context_length_exceeded", http_status=400):
-    """Prompt and requested completion exceed the model's context window. ``param`` is the entry of
-    a request that has several inputs; empty: the request has one prompt."""
-
-    param = ""
+    """Prompt and requested completion exceed a context window. ``param`` is the field at fault."""
 
     def __init__(
         self,
@@ -94,19 +94,24 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
         max_tokens: int | None,
         context_window_tokens: int,
         *,
+        field: str = _PROMPT,
         is_exact: bool = True,
+        parts: PromptParts | None = None,
+        limit: str = "",
     ) -> None:
-        """``is_exact`` False: the prompt has at least so many tokens; they were not all counted."""
-        asked = f"{num_prompt_tokens} tokens in the prompt"
-        if not is_exact:
-            asked = f"at least {asked}"
-        if max_tokens is not None:
-            asked += f" and {max_tokens} in the completion"
-        super().__init__(
-            # Clients that choose a longer model know the error by the first words.
-            f"This model's maximum context length is {context_window_tokens} tokens, but the "
-            f"request asks for {asked}. Shorten the prompt or lower max_tokens."
+        """``field`` holds the prompt: ``messages``, ``prompt`` or ``input``. ``is_exact`` False:
+        the prompt has at least so many tokens; they were not all counted. ``limit`` says whose
+        limit the window is, if it is not the model's."""
+        message = too_long(
+            num_prompt_tokens,
+            max_tokens,
+            context_window_tokens,
+            noun=field,
+            is_exact=is_exact,
+            parts=parts,
         )
+        super().__init__(f"{message} {limit}" if limit else message)
+        self.param = field
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.context_window_tokens = context_window_tokens
@@ -161,7 +166,54 @@ class CredentialsRefusedError(MillraceError, code="credentials_refused", http_st
 
 
 class MalformedMessageError(MillraceError, code="malformed_message", http_status=400):
-    """A message on the bus is not what its subject carries."""
+    """A message on the bus is not what its subject carries. ``param`` is the field at fault, if one
+    is known."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = shown(param)
+
+
+class ResultNotReadyError(MillraceError, code="result_not_ready", retryable=True, http_status=409):
+    """The result of a request that waits or runs is asked for."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"The request {request_id!r} has not ended. Its result is stored when it ends, if its "
+            "job set store_result."
+        )
+
+
+class ResultNotStoredError(MillraceError, code="result_not_stored", http_status=404):
+    """The result of a request that has ended is not stored."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"The request {request_id!r} has ended, and no result of it is stored: its job did not "
+            "set store_result, or the time for which results are kept is over."
+        )
+
+
+class ResultNotFoundError(MillraceError, code="result_not_found", http_status=404):
+    """The result of a request that no scheduler knows is asked for."""
+
+    def __init__(self, request_id: str, advice: str = "") -> None:
+        super().__init__(
+            f"No result of a request {request_id!r} is stored: there was no such job, its job did "
+            f"not set store_result, or its result is not kept any more.{advice}"
+        )
+
+
+class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
+    """The same while ``num_waiting`` jobs of the tenant wait in the queue, where request ids cannot
+    be seen."""
+
+    def __init__(self, request_id: str, num_waiting: int) -> None:
+        super().__init__(
+            request_id,
+            f" The tenant has {num_waiting} waiting jobs: if this is one of them, ask again when "
+            "it has ended.",
+        )
 
 
 class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_status=403):
@@ -177,6 +229,10 @@ class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_stat
             f"The frames of a job go to its tenant only: reply must be {tenant!r}, or {tenant!r} "
             f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'."
         )
+
+
+class PrefixCacheKeptError(MillraceError, code="prefix_cache_kept", http_status=409):
+    """A prefix cache cannot be emptied; the message says whose and why."""
 
 
 class ConfigError(MillraceError, code="invalid_configuration"):

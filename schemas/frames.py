@@ -10,6 +10,7 @@ asks for a replay when it sees a gap.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -17,10 +18,12 @@ from millrace.schemas.notices import NOTICE_NAME, Notices
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well."""
+    """Why a generation ended well. Engines stop or reach a length; TOOL_CALLS is told of a stopped
+    answer that is to be read apart and calls tools."""
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -56,11 +59,40 @@ class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="starte
     num_cached_tokens: int = 0
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """More of the arguments of a call, which are JSON once all are there; ``name`` comes first."""
+
+    arguments: str
+    name: str = ""
+
+
+class CustomDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """More of the text that is the input of a custom tool; ``name`` comes first."""
+
+    input: str
+    name: str = ""
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """More of the call ``index`` of an answer, as chat completions stream it: its id, type and name
+    come with its first token."""
+
+    index: int
+    id: str = ""
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
+
+
 class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
     """New tokens from ``index`` (of the first of them) on, and the text that they add.
 
     ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader which has
     the first few tokens can cut exactly; it is empty when there is one token.
+
+    The answer to a job whose body is a chat body comes apart: ``text`` is content alone,
+    ``reasoning`` the thoughts, and ``tool_calls`` the calls. ``reasoning_ends`` and, for each of
+    the calls, ``tool_call_ends`` say of these texts what ``text_ends`` says of content.
     """
 
     index: int
@@ -68,6 +100,10 @@ class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
     text: str = ""
     text_ends: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    reasoning_ends: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    tool_call_ends: tuple[tuple[int, ...], ...] = ()
 
 
 class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_logprobs"):
@@ -137,9 +173,11 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
-    """Its owner cancelled it."""
+    """Its owner cancelled it, or, with the reason ``orphaned``, its gateway was gone and no client
+    came back for it."""
 
     num_tokens: int = 0
+    reason: str = ""
 
 
 class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expired"):
@@ -158,11 +196,13 @@ class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
 
 
 class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
-    """It cannot be answered; ``retryable`` says whether asking again may help."""
+    """It cannot be answered; ``retryable`` says whether asking again may help. ``param`` is the
+    field at fault, if one is."""
 
     code: str
     message: str
     retryable: bool = False
+    param: str = ""
 
 
 TerminalFrame = Done | Cancelled | Expired | Shed | Failed

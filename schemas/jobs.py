@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from millrace.schemas.chat.messages import MessageToolCall
 from millrace.schemas.errors import (
     ForeignReplyError,
     ForeignTenantError,
@@ -66,6 +67,10 @@ class Source(StrEnum):
     BENCH = "bench"
 
 
+# Of requests that a gateway accepted.
+GATEWAY_SOURCES = (Source.HTTP, Source.WEBSOCKET)
+
+
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
     thoughts before its content; a turn of the role ``tool`` is the result of the call
@@ -87,13 +92,31 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             msgspec.structs.force_setattr(self, "content", "")
 
 
+class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is needed to tell content, thoughts and calls of an answer apart. ``tools`` are those
+    that the model was told of; without any, no text is a call. The input of ``freeform`` tools is
+    text. ``must_call``: the answer is held to calls. ``is_unheld``: no grammar holds the calls, so
+    the calls of strict tools are checked once they have come. Thoughts are told if
+    ``include_reasoning``."""
+
+    tools: tuple[ToolDefinition, ...] = ()
+    freeform: tuple[str, ...] = ()
+    must_call: bool = False
+    is_unheld: bool = False
+    include_reasoning: bool = True
+
+
 class Job(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """One request for one generation, as it waits in ``jobs.<model>.<tier>.<tenant>``.
 
-    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` says what to continue; the
-    gateway always sends token ids, other services may leave tokenising to the scheduler.
+    Exactly one of ``prompt``, ``messages``, ``prompt_token_ids`` and ``body`` says what to
+    continue; the gateway always sends token ids, other services may leave tokenising to the
+    scheduler.
+    ``body`` is the body of a chat or completion, in JSON or MessagePack, that a service has
+    published with the fields of a job beside its own: the scheduler reads it. ``answer`` says that
+    the answer is told apart, as that of a chat is. No service writes either of the two.
     ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
     accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to: the
     tenant's name, alone or followed by a slash and a name of one's choice; empty means that there
@@ -159,12 +182,15 @@ class Job(
     adapter: str = ""
     adapter_version: str = ""
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
+    body: bytes = b""
+    answer: AnswerForm | None = None
 
     def __post_init__(self) -> None:
         num_given = (
             (self.prompt is not None)
             + (self.messages is not None)
             + (self.prompt_token_ids is not None)
+            + bool(self.body)
         )
         if num_given != 1:
             raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
@@ -192,6 +218,12 @@ class Job(
         if self.pooling is not None:
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
+
+    @property
+    def awaits_client(self) -> bool:
+        """Whether its answer is of use only to a client of the gateway ``reply``: a gateway
+        published it, and does not keep the result for a later client."""
+        return self.source in GATEWAY_SOURCES and bool(self.reply) and not self.store_result
 
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""
@@ -243,6 +275,10 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
     little-endian float32 numbers, as pooled; those of labels before any activation. ``beams`` are
     the answers of a beam search, the best first, in place of text and tokens.
+
+    The answer to a job whose body is a chat body is told apart: ``text`` is its content,
+    ``reasoning`` its thoughts, ``tool_calls`` its calls; ``reasoning_ends`` and, for each call,
+    ``tool_call_ends`` are as ``text_ends``. ``error_param`` is the field at fault, if one is.
     """
 
     request_id: str
@@ -261,8 +297,13 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage | None = None
     error_code: str = ""
     error_message: str = ""
+    error_param: str = ""
     done_ns: int = 0
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
+    reasoning: str = ""
+    reasoning_ends: tuple[int, ...] = ()
+    tool_calls: tuple[MessageToolCall, ...] = ()
+    tool_call_ends: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_of_no_job(self) -> bool:

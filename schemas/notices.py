@@ -27,6 +27,9 @@ class NoticeCode(StrEnum):
     ITEM_LEFT_OUT = "item_left_out"
     GRAMMAR_NOT_KEPT = "grammar_not_kept"
     SCHEMA_KEYWORD_DROPPED = "schema_keyword_dropped"
+    STRICT_NOT_ENFORCED = "strict_not_enforced"
+    STRICT_VIOLATED = "strict_violated"
+    BUDGET_NOT_ENFORCED = "budget_not_enforced"
     NOTICES_LEFT_OUT = "notices_left_out"
 
 

@@ -84,7 +84,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     (one of these texts) and ``guided_grammar`` (in Lark's notation or GBNF) are what the whole
     completion must match; ``structured_outputs`` says the same as one object.
     ``guided_whitespace_pattern``, a regular expression, is what may stand between the parts of a
-    document in JSON, or nothing; without it, one blank.
+    document in JSON, or nothing; without it, one blank. ``json_schema``, ``regex`` and ``ebnf`` are
+    SGLang's names of ``guided_json``, ``guided_regex`` and ``guided_grammar``, and ``no_stop_trim``
+    is its name of ``include_stop_str_in_output``. ``guided_decoding_backend`` is a hint that
+    changes nothing: no answer depends on it.
     With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
     its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
     Prompts are found in the prefix cache by requests with the same ``cache_salt`` only.
@@ -115,11 +118,16 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     guided_choice: tuple[str, ...] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: msgspec.Raw = msgspec.field(default_factory=not_given)
+    regex: str | None = None
+    ebnf: str | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     session_id: str | None = None
     session_keep: int | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     spaces_between_special_tokens: bool | None = None
@@ -188,6 +196,8 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
     enable_thinking: bool | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     documents: Any = None

@@ -9,6 +9,7 @@ import msgspec
 
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.tools import ToolFormat
 
 # The keyword of a JSON Schema under which the grammar library takes its own settings.
 SCHEMA_SETTINGS = "x-guidance"
@@ -31,7 +32,7 @@ MAX_LENGTH_PENALTY = 10.0
 _NOT_WITH_BEAM_SEARCH = (
     *("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "stop", "logprobs"),
-    *("prompt_logprobs", "grammar", "max_reasoning_tokens"),
+    *("prompt_logprobs", "grammar", "max_reasoning_tokens", "one_call"),
 )
 
 
@@ -107,7 +108,8 @@ class SamplingOptions(
 
     ``reasoning`` says that a completion may begin with thoughts, and how they are marked; whoever
     accepts a request with messages fills it in. The grammar is that of the text behind them. After
-    ``max_reasoning_tokens`` of thoughts the model is made to end them.
+    ``max_reasoning_tokens`` of thoughts the model is made to end them. With ``one_call`` a
+    completion ends right behind its first tool call, which is written in that format.
 
     With ``use_beam_search`` nothing is drawn: the ``n`` likeliest beams are kept at each token, and
     of all that were completed the ``n`` with the highest scores are the completions, the best
@@ -141,6 +143,7 @@ class SamplingOptions(
     grammar: Grammar | None = None
     reasoning: ReasoningFormat | None = None
     max_reasoning_tokens: int | None = None
+    one_call: ToolFormat | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] = ()

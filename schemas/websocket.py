@@ -21,7 +21,7 @@ import msgspec
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.jobs import Tier
 from millrace.schemas.notices import NOTICE_NAME, Notices
-from millrace.schemas.openai import ChatFields, LogprobInfo, UsageInfo
+from millrace.schemas.openai import ChatFields, LogprobInfo, StreamOptions, UsageInfo
 from millrace.schemas.sessions import SessionInfo
 
 SUBPROTOCOL = "millrace.v1"
@@ -36,12 +36,17 @@ class Generate(
     tag="generate",
 ):
     """Start a generation from ``messages`` or ``prompt`` (text or token ids). Sent again with the
-    same ``idempotency_key``, on any socket, it attaches to the answer that there is."""
+    same ``idempotency_key``, on any socket, it attaches to the answer that there is. Every field of
+    a chat completion is known: ``stream`` and ``stream_options.include_usage`` change nothing,
+    since an answer is always streamed and ``done`` always has the usage."""
 
     id: str
     idempotency_key: str = ""
     messages: tuple[Message, ...] | None = None
     prompt: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
 
 class _ClientMessage(

@@ -111,6 +111,16 @@ class SimulatedGenerationIndex:
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
 
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        """The trace has no services that cancel."""
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:  # noqa: ARG002
+        return False
+
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:  # noqa: ARG002
+        """The trace asks for no stored results."""
+        return None
+
     async def claim(
         self,
         request_id: str,  # noqa: ARG002  # the trace repeats none

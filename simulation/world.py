@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -17,7 +17,9 @@ from millrace.registry.pricing import UNPRICED
 from millrace.runtime.virtual_time import VirtualClock, run_virtual
 from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Job
+from millrace.schemas.tools import ToolFormat
 from millrace.simulation.client import Clients
 from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
@@ -53,6 +55,11 @@ class _AsIs:
     """A ``scheduler.intake.model_cache.Preparer`` for jobs that are prepared already."""
 
     prices = UNPRICED
+    tool_format: ToolFormat | None = None
+    engine_kind = EngineKind.SIMULATED
+
+    def with_chat_template(self, source: str) -> Self:  # noqa: ARG002
+        return self
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:  # noqa: ARG002
         return job

@@ -112,7 +112,9 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
 
     async def make_worker(settings: WorkerConfig, engine: EngineKeeper) -> Worker:
         await check_weights(bus, name, engine.weights, clock.now_ns())
-        return Worker(bus, settings, served_model, engine, clock, index, tracing, settlements)
+        worker = Worker(bus, settings, served_model, engine, clock, index, tracing, settlements)
+        worker.orphans.grace_s = config.gateway.orphan_grace_s
+        return worker
 
     try:
         async with asyncio.TaskGroup() as group:

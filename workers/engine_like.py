@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine.types import (
     DeviceTime,
@@ -77,6 +77,11 @@ class EngineLike(ABC):
     @abstractmethod
     def cancel(self, request_id: str) -> None:
         """Stop a request; outputs of a step that runs now may still come."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, but for what requests use that run now. Raises
+        PrefixCacheKeptError, which an engine does that has no way to empty it."""
+        raise PrefixCacheKeptError("The engine of this worker has no way to empty its cache.")
 
     @abstractmethod
     async def wait_closed(self) -> str:

@@ -66,7 +66,9 @@ class JobDeadLetters:
             message=why,
             subject=message.subject,
             payload=message.payload,
-            content_type=codec.stated_or_seen(message.payload, message.content_type)
+            content_type=codec.stated_or_seen(
+                codec.without_mark(message.payload), message.content_type
+            )
             or codec.MSGPACK,
             request_id=request_id,
             num_deliveries=message.num_deliveries,

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from millrace.bus import codec, subjects
-from millrace.bus.tokens import untoken
+from millrace.bus.jobs.published import read_published
+from millrace.bus.tokens import token, untoken
 from millrace.runtime.json.outline import check_outline
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import (
@@ -17,7 +18,14 @@ from millrace.schemas.errors import (
     MalformedMessageError,
     ParameterError,
 )
-from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_NAME_CHARACTERS, Job, check_length
+from millrace.schemas.jobs import (
+    GATEWAY_SOURCES,
+    MAX_LABEL_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    Job,
+    Source,
+    check_length,
+)
 from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
 _ABSENT = msgspec.Raw(b"")
@@ -41,6 +49,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     store_result: bool = False
     frames_as_json: bool = False
 
+    @property
+    def has_valid_id(self) -> bool:
+        """Whether a job may have its request id."""
+        return 0 < len(self.request_id) <= MAX_NAME_CHARACTERS
+
 
 class _Stated(msgspec.Struct, frozen=True):
     """Tier and tenant as written; what is absent, the subject says."""
@@ -63,8 +76,10 @@ class _OwnerFields(msgspec.Struct, frozen=True):
 _OWNER_FIELDS: codec.Codec[_OwnerFields] = codec.Codec(_OwnerFields)
 _LABEL: codec.Codec[str] = codec.Codec(str)
 _FLAG: codec.Codec[bool] = codec.Codec(bool)
+_ID: codec.Codec[str | int | float] = codec.Codec(str | int | float)  # type: ignore[arg-type]
+# As many as the longest name takes: four bytes a character, each of them percent-encoded.
+_MAX_TOKEN_CHARACTERS = 12 * MAX_NAME_CHARACTERS
 _MAX_CHARACTERS = {
-    "request_id": MAX_NAME_CHARACTERS,
     "reply": MAX_NAME_CHARACTERS,
     "tenant": MAX_NAME_CHARACTERS,
     "model": MAX_LABEL_CHARACTERS,
@@ -82,38 +97,50 @@ def read_job(
     stored_ns: int,
     traceparent: str | None = None,
 ) -> Job:
-    """The job in a message of the stream JOBS.
+    """The job in a message of the stream JOBS: one that a gateway has made, or what a service has
+    published (see ``published.read_published``).
 
     The model in the body must be the subject's, and so must tier and tenant where both state
     them; under a subject without a tenant a job is the keyless one's. A job without
-    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A job that
-    names no trace is of that in the message's header ``traceparent``, if that is one. A message
-    without a Content-Type is MessagePack, unless it begins as a JSON object does. Raises
+    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A service's
+    job came over NATS, whatever its ``source`` says. A job that names no trace is of that in the
+    message's header ``traceparent``, if that is one. A message without a Content-Type is
+    MessagePack, unless it begins as a JSON object does. Raises
     MalformedMessageError, ForeignTenantError for a job that names another tenant, and
     ForeignReplyError for a service's job that names a listener of another tenant.
     """
+    payload = codec.without_mark(payload)
     content_type = codec.stated_or_seen(payload, content_type)
     try:
         check_outline(payload, is_json=codec.is_json(content_type))
     except ParameterError as error:
-        raise MalformedMessageError(error.message) from error
-    job = codec.JOB.decode(payload, content_type)
+        raise MalformedMessageError(error.message, error.param) from error
+    if subjects.is_reserved(subject):
+        job = codec.JOB.decode(payload, content_type)
+    else:
+        job = read_published(payload, content_type)
     try:
         tenant_queue = subjects.tenant_queue_of(subject)
     except ValueError as error:
         raise MalformedMessageError(NOT_A_TENANT_QUEUE) from error
     if job.model != tenant_queue.model:
-        raise MalformedMessageError("the job's model is not the one that its subject names")
+        raise MalformedMessageError(
+            "the job's model is not the one that its subject names", "model"
+        )
     changes: dict[str, object] = {}
     tenant = LOCAL_TENANT if tenant_queue.tenant is None else tenant_queue.tenant
     if job.tier != tenant_queue.tier or job.tenant != tenant:
         stated = _STATED.decode(payload, content_type)
         if stated.tier is not None and job.tier != tenant_queue.tier:
-            raise MalformedMessageError("the job's tier is not the one that its subject names")
+            raise MalformedMessageError(
+                "the job's tier is not the one that its subject names", "tier"
+            )
         if stated.tenant is not None and job.tenant != tenant:
             raise ForeignTenantError(FOREIGN_TENANT)
         changes["tier"] = tenant_queue.tier
         changes["tenant"] = tenant
+    if not tenant_queue.reserved and job.source in GATEWAY_SOURCES:
+        changes["source"] = Source.NATS
     if job.received_ns == 0:
         changes["received_ns"] = stored_ns
     if codec.is_json(content_type):
@@ -137,8 +164,11 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
 
     The subject's tenant holds, whatever the body says: who may publish under it alone must not be
     answered in another's name, nor have a stranger told. Where ``reply`` is another's or cannot be
-    read, the tenant's own listener is told; an empty one names no listener.
+    read, the tenant's own listener is told; an empty one names no listener. A request id that no
+    job may have, a number or a text that is too long, is the one that its publisher listens for
+    all the same, as long as a subject can hold it.
     """
+    payload = codec.without_mark(payload)
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
     if not is_json and content_type is not None and content_type != codec.MSGPACK:
         # A type that is refused says nothing of how the message is written.
@@ -169,7 +199,9 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
         if not value:
             continue
         try:
-            if name in _FLAGS:
+            if name == "request_id":
+                fields[name] = _listened_id(value, content_type)
+            elif name in _FLAGS:
                 fields[name] = _FLAG.decode(value, content_type)
             else:
                 text = _LABEL.decode(value, content_type)
@@ -178,6 +210,18 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
         except (MalformedMessageError, ValueError):
             continue
     return fields
+
+
+def _listened_id(raw: bytes, content_type: str) -> str:
+    """The request id as it stands in the subject that its publisher listens to. Raises ValueError
+    for one that is too long for any subject, or neither text nor number."""
+    value = _ID.decode(raw, content_type)
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else value
+    text = str(value)
+    if len(token(text)) > _MAX_TOKEN_CHARACTERS:
+        raise ValueError("request_id is too long")
+    return text
 
 
 def _tenant_of(subject: str) -> str:

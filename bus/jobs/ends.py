@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from millrace.bus.jobs.decoding import Owner
 from millrace.runtime.tracing import recorded_trace_id
+from millrace.schemas.control import CancelReason
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import RequestRecord, Status
 
@@ -12,7 +13,8 @@ _NS_PER_MS = 1e6
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows. Only a failure keeps its code."""
+    adds what it knows. Only failures and orphaned requests keep their code."""
+    keeps_code = status is Status.FAILED or error_code == CancelReason.ORPHANED.value
     return RequestRecord(
         request_id=job.request_id,
         tenant=job.tenant,
@@ -26,7 +28,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         prompt_tokens=len(job.prompt_token_ids or ()),
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
-        error_code=error_code if status is Status.FAILED else "",
+        error_code=error_code if keeps_code else "",
         received_ns=job.received_ns,
         done_ns=done_ns,
         epoch=epoch,
@@ -38,7 +40,12 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
 
 
 def result_of(
-    owner: Owner, status: Status, error_code: str, error_message: str, done_ns: int
+    owner: Owner,
+    status: Status,
+    error_code: str,
+    error_message: str,
+    done_ns: int,
+    error_param: str = "",
 ) -> JobResult:
     """What ``owner`` fetches of a job that no worker answered. A worker adds the answer."""
     return JobResult(
@@ -48,5 +55,6 @@ def result_of(
         status=status.value,
         error_code=error_code,
         error_message=error_message,
+        error_param=error_param,
         done_ns=done_ns,
     )

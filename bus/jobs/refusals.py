@@ -55,9 +55,9 @@ class Refusals:
         message = error.message
         if error.code == MalformedMessageError.code:
             message = f"The message is not a job: {message.removesuffix('.')}."
-        if owner.request_id:
+        if owner.has_valid_id and error.param != "request_id":
             message = f"{message} {_ID_IS_FREE}"
-        await self._tell(owner, error.code, message, epoch=0)
+        await self._tell(owner, error.code, message, epoch=0, param=error.param)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
         """For a job that must not run: its record is stored, then its owner is told."""
@@ -66,12 +66,15 @@ class Refusals:
         await self._outbox.publish(record)
         await self._tell(decoding.owner_of(job), code, message, epoch)
 
-    async def _tell(self, owner: decoding.Owner, code: str, message: str, epoch: int) -> None:
+    async def _tell(
+        self, owner: decoding.Owner, code: str, message: str, epoch: int, param: str = ""
+    ) -> None:
         if owner.store_result and owner.request_id:
             now_ns = self._clock.now_ns()
-            await self._results.store(result_of(owner, Status.FAILED, code, message, now_ns))
+            result = result_of(owner, Status.FAILED, code, message, now_ns, param)
+            await self._results.store(result)
         if owner.reply:
-            frame = Failed(code=code, message=message, epoch=epoch)
+            frame = Failed(code=code, message=message, epoch=epoch, param=param)
             await self._frames.publish(
                 owner.reply, [(owner.request_id, frame)], as_json=owner.frames_as_json
             )

@@ -21,6 +21,7 @@ from millrace.bus.store.journal import Journal
 from millrace.bus.store.objects import Objects
 from millrace.bus.transport import Message, OnMessage, Subscription
 from millrace.schemas.control import WorkerCommand
+from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import JobResult
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,13 @@ class _MemoryTransport:
         subscriber = self._broker.subscribe(subject, on_message, group)
         self._subscribers.append(subscriber)
         return subscriber
+
+    async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        num_starts = self._broker.num_starts
+        answer = await self.request(subject, payload, timeout_s)
+        if not self._broker.up or self._broker.num_starts != num_starts:
+            raise BusUnavailableError("The message bus cannot be reached.")
+        return answer
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         self._broker.require_fits(len(payload))

@@ -9,6 +9,7 @@ from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, Queu
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.published import encode_job
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.memory.broker import MemoryBroker
 from millrace.bus.memory.queue import StoredJob, sequence_of
@@ -34,7 +35,7 @@ class MemoryJobQueue:
         self._opened: dict[str, tuple[int, int]] = {}
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
-        payload = codec.encode(job)
+        payload = encode_job(job)
         subject = subjects.job(TenantQueue.of(job, reserved=reserved))
         return self.publish_raw(subject, payload, None, token(job.request_id))
 

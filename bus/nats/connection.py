@@ -34,6 +34,10 @@ class NoAnswerError(Exception):
     """A request got no answer: timed out, nobody listens, or the connection was lost."""
 
 
+class LostRequestError(NoAnswerError):
+    """The request may not have reached the server, or its answer this process."""
+
+
 def status_of(message: Msg) -> str | None:
     """The status line of a message without payload, such as 404 or 503."""
     return message.headers.get("Status") if message.headers and not message.data else None
@@ -110,8 +114,16 @@ class Connection(Link):
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         try:
+            return await self.probe(subject, payload, timeout_s)
+        except BusUnavailableError:
+            return None
+
+    async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        try:
             answer = await self.request_once(subject, payload, timeout_s)
-        except (NoAnswerError, BusForbiddenError):
+        except LostRequestError as error:
+            raise BusUnavailableError(f"The message bus cannot be reached: {error}.") from error
+        except NoAnswerError:
             return None
         content_type = answer.headers.get(CONTENT_TYPE) if answer.headers else None
         return Message(answer.subject, answer.data, content_type, answer.reply)
@@ -164,7 +176,7 @@ class Connection(Link):
         try:
             with self._forbidden.asking(subject, on_failure):
                 if not await self.send(subject, payload, reply, headers):
-                    raise NoAnswerError("the server is unreachable")
+                    raise LostRequestError("the server is unreachable")
                 timer = loop.call_later(timeout_s, on_failure, NoAnswerError("no answer in time"))
                 answer = await future
         finally:
@@ -172,7 +184,7 @@ class Connection(Link):
             if timer is not None:
                 timer.cancel()
         if answer is None:
-            raise NoAnswerError("the connection was lost")
+            raise LostRequestError("the connection was lost")
         if status_of(answer) == _NO_RESPONDERS:
             raise NoAnswerError("nobody answers there")
         return answer

@@ -15,6 +15,7 @@ from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, Queu
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.published import encode_job
 from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.nats import jetstream, shedding, topology
 from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
@@ -113,7 +114,7 @@ class NatsJobQueue:
         headers = {MESSAGE_ID: token(job.request_id)}
         subject = subjects.job(TenantQueue.of(job, reserved=reserved))
         try:
-            stored = await jetstream.store(self._connection, subject, codec.encode(job), headers)
+            stored = await jetstream.store(self._connection, subject, encode_job(job), headers)
         except JetStreamError as error:
             if error.number == jetstream.FULL:
                 raise QueueFullError(

@@ -68,6 +68,8 @@ def grants_of_service(tenant: str, tiers: Sequence[Tier], replies: Sequence[str]
         (
             inbox,
             *(subjects.jobs_of_tenant(tenant, tier) for tier in tiers),
+            subjects.owner_cancels_of(tenant),
+            subjects.result_requests_of(tenant),
             f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{result}",
         ),
         (
@@ -146,6 +148,8 @@ def _scheduler() -> Grants:
         ),
         (
             subjects.ALL_CANCELS,
+            subjects.ALL_OWNER_CANCELS,
+            subjects.ALL_RESULT_REQUESTS,
             subjects.ALL_ENDED,
             subjects.ALL_PREFILLED,
             subjects.ALL_MOVES,
@@ -155,6 +159,7 @@ def _scheduler() -> Grants:
             subjects.ALL_HEARTBEATS,
             subjects.ALL_PREFIX_REPORTS,
         ),
+        answers=True,
     )
 
 
@@ -163,6 +168,7 @@ def _worker() -> Grants:
     return Grants(
         (
             subjects.ALL_FRAMES,
+            subjects.ALL_RESUMES,
             subjects.ALL_RESULTS,
             subjects.REQUEST_RECORD,
             subjects.WORKER_RECORD,
@@ -184,6 +190,7 @@ def _worker() -> Grants:
         (
             subjects.ALL_WORKER_COMMANDS,
             subjects.ALL_CANCELS,
+            subjects.ALL_OWNER_CANCELS,
             subjects.ALL_QUEUE_STATUS,
             subjects.ALL_PULLED,
         ),
@@ -216,6 +223,7 @@ def _operator() -> Grants:
             subjects.ALL_WORKER_COMMANDS,
             subjects.ALL_CANCELS,
             subjects.ALL_MOVES,
+            subjects.ALL_RESULT_REQUESTS,
             subjects.TELEMETRY,
             f"{API}.>",
         ),

@@ -14,7 +14,7 @@ from millrace.bus.tenancy.accounts import (
     next_month_s,
 )
 from millrace.runtime.redis.link import RedisUnreachableError
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import ContextLengthError, MillraceError
 from millrace.schemas.tenants import from_nano
 
 _RETRY_AFTER_S = 2.0
@@ -66,7 +66,7 @@ class InsufficientQuotaError(RateLimitError, code="insufficient_quota"):
     """The month's budget does not cover what the request may cost."""
 
 
-class TierContextError(MillraceError, code="context_length_exceeded", http_status=400):
+class TierContextError(ContextLengthError):
     """Prompt and completion exceed what the caller's tier may hold at once."""
 
     limit = "context_tokens"
@@ -134,9 +134,12 @@ def rate_limit_error(
 
 def tier_context_error(account: Account, charge: Charge) -> TierContextError:
     """The error that names the window and whose it is."""
+    size = account.limits.context_tokens
+    assert size is not None, "the request is over it"
+    whose = f"{account.kind} {account.name} (tier {charge.tier.value})"
     return TierContextError(
-        f"Requests of {account.kind} {account.name} (tier {charge.tier.value}) may hold "
-        f"{account.limits.context_tokens} tokens, but this one for {charge.model} asks for "
-        f"{charge.num_prompt_tokens} tokens in the prompt and {charge.max_tokens} in the "
-        "completion. Shorten the prompt or lower max_tokens."
+        charge.num_prompt_tokens,
+        charge.max_tokens or None,
+        size,
+        limit=f"Requests of {whose} may hold {size} tokens.",
     )

@@ -12,6 +12,7 @@ import msgspec
 
 from millrace.cli.analytics.store import NoDatabaseError, ask_store
 from millrace.cli.endpoints import add_data_argument
+from millrace.cli.paths import path_or_name
 from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError
 
@@ -33,7 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "same whenever it starts; a store in a folder belongs to the system that runs on it, which "
         "--dry-run asks.",
     )
-    parser.add_argument("--config", metavar="FILE", help="the configuration that names the store")
+    parser.add_argument(
+        "--config", type=path_or_name, metavar="FILE", help="the configuration that names the store"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="only say which migrations would run"
     )

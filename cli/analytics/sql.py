@@ -9,6 +9,7 @@ from pathlib import Path
 
 from millrace.cli.analytics.store import Value, ask, ask_saved
 from millrace.cli.endpoints import add_data_argument
+from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import MillraceError, ParameterError
 
 _FORMAT_CLAUSE = re.compile(r"\bFORMAT\s+\w+\s*;?\s*\Z", re.IGNORECASE)
@@ -28,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("query", metavar="SQL", nargs="?")
-    what.add_argument("--file", metavar="FILE", help="read the statement from it (- is stdin)")
+    what.add_argument(
+        "--file", type=path_or_name, metavar="FILE", help="read the statement from it (- is stdin)"
+    )
     what.add_argument("--saved", metavar="NAME", help="run a saved query; see --list")
     what.add_argument("--list", action="store_true", help="the saved queries, what they answer")
     parser.add_argument(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.load_arguments import (
@@ -18,6 +17,7 @@ from millrace.cli.load_arguments import (
     seconds,
 )
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset",
-        default="",
+        type=path_or_name,
         metavar="FILE.jsonl",
         help='lines {"messages": […]} or {"prompt": "…"}, each with "max_tokens" if it likes',
     )
@@ -133,7 +133,7 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compare",
         nargs=2,
-        type=Path,
+        type=as_path,
         metavar=("BEFORE.json", "AFTER.json"),
         help="send nothing; print what differs between two reports",
     )
@@ -194,7 +194,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         timeout_s=seconds("--timeout", arguments.timeout),
         num_processes=arguments.processes,
         seed=arguments.seed,
-        dataset=arguments.dataset,
+        dataset=arguments.dataset or "",
         input_tokens=parse_spread(arguments.input_tokens),
         output_tokens=parse_spread(arguments.output_tokens),
         shared_prefix_tokens=arguments.shared_prefix_tokens,

@@ -21,7 +21,13 @@ from millrace.cli.local.live import LiveSystem, SystemState
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker
-from millrace.cli.local.private_files import credentials_of, make_private, write_private
+from millrace.cli.local.private_files import (
+    credentials_of,
+    make_private,
+    remove_access_files,
+    write_access_files,
+    write_private,
+)
 from millrace.cli.local.probe import probe_pooling, serve_one
 from millrace.cli.local.scrape_targets import (
     FILE_NAME,
@@ -43,9 +49,6 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.role_shares import RoleShares
 
-# For others on this machine that may read our files: addresses with passwords in them.
-NATS_URL_FILE = "nats.url"
-CLICKHOUSE_URL_FILE = "clickhouse.url"
 _NATS_USER = "millrace"
 _NATS_ACCESS = (
     *("user", "password", "token", "nkey_seed", "creds_file"),
@@ -167,8 +170,8 @@ class Stack:
     async def close(self) -> None:
         """Let go of the bus; the processes are the supervisor's to stop."""
         self.system_state.phase = "stopping"
-        for name in (ENDPOINTS_FILE, NATS_URL_FILE, CLICKHOUSE_URL_FILE):
-            (self.plan.data / "run" / name).unlink(missing_ok=True)
+        (self.plan.data / "run" / ENDPOINTS_FILE).unlink(missing_ok=True)
+        remove_access_files(self.plan.data / "run")
         self._targets.close()
         if self._store_recovery is not None:
             await self._store_recovery.close()
@@ -376,8 +379,7 @@ class Stack:
         return Process(name=name, command=command, env=env, **options)
 
     def _write_endpoints(self, endpoints: Endpoints) -> None:
-        self._write_run_file(NATS_URL_FILE, endpoints.nats + "\n")
-        self._write_run_file(CLICKHOUSE_URL_FILE, endpoints.clickhouse + "\n")
+        write_access_files(self.plan.data / "run", endpoints)
         self._write_run_file(ENDPOINTS_FILE, formatted_json(endpoints))
 
     def _write_config(self, config: Config) -> None:

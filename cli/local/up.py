@@ -11,7 +11,6 @@ import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,11 +20,12 @@ from millrace.cli.adapter_options import (
     offered_adapter,
     split_model,
 )
-from millrace.cli.endpoints import add_data_argument, read_endpoints
+from millrace.cli.endpoints import add_data_argument, read_endpoints, without_user
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
-from millrace.cli.local.private_files import make_private
+from millrace.cli.local.private_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE, make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import path_or_name
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -74,7 +74,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_other_engine(parser.add_argument_group("engines of others"))
     _add_size(parser.add_argument_group("size"))
     settings = parser.add_argument_group("settings")
-    settings.add_argument("--config", help="a YAML or TOML file of settings for all parts")
+    settings.add_argument(
+        "--config", type=path_or_name, help="a YAML or TOML file of settings for all parts"
+    )
     settings.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(handler=run)
 
@@ -84,11 +86,14 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         "--model",
         action="extend",
         nargs="+",
+        type=path_or_name,
         metavar="NAME|PATH",
         help="a model of the catalogue, a folder in Hugging Face layout or a GGUF file "
         "(default: demo)",
     )
-    group.add_argument("--catalogue", help="a models.yaml instead of the built-in one")
+    group.add_argument(
+        "--catalogue", type=path_or_name, help="a models.yaml instead of the built-in one"
+    )
     group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
@@ -319,7 +324,6 @@ async def _run(plan: Plan) -> int:
 def greeting(endpoints: Endpoints, plan: Plan) -> str:
     """What to tell whoever started it: where everything is, and a first request to try."""
     from millrace.cli.local.scrape_targets import FILE_NAME
-    from millrace.cli.local.stack import CLICKHOUSE_URL_FILE, NATS_URL_FILE
     from millrace.gateway.tenancy.identity import demands_keys
 
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
@@ -339,9 +343,10 @@ Millrace is ready.
   operations   {endpoints.http}/ops
   OpenAI API   {endpoints.http}/v1
   metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
-  services     find NATS, with its password, in {_shown(plan.data / "run" / NATS_URL_FILE)}
-  analytics    ClickHouse at http://{urlsplit(endpoints.clickhouse).netloc.rpartition("@")[2]}
-               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_URL_FILE)})
+  services     NATS at {without_user(endpoints.nats)}
+               (user and password: {_shown(plan.data / "run" / NATS_ENV_FILE)})
+  analytics    ClickHouse at {without_user(endpoints.clickhouse)}
+               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_ENV_FILE)})
                its tables: {endpoints.http}/ops/tables.html
 {keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\

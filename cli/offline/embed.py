@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
 from millrace.cli.offline.engine_options import (
@@ -20,6 +19,7 @@ from millrace.cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
+from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
@@ -38,9 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "optionally id. Each line of the output, in the same order, has id, embedding and "
         "prompt_tokens, or id and error.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH|NAME")
+    parser.add_argument("--model", type=path_or_name, required=True, metavar="PATH|NAME")
     add_file_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="default: stdout")
+    parser.add_argument("--output", type=as_path, metavar="OUT.jsonl", help="default: stdout")
     parser.add_argument(
         "--pooling",
         choices=get_args(EmbeddingPooling),

@@ -14,6 +14,7 @@ import msgspec
 
 from millrace.cli.engine_arguments import add_ranks, told_ranks
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
@@ -57,7 +58,7 @@ _PRINTER = _Printer()
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     """``--input`` and ``--catalogue``."""
-    parser.add_argument("--input", type=Path, required=True, metavar="IN.jsonl")
+    parser.add_argument("--input", type=as_path, required=True, metavar="IN.jsonl")
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import msgspec
@@ -24,6 +23,7 @@ from millrace.cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
+from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import SPECULATIONS, speculation_option
 
@@ -52,9 +52,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "same order. The last line on stderr is a JSON object with tokens_per_s, mean_ttft_ms, "
         "mean_tpot_ms and what was counted.",
     )
-    parser.add_argument("--model", default="demo", metavar="PATH|NAME", help="default: demo")
+    parser.add_argument(
+        "--model", type=path_or_name, default="demo", metavar="PATH|NAME", help="default: demo"
+    )
     add_file_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
+    parser.add_argument("--output", type=as_path, required=True, metavar="OUT.jsonl")
     add_adapter_option(
         parser, "lines name it as adapter, and those that name none have it if it is the only one"
     )

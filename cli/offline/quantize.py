@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path, path_or_name
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
@@ -25,8 +26,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "of compressed-tensors, which this engine, vLLM, SGLang and transformers read. The linear "
         "maps of the layers are quantized; embeddings, heads and routers of experts stay wide.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH|NAME", help="the wide one")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--model", type=path_or_name, required=True, metavar="PATH|NAME", help="the wide one"
+    )
+    parser.add_argument("--output", type=as_path, required=True, metavar="FOLDER")
     parser.add_argument(
         "--scheme",
         required=True,
@@ -44,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--calibrate",
-        type=Path,
+        type=as_path,
         metavar="IN.jsonl",
         help="texts to calibrate int4 by (GPTQ): each line has text, prompt or messages; use what "
         "the model will be asked (default: round to nearest)",

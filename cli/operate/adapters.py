@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.cli.adapter_options import offered_adapter
+from millrace.cli.paths import path_or_name
 from millrace.cli.store_access import (
     add_store_arguments,
     print_json,
@@ -35,6 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add.add_argument("name", metavar="NAME")
     add.add_argument(
         "path",
+        type=path_or_name,
         metavar="PATH",
         help="its folder in PEFT's layout, there on the machines of gateways and workers, or its "
         "address in an object store (s3://bucket/path), or its hub id",

@@ -33,7 +33,10 @@ def ask_system(data: Path, request: Request, timeout_s: float | None) -> SystemR
 
 
 def from_anywhere(path_or_name: str) -> str:
-    """A path as the system, which runs in another folder, finds it; what is none as it is."""
+    """Return a path as the system, which runs in another folder, finds it; a name and an empty text
+    as they are."""
+    if not path_or_name:
+        return ""
     path = Path(path_or_name).expanduser()
     is_path = "/" in path_or_name and (path.exists() or path_or_name[0] in "./~")
     return str(path.resolve()) if is_path or path.is_file() or path.is_dir() else path_or_name

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.engine_arguments import split_arguments
+from millrace.cli.engine_arguments import absolute_command, split_arguments
 from millrace.cli.numbers import whole_number
 from millrace.cli.operate import rollouts
 from millrace.cli.operate.asking import ask_system, change, from_anywhere
+from millrace.cli.paths import path_or_name
 from millrace.cli.running import supervising
 from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError
@@ -46,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add.add_argument(
         "--model",
+        type=path_or_name,
         metavar="NAME|PATH",
         help="a model of the catalogue, a folder in Hugging Face layout, a GGUF file or a hub id "
         "(default: the model NAME of the catalogue)",
@@ -128,7 +130,7 @@ def _add(arguments: argparse.Namespace) -> int:
             workers=arguments.workers,
             engine=arguments.engine and EngineKind(arguments.engine),
             engine_url=arguments.engine_url,
-            engine_command=from_anywhere(arguments.engine_command),
+            engine_command=absolute_command(arguments.engine_command),
             engine_arguments=split_arguments(arguments.engine_arguments),
             quantization=arguments.quantization,
         ),

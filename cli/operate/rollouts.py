@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from millrace.cli.load_arguments import seconds
 from millrace.cli.numbers import whole_number
 from millrace.cli.operate.asking import change, from_anywhere
+from millrace.cli.paths import path_or_name
 from millrace.cli.store_access import (
     add_store_arguments,
     print_json,
@@ -43,6 +44,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     promote.add_argument("version", metavar="NAME@VERSION")
     promote.add_argument(
         "--model",
+        type=path_or_name,
         metavar="NAME|PATH",
         help="serve the version first, as millrace models add does (default: it is served already)",
     )

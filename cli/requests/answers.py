@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from millrace.bus.frame_reader import Outcome, StreamReader
 from millrace.schemas.control import Replay, ResumePoint
 from millrace.schemas.errors import MillraceError
@@ -104,6 +106,8 @@ async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
         return _timed_out(job.tenant, job.request_id, timeout_s)
     printer.show_rest(result.text)
     write("\n")
+    if result.tool_calls:
+        write(f"{_calls(result)}\n")
     return _exit_code(result)
 
 
@@ -132,12 +136,19 @@ async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float)
 
 
 def _shown(result: JobResult) -> str:
-    """The text; an embedding, or the texts of a beam search, the best first, as JSON."""
+    """The text, and behind it tool calls as JSON; an embedding, or the texts of a beam search, the
+    best first, as JSON."""
     if result.embedding:
         return json.dumps(_numbers(result.embedding))
     if result.beams:
         return json.dumps([beam.text for beam in result.beams], ensure_ascii=False)
+    if result.tool_calls:
+        return "\n".join(filter(None, (result.text, _calls(result))))
     return result.text
+
+
+def _calls(result: JobResult) -> str:
+    return json.dumps(msgspec.to_builtins(result.tool_calls), ensure_ascii=False)
 
 
 def _numbers(embedding: bytes) -> list[float]:

@@ -7,10 +7,11 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.cli.endpoints import add_data_argument, locate_nats
 from millrace.cli.numbers import seconds_to_wait, whole_number
+from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:
@@ -29,11 +30,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "millrace result.",
     )
     what = parser.add_argument_group("the job")
-    what.add_argument("--model", default="demo", help="default: %(default)s")
+    what.add_argument("--model", metavar="NAME", help="default: that of --body, else demo")
     what.add_argument("--adapter", default="", metavar="NAME", help="a LoRA adapter of the model")
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
-    prompt.add_argument("--file", metavar="FILE", help="read the prompt from it (- is stdin)")
+    prompt.add_argument(
+        "--file", type=path_or_name, metavar="FILE", help="read the prompt from it (- is stdin)"
+    )
+    prompt.add_argument(
+        "--body",
+        type=path_or_name,
+        metavar="FILE",
+        help="read the body of a chat completion from it, in JSON, which may have tools (- is "
+        "stdin); the other options of the job are added to it",
+    )
     what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
     what.add_argument(
         "--max-tokens", type=whole_number, help="default: what the model's window leaves"
@@ -74,26 +84,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def build_job(arguments: argparse.Namespace) -> Job:
     """The job that the arguments describe. Raises ParameterError for a bad value."""
-    from millrace.schemas.jobs import ChatMessage, Job, Source, Tier
+    from millrace.bus import codec
+    from millrace.schemas.jobs import Job, Source, Tier
     from millrace.schemas.sampling import SamplingOptions
     from millrace.schemas.tenants import own_reply
 
-    prompt = _read_prompt(arguments)
+    body = _read_body(arguments)
+    model = arguments.model or body.get("model") or "demo"
     request_id = f"job-{uuid.uuid4().hex}"
     check_names(request_id=request_id, tenant=arguments.tenant)
+    options = {
+        name: getattr(arguments, name)
+        for name in ("max_tokens", "temperature", "seed")
+        if getattr(arguments, name) is not None
+    }
     try:
+        SamplingOptions(**options)
         return Job(
             request_id=request_id,
-            model=arguments.model,
-            model_requested=_requested(arguments),
+            model=model,
+            model_requested=_requested(model, arguments.adapter),
             adapter=arguments.adapter,
-            prompt=prompt if arguments.raw else None,
-            messages=None if arguments.raw else (ChatMessage("user", prompt),),
-            sampling=SamplingOptions(
-                max_tokens=arguments.max_tokens,
-                temperature=arguments.temperature,
-                seed=arguments.seed,
-            ),
+            body=codec.encode(body | options),
             reply=own_reply(arguments.tenant, request_id) if arguments.stream else "",
             store_result=True,
             tenant=arguments.tenant,
@@ -120,13 +132,11 @@ def check_names(**names: str) -> None:
             raise ParameterError(name, str(error)) from error
 
 
-def _requested(arguments: argparse.Namespace) -> str:
+def _requested(model: str, adapter: str) -> str:
     """As clients name it over HTTP."""
     from millrace.schemas.models.adapters import SEPARATOR
 
-    if not arguments.adapter:
-        return str(arguments.model)
-    return f"{arguments.model}{SEPARATOR}{arguments.adapter}"
+    return f"{model}{SEPARATOR}{adapter}" if adapter else model
 
 
 async def _publish(job: Job, arguments: argparse.Namespace) -> int:
@@ -148,12 +158,33 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
         await bus.close()
 
 
-def _read_prompt(arguments: argparse.Namespace) -> str:
-    if arguments.prompt is not None:
-        return str(arguments.prompt)
+def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The body of a chat, or with ``--raw`` of a completion. Raises ConfigError for a file that
+    cannot be read or has no such body."""
+    if arguments.body is None:
+        text = _read(arguments.file) if arguments.prompt is None else str(arguments.prompt)
+        if arguments.raw:
+            return {"prompt": text}
+        return {"messages": [{"role": "user", "content": text}]}
+    import msgspec
+
+    from millrace.schemas.published_jobs import JobFields
+
     try:
-        if arguments.file == "-":
+        body = msgspec.json.decode(_read(arguments.body), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{arguments.body} is not the body of a chat: {error}") from error
+    for name in sorted(body.keys() & set(JobFields.__struct_encode_fields__)):
+        raise ConfigError(f"{arguments.body} has {name}, which options of this command say")
+    if not isinstance(body.get("model", ""), str):
+        raise ConfigError(f"{arguments.body}: model must be text")
+    return body
+
+
+def _read(file: str) -> str:
+    try:
+        if file == "-":
             return sys.stdin.read()
-        return Path(arguments.file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{arguments.file} cannot be read: {error}") from error
+        raise ConfigError(f"{file} cannot be read: {error}") from error

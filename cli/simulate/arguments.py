@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.load_arguments import SPREAD, add_report_arguments, check_folders
 from millrace.cli.numbers import whole_number
+from millrace.cli.paths import as_path, path_or_name
 from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_trace(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="see docs/simulate.md")
+    group.add_argument("--trace", type=as_path, metavar="FILE.jsonl", help="see docs/simulate.md")
     group.add_argument(
         "--from-clickhouse",
         action="store_true",
@@ -52,7 +52,9 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--since", metavar="TIME", help="such as 2026-01-31T18:30:00, in UTC")
     group.add_argument("--until", metavar="TIME")
-    group.add_argument("--save-trace", type=Path, metavar="FILE.jsonl", help="write it there, too")
+    group.add_argument(
+        "--save-trace", type=as_path, metavar="FILE.jsonl", help="write it there, too"
+    )
     group.add_argument("--seed", type=int, default=0, help="of failures and texts (default: 0)")
     group.add_argument(
         "--drain",
@@ -70,7 +72,9 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
         help="an order (fair, fifo, shortest), a placement (affine, least_loaded), or both joined "
         "by a plus sign; several are compared (default: %(default)s, which is fair+affine)",
     )
-    group.add_argument("--config", metavar="FILE", help="settings of scheduler and worker")
+    group.add_argument(
+        "--config", type=path_or_name, metavar="FILE", help="settings of scheduler and worker"
+    )
     group.add_argument("--max-queued-jobs", type=whole_number, metavar="N", help="more are shed")
     group.add_argument(
         "--autoscale", metavar="MIN:MAX", help="as many workers as the scheduler's autoscaler wants"

@@ -1,14 +1,16 @@
 """A service that publishes a job in JSON with nothing but nats-py, and follows its stream.
 
-python docs/examples/publish_job.py data/run/nats.url "What is a lease?" [REQUEST_ID]
+python docs/examples/publish_job.py data/run/nats.env "What is a lease?" [REQUEST_ID]
 
-The address is nats://USER:PASSWORD@HOST:4222, or a file that holds it: `millrace up` writes one
-that only its own user may read. On a server with users of its own (docs/nats-accounts.md) the
-user is service-example. A request id that was used before gets the answer of that request.
+The first argument is a file with the lines NATS_URL=…, NATS_USER=… and NATS_PASSWORD=…: `millrace
+up` writes one that only its own user may read. On a server with users of its own
+(docs/nats-accounts.md) the user is service-example. A request id that was used before gets the
+answer of that request. Ctrl-C cancels the job.
 """
 
 import asyncio
 import json
+import shlex
 import sys
 import uuid
 from pathlib import Path
@@ -24,20 +26,27 @@ ENDS = ("done", "cancelled", "expired", "shed", "failed")
 QUIET_S = 5.0
 
 
-async def ask(url: str, question: str, request_id: str) -> str:
+async def ask(access: dict[str, str], question: str, request_id: str) -> str:
     """The answer's text, printed as it comes. Raises RuntimeError if there is none."""
-    connection = await nats.connect(url, inbox_prefix=f"_INBOX.service.{TENANT}")
+    # Many libraries do not read a user and password in the URL, so they stand apart.
+    connection = await nats.connect(
+        access["NATS_URL"],
+        user=access["NATS_USER"],
+        password=access["NATS_PASSWORD"],
+        inbox_prefix=f"_INBOX.service.{TENANT}",
+    )
     frames: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def on_frame(message: Msg) -> None:
         frames.put_nowait(json.loads(message.data))
 
     await connection.subscribe(f"tok.{TENANT}.{request_id}", cb=on_frame)
+    # The body of a chat completion, with the fields of a job beside its own.
     job = {
         "request_id": request_id,
         "model": "demo",
         "messages": [{"role": "user", "content": question}],
-        "sampling": {"temperature": 0},
+        "temperature": 0,
         # The tenant's name, alone or followed by a slash and a name: frames go nowhere else.
         "reply": TENANT,
         "store_result": True,
@@ -50,9 +59,14 @@ async def ask(url: str, question: str, request_id: str) -> str:
     )
     if stored.duplicate:
         print("this id was used before: its answer follows", file=sys.stderr)
-    text = await read(connection, frames, request_id)
-    await connection.close()
-    return text
+    try:
+        return await read(connection, frames, request_id)
+    except asyncio.CancelledError:
+        await connection.publish(f"ctl.cancel.{TENANT}.{request_id}", b"")
+        await connection.flush()
+        raise
+    finally:
+        await connection.close()
 
 
 async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], request_id: str) -> str:
@@ -88,17 +102,23 @@ async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], reques
 
 
 async def find_result(connection: Client, request_id: str) -> dict[str, Any] | None:
-    """The result of a request, which ``store_result`` keeps for a day after its end."""
-    subject = f"$JS.API.DIRECT.GET.RESULTS.results.{TENANT}.{request_id}"
-    found = await connection.request(subject, b"", timeout=5.0)
-    return json.loads(found.data) if found.data else None
+    """The result of a request, which ``store_result`` keeps for a day after its end; None while it
+    may still come. Raises RuntimeError if there is none."""
+    answer = await connection.request(f"ctl.result.{TENANT}.{request_id}", b"", timeout=5.0)
+    found: dict[str, Any] = json.loads(answer.data)
+    if "error" not in found:
+        return found
+    if found["error"]["retryable"]:
+        return None
+    raise RuntimeError(found["error"]["message"])
 
 
-def address_in(where: str) -> str:
-    """``where``, or what the file of that name holds."""
-    return where if "://" in where else Path(where).read_text(encoding="utf-8").strip()
+def access_in(file: str) -> dict[str, str]:
+    """The variables in a file such as nats.env."""
+    lines = shlex.split(Path(file).read_text(encoding="utf-8"), comments=True)
+    return dict(line.split("=", 1) for line in lines)
 
 
 if __name__ == "__main__":
     chosen = sys.argv[3] if len(sys.argv) > 3 else f"example-{uuid.uuid4().hex}"
-    asyncio.run(ask(address_in(sys.argv[1]), sys.argv[2], chosen))
+    asyncio.run(ask(access_in(sys.argv[1]), sys.argv[2], chosen))

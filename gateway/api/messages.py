@@ -66,22 +66,11 @@ class MessagesEndpoint(Endpoint):
         generation_request = await self._gateway.choice.resolve(
             generation_request, caller.tenant, tier_of(generation_request, caller)
         )
-        return request, await self._with_budget_of_model(generation_request)
+        return request, generation_request
 
     def _read(self, body: bytes) -> tuple[MessagesRequest, GenerationRequest]:
         request = decode(self._decoder, body)
         return request, generation_request_of(request)
-
-    async def _with_budget_of_model(self, request: GenerationRequest) -> GenerationRequest:
-        """Clients that give every request a budget of thoughts ask nothing of a model that does not
-        think."""
-        if request.sampling.max_reasoning_tokens is None:
-            return request
-        model = await self._gateway.models.get(request.model, adapter=request.adapter)
-        if model.reasoning_format is not None:
-            return request
-        sampling = msgspec.structs.replace(request.sampling, max_reasoning_tokens=None)
-        return msgspec.structs.replace(request, sampling=sampling)
 
 
 class MessagesApi:

@@ -12,16 +12,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus.storage import NATS
+from millrace.gateway.api.anthropic_models import VERSION_HEADER, model_info, model_page
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.tenancy.identity import AuthenticationError
-from millrace.gateway.transport.http import json_response
+from millrace.gateway.transport.http import header_of, json_response
 from millrace.gateway.transport.proxies import is_forwarded
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages
 from millrace.registry.requests.offered.chat_tools import given_tools
 from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
+from millrace.registry.requests.unreadable import left_out_of
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version
@@ -34,7 +36,7 @@ from millrace.schemas.chat.tokenizing import (
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.cards import ModelCard, ModelList
-from millrace.schemas.notices import Notices, field_of
+from millrace.schemas.notices import Notices, bounded, field_of
 from millrace.schemas.tenants import lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
@@ -88,13 +90,18 @@ class Api:
         ]
 
     async def models(self, request: Request) -> Response:
+        """All models: in Anthropic's form for clients that send ``anthropic-version``."""
         caller = await self._gateway.identity.caller(request.scope)
-        cards = map(self._with_tiers, self._gateway.models.cards(caller.tenant))
-        return json_response(ModelList(data=tuple(cards)))
+        cards = self._gateway.models.cards(caller.tenant)
+        if header_of(request.scope, VERSION_HEADER) is not None:
+            return json_response(model_page(request, cards, caller))
+        return json_response(ModelList(data=tuple(map(self._with_tiers, cards))))
 
     async def model(self, request: Request) -> Response:
         caller = await self._gateway.identity.caller(request.scope)
         card = self._gateway.models.card(request.path_params["name"], caller.tenant)
+        if header_of(request.scope, VERSION_HEADER) is not None:
+            return json_response(model_info(card, caller))
         return json_response(self._with_tiers(card))
 
     def _with_tiers(self, card: ModelCard) -> ModelCard:
@@ -195,7 +202,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
         if asked.chat_template is not None:
             model = model.with_chat_template(asked.chat_template)
         offered = offered_tools(given_tools(asked.tools or ()), AskedChoice())
-        notices = offered.notices
+        notices = bounded((*offered.notices, *left_out_of(asked.messages)))
         tokens = model.tokenizer.encode_chat(
             chat_messages(asked.messages),
             offered.tools,

@@ -14,6 +14,7 @@ from millrace.schemas.anthropic.blocks import (
     CompactionBlock,
     ContentBlock,
     DocumentBlock,
+    ImageBlock,
     ReadableBlock,
     SearchResultBlock,
     ServerCall,
@@ -37,6 +38,7 @@ from millrace.schemas.chat.messages import (
     ToolMessage,
     UserMessage,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import Notice, NoticeCode, notice
 
@@ -44,6 +46,7 @@ _ALLOWED = {
     "user": (TextBlock, SearchResultBlock, DocumentBlock, ToolResultBlock),
     "assistant": (
         TextBlock,
+        ImageBlock,
         ToolUseBlock,
         ThinkingBlock,
         ServerCall,
@@ -149,6 +152,10 @@ def _blocks(where: str, message: GivenMessage) -> _Blocks:
         return [(f"{where}.content", TextBlock(text=content))]
     blocks = [(f"{where}.content[{i}]", block) for i, block in enumerate(content)]
     for path, block in blocks:
+        if isinstance(block, ImageBlock) and message.role != "assistant":
+            raise ParameterError(
+                f"{path}.type", f"{path}.type: this model takes text only, not {block.type!r}."
+            )
         if not isinstance(block, _ALLOWED[message.role]):
             raise ParameterError(
                 f"{path}.type",
@@ -209,6 +216,9 @@ class _Reader:
         for path, block in blocks:
             if isinstance(block, TextBlock):
                 turn.texts.append(block.text)
+            elif isinstance(block, ImageBlock):
+                turn.texts.append(f"\n{sentence_for(block.type)}\n")
+                self._leave_out(path, block.type)
             elif isinstance(block, ThinkingBlock):
                 turn.thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock | ServerCall):
@@ -239,12 +249,13 @@ class _Reader:
         if self._unanswered.pop(block.tool_use_id, None) is None:
             raise ParameterError(
                 f"{path}.tool_use_id",
-                f"{path}: no tool_use block before it has the id {block.tool_use_id!r:.100}.",
+                f"{path}.tool_use_id: no tool_use block before it has the id "
+                f"{block.tool_use_id!r:.100}.",
             )
         content = block.content or ""
         if not isinstance(content, str):
             parts = [(f"{path}.content[{i}]", part) for i, part in enumerate(content)]
-            content = text_of(parts)
+            content = text_of(parts, self.notices)
             for where, part in parts:
                 if isinstance(part, ToolReferenceBlock):
                     self.tools.find(part.tool_name, where)
@@ -254,8 +265,8 @@ class _Reader:
         if self._server_calls.pop(block.tool_use_id, None) is None:
             raise ParameterError(
                 f"{path}.tool_use_id",
-                f"{path}: no server_tool_use or mcp_tool_use block before it has the id "
-                f"{block.tool_use_id!r:.100}.",
+                f"{path}.tool_use_id: no server_tool_use or mcp_tool_use block before it has the "
+                f"id {block.tool_use_id!r:.100}.",
             )
         if turn:
             self.messages.append(turn.message())

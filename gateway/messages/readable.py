@@ -7,24 +7,31 @@ from typing import Any
 
 import msgspec
 
+from millrace.registry.requests.unreadable import left_out_at
 from millrace.schemas.anthropic.blocks import (
     BrowserStateBlock,
     DocumentBlock,
+    ImageBlock,
     ReadableBlock,
     SearchResultBlock,
     TextBlock,
     ToolReferenceBlock,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import Notice
 
 _ENCRYPTED = "encrypted"
 _HINTS = ("cache_control", "citations")
 
 
-def text_of(blocks: Sequence[tuple[str, ReadableBlock]]) -> str:
+def text_of(
+    blocks: Sequence[tuple[str, ReadableBlock | ImageBlock]], notices: list[Notice] | None = None
+) -> str:
     """The text of blocks, each given with its path. Other blocks than text are on lines of their
-    own. Raises ParameterError for a document that is not text."""
-    texts = [_text_of(where, block) for where, block in blocks]
+    own. With ``notices``, a sentence stands in place of an image and of what is not text in a
+    document, and a notice is added; without, such a document raises ParameterError."""
+    texts = [_text_of(where, block, notices) for where, block in blocks]
     is_text = all(isinstance(block, TextBlock) for _, block in blocks)
     return ("" if is_text else "\n").join(texts)
 
@@ -41,21 +48,23 @@ def result_text(content: Any) -> tuple[str, tuple[str, ...]]:
     return msgspec.json.encode(readable).decode(), tuple(left_out)
 
 
-def _text_of(where: str, block: ReadableBlock) -> str:
+def _text_of(where: str, block: ReadableBlock | ImageBlock, notices: list[Notice] | None) -> str:
     if isinstance(block, TextBlock):
         return block.text
+    if isinstance(block, ImageBlock):
+        return _left_out(where, block.type, notices)
     if isinstance(block, SearchResultBlock):
         return "\n".join([block.title, block.source, *(part.text for part in block.content)])
     if isinstance(block, DocumentBlock):
         heads = [head for head in (block.title, block.context) if head]
-        return "\n".join([*heads, _document_text(where, block)])
+        return "\n".join([*heads, _document_text(where, block, notices)])
     if isinstance(block, ToolReferenceBlock):
         return f"The tool {block.tool_name} was found."
     assert isinstance(block, BrowserStateBlock)
     return msgspec.json.encode(block).decode()
 
 
-def _document_text(where: str, block: DocumentBlock) -> str:
+def _document_text(where: str, block: DocumentBlock, notices: list[Notice] | None) -> str:
     source = block.source
     kind = source.get("type")
     content = source.get("data") if kind == "text" else source.get("content")
@@ -64,11 +73,33 @@ def _document_text(where: str, block: DocumentBlock) -> str:
             return content
         if isinstance(content, list) and all(_is_text(part) for part in content):
             return "".join([part["text"] for part in content])
+        if isinstance(content, list) and notices is not None:
+            texts = [
+                part["text"]
+                if _is_text(part)
+                else _left_out(f"{where}.source.content[{i}]", _type_of(part), notices)
+                for i, part in enumerate(content)
+            ]
+            return "\n".join(texts)
+    if notices is not None:
+        return _left_out(where, block.type, notices)
     raise ParameterError(
         f"{where}.source",
         f"{where}.source: documents must be text, with the source type text or content, "
         f"not {kind!r:.100}.",
     )
+
+
+def _left_out(where: str, kind: str, notices: list[Notice] | None) -> str:
+    """The sentence in place of what the model does not read. A user's image is refused before."""
+    if notices is not None:
+        notices.append(left_out_at(where, kind))
+    return sentence_for(kind)
+
+
+def _type_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else "content"
 
 
 def _is_text(block: Any) -> bool:

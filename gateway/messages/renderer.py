@@ -101,7 +101,7 @@ class MessageRenderer:
             self._message(_usage(self._response.usage)),
             stop_reason=reason,
             stop_sequence=stop_sequence,
-            notices=field_of(self._response.request.notices),
+            notices=field_of(self._response.notices),
         )
 
     def _message(self, usage: MessagesUsage) -> MessageAnswer:

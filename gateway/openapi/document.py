@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from millrace.bus import asyncapi
 from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import REF, refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
@@ -94,6 +95,11 @@ _HEADERS: dict[str, Schema] = {
         "description": "Seconds after which it may be tried again.",
         "schema": {"type": "integer", "minimum": 1},
     },
+    "x-should-retry": {
+        "description": "Whether the same request may succeed soon: true beside Retry-After, false "
+        "where it fails again.",
+        "schema": {"type": "boolean"},
+    },
     **_RATE_LIMITS,
     **_ROUTED,
 }
@@ -123,15 +129,22 @@ def openapi_text() -> str:
 
 
 @cache
+def asyncapi_text() -> str:
+    """The AsyncAPI document of the bus, as it is checked in."""
+    return asyncapi.text()
+
+
+@cache
 def websocket_text() -> str:
     """The schema of the WebSocket's messages, as it is checked in."""
     return document_text(websocket_schema())
 
 
 def routes() -> list[Route]:
-    """Both documents; whoever can connect may read them."""
+    """The contracts, which every client may read without a key."""
     return [
         Route("/openapi.json", partial(_serve, openapi_text), methods=["GET"]),
+        Route("/asyncapi.json", partial(_serve, asyncapi_text), methods=["GET"]),
         Route("/v1/ws/schema.json", partial(_serve, websocket_text), methods=["GET"]),
     ]
 
@@ -273,6 +286,8 @@ def _error(status: int, schema: Schema) -> Schema:
     headers = list(_IDS)
     if status in {409, 429, 503}:
         headers.append("Retry-After")
+    if status not in {408, 500, 504}:
+        headers.append("x-should-retry")
     if status == 429:
         headers += _RATE_LIMITS
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 from millrace.gateway.api.kept.sessions import SessionDeleted
@@ -10,6 +11,7 @@ from millrace.gateway.api.messages import COUNT_TOKENS
 from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
 from millrace.gateway.api.pooled.embeddings import POOLING_ROUTE
 from millrace.gateway.api.pooled.scores import RERANK_PATHS, SCORE_PATHS
+from millrace.gateway.api.prefix_caches import RESET_PATHS, PrefixCacheReset
 from millrace.gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
@@ -76,6 +78,7 @@ from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDelet
 from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
+_MODEL = Query("model", {"type": "string"}, "Only of the workers of this model.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
 _OBJECT = Media(JSON, {"type": "object"})
@@ -85,6 +88,7 @@ _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
+_models = partial(get, description="With the header anthropic-version in Anthropic's form.")
 
 
 def _tokenize(path: str, name: str) -> Operation:
@@ -107,6 +111,17 @@ def _rerank(path: str, name: str) -> Operation:
         RerankList,
         body=RerankRequest,
         example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
+    )
+
+
+def _reset_prefixes(path: str, name: str) -> Operation:
+    return post(
+        path,
+        name,
+        "Empty the prefix caches of all workers, for administrators",
+        PrefixCacheReset,
+        query=(_MODEL,),
+        own_errors=(404, 409),
     )
 
 
@@ -271,8 +286,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         *map(_score, SCORE_PATHS, ("score", "scoreAtRoot")),
     ),
     "models": (
-        get("/v1/models", "listModels", "The models that may be asked for", ModelList),
-        get("/v1/models/{name}", "getModel", "One model", ModelCard),
+        _models("/v1/models", "listModels", "The models that may be asked for", ModelList),
+        _models("/v1/models/{name}", "getModel", "One model", ModelCard),
         *map(_tokenize, TOKENIZE_PATHS, ("tokenize", "tokenizeAtRoot")),
         *map(_detokenize, DETOKENIZE_PATHS, ("detokenize", "detokenizeAtRoot")),
     ),
@@ -357,6 +372,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "operations": (
+        *map(_reset_prefixes, RESET_PATHS, ("resetPrefixCache", "flushCache")),
         *map(_health, HEALTH_PATHS, ("getHealth", "getHealthAsVllm", "ping")),
         _health("/ping", "postPing", method="post"),
         get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),
@@ -383,6 +399,13 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
     ),
     "contracts": (
         get("/openapi.json", "getOpenApi", "This document", _OBJECT, is_open=True),
+        get(
+            "/asyncapi.json",
+            "getAsyncApi",
+            "The AsyncAPI document of the message bus, for services that publish jobs",
+            _OBJECT,
+            is_open=True,
+        ),
         get(
             "/v1/ws/schema.json",
             "getWebSocketSchema",

@@ -131,7 +131,7 @@ class ChatRenderer:
                 tool_steps=tuple(self._steps) or msgspec.UNSET,
                 prompt_logprobs=prompt_tokens(response, 0),
                 prompt_token_ids=response.prompt_token_ids(0) if self._told else msgspec.UNSET,
-                notices=field_of(response.request.notices),
+                notices=field_of(response.notices),
             )
         )
 

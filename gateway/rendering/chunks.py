@@ -73,8 +73,6 @@ class SseHead:
             "model": response.request.model,
         }
         self._head = encode(head)[:-1]
-        notices = response.request.notices
-        self._notices = b"," + encode({NOTICE_NAME: notices})[1:-1] if notices else b""
         self._before = b"data: " + self._head + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
@@ -91,8 +89,8 @@ class SseHead:
 
     def end(self, choice: int) -> bytes:
         """The end of the last chunk of that choice, with what the answer leaves out."""
-        after = self.after(choice)
-        return b"}]" + self._notices + after.removeprefix(b"}]") if self._notices else after
+        after, notices = self.after(choice), self._notices()
+        return b"}]" + notices + after.removeprefix(b"}]") if notices else after
 
     def after_first(self, name: str, value: object) -> bytes:
         """The end of a chunk of the first choice that also has a field beside its choices."""
@@ -104,10 +102,15 @@ class SseHead:
         field = f',"choices":[],"{name}":'.encode()
         return sse_data(self._head + field + encode(value) + b"}")
 
+    def _notices(self) -> bytes:
+        """A comma and the field of the notices so far; empty without any."""
+        notices = self._response.notices
+        return b"," + encode({NOTICE_NAME: notices})[1:-1] if notices else b""
+
     def last(self) -> bytes:
         """The end of an answer that ended well, behind its usage if that was asked for."""
         if not self._with_usage:
             return SSE_DONE
         usage = encode(usage_info(self._response.usage))
-        fields = b',"choices":[],"usage":' + usage + self._notices
+        fields = b',"choices":[],"usage":' + usage + self._notices()
         return sse_data(self._head + fields + b"}") + SSE_DONE

@@ -101,7 +101,7 @@ class CompletionRenderer:
                 model=response.request.model,
                 choices=tuple(self._choice(i) for i in range(len(response.choices))),
                 usage=usage_info(response.usage),
-                notices=field_of(response.request.notices),
+                notices=field_of(response.notices),
             )
         )
 

@@ -11,12 +11,13 @@ from millrace.bus.frame_reader import StreamReader
 from millrace.gateway.errors import DrainingError, refusal_of_end
 from millrace.gateway.models import Models
 from millrace.gateway.request.admission import Admission
-from millrace.gateway.request.job_maker import JobMaker, bare_job, with_prompt
+from millrace.gateway.request.job_maker import JobMaker, bare_job
 from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.streams.streams import StreamTable
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.ready_jobs import with_prompt
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError

@@ -18,7 +18,9 @@ from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.unheld_calls import is_unheld
 from millrace.schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
+from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.sessions import SessionInfo
 from millrace.schemas.tools import ToolDefinition, ToolMode
@@ -77,6 +79,12 @@ class ResponseReader:
         self._gaps = gaps
 
     @property
+    def notices(self) -> Notices:
+        """Those of the request, and those of the calls that have come."""
+        of_calls = [one for choice in self.choices for one in choice.notices]
+        return bounded((*self.request.notices, *of_calls)) if of_calls else self.request.notices
+
+    @property
     def num_jobs(self) -> int:
         """How many jobs its first rounds are."""
         return len(self.choices) // self.request.sampling.num_answers
@@ -88,7 +96,8 @@ class ResponseReader:
         mode = request.tool_choice.mode
         has_tools = bool(request.tools or self.own_tools) and mode is not ToolMode.NONE
         tool_format = self.model.tool_format if has_tools else None
-        told = ToldTools(self.tools, self.own_tools, request.freeform_tools)
+        unheld = request.tools if is_unheld(request, self.model.engine_kind) else ()
+        told = ToldTools(self.tools, self.own_tools, request.freeform_tools, unheld)
         ends = _end_token_ids(self.model, request.sampling)
         number = len(self.choices)
         if request.sampling.use_beam_search:

@@ -100,9 +100,7 @@ class ResponseStream(ResponseReader):
         super().__init__(accepted, context.gaps, first_indices)
         self.context = context
         self.idempotency_key = accepted.idempotency_key
-        self.headers = [*headers, *route_headers(accepted.request)]
-        if accepted.request.notices:
-            self.headers.append((NOTICE_HEADER, header_value(accepted.request.notices)))
+        self._headers = [*headers, *route_headers(accepted.request)]
         self.owner = owner
         self.is_copy = is_copy
         # A cancel that the client asked for is no failure, whatever ``refusal`` says.
@@ -112,6 +110,13 @@ class ResponseStream(ResponseReader):
         self._phase = Phase.ATTACHED
         self._detached_until_s: float | None = None
         self._keeper: Keeper | None = None
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Those of its limits and route, and one with the notices so far."""
+        notices = self.notices
+        told = [(NOTICE_HEADER, header_value(notices))] if notices else []
+        return [*self._headers, *told]
 
     @property
     def tools(self) -> tuple[ToolDefinition, ...]:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from millrace.bus.api import Bus
 from millrace.gateway.request.index import RequestIndex
-from millrace.gateway.request.job_maker import JobMaker, job_id, with_prompt
+from millrace.gateway.request.job_maker import JobMaker, job_id
 from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.choice import TOOL_CALLS, Choice
@@ -21,6 +21,7 @@ from millrace.gateway.streams.delivery_statistics import continue_statistics
 from millrace.gateway.streams.parts import StepPart
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tools.runner import ToolResult, ToolRunner
+from millrace.registry.requests.ready_jobs import with_prompt
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.config import GatewayConfig

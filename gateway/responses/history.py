@@ -30,11 +30,16 @@ from millrace.schemas.responses.items import (
     ReasoningItem,
 )
 
+_INPUT = "input"
 
-def messages_of(items: Sequence[Item], instructions: str | None) -> tuple[Message, ...]:
+
+def messages_of(
+    items: Sequence[Item], instructions: str | None, paths: Sequence[str] = ()
+) -> tuple[Message, ...]:
     """The conversation as chat completions take it: an assistant's calls belong to the message
     before them, and what was thought to the message or call behind it. Calls that were cut off are
-    left out, unless they have an output.
+    left out, unless they have an output. ``paths`` has the field of each item, empty for one that
+    the request does not give itself.
 
     Raises ParameterError for a result without a call and for a call without a result.
     """
@@ -44,9 +49,9 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> tuple[Messag
     answered = {
         item.call_id for item in items if isinstance(item, FunctionCallOutputItem | OtherOutputItem)
     }
-    unanswered: set[str] = set()
+    unanswered: dict[str, str] = {}
     thoughts: str | None = None
-    for item in items:
+    for item, path in zip(items, paths or ("",) * len(items), strict=True):
         call = _call(item)
         if isinstance(item, ReasoningItem):
             thoughts = "".join(part.text for part in item.content)
@@ -60,13 +65,15 @@ def messages_of(items: Sequence[Item], instructions: str | None) -> tuple[Messag
         elif call is not None:
             if item.status != "incomplete" or call.id in answered:
                 _add_call(messages, call, thoughts)
-                unanswered.add(call.id)
+                unanswered[call.id] = path
                 thoughts = None
         elif isinstance(item, FunctionCallOutputItem | OtherOutputItem):
-            messages.append(_result(item, unanswered))
-    if unanswered:
-        call_id = min(unanswered)
-        raise ParameterError("input", f"There is no output of the call {call_id!r:.100} in input.")
+            messages.append(_result(item, path, unanswered))
+    for call_id, path in unanswered.items():
+        where = f"{path}.call_id" if path else _INPUT
+        raise ParameterError(
+            where, f"{where}: there is no output of the call {call_id!r:.100} in input."
+        )
     return tuple(messages)
 
 
@@ -85,12 +92,14 @@ def _call(item: Item) -> MessageToolCall | None:
     return MessageToolCall(id=item.call_id, function=function)
 
 
-def _result(item: FunctionCallOutputItem | OtherOutputItem, unanswered: set[str]) -> ToolMessage:
-    if item.call_id not in unanswered:
+def _result(
+    item: FunctionCallOutputItem | OtherOutputItem, path: str, unanswered: dict[str, str]
+) -> ToolMessage:
+    if unanswered.pop(item.call_id, None) is None:
+        where = f"{path}.call_id" if path else _INPUT
         raise ParameterError(
-            "input", f"There is no call for the output of {item.call_id!r:.100} in input."
+            where, f"{where}: there is no call for the output of {item.call_id!r:.100} in input."
         )
-    unanswered.discard(item.call_id)
     output = item.output if isinstance(item, FunctionCallOutputItem) else told_output(item)
     return ToolMessage(content=output, tool_call_id=item.call_id)
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from millrace.gateway.responses.history import messages_of
+from millrace.gateway.responses.normalised import normalised, said
 from millrace.gateway.responses.thoughts import opened
 from millrace.gateway.responses.tools import offered_of_responses
+from millrace.gateway.responses.unreadable import left_out_of, with_sentences
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled, words_in_words
@@ -39,9 +41,6 @@ from millrace.schemas.responses.call_items import (
     ToolSearchOutputItem,
 )
 from millrace.schemas.responses.items import (
-    Content,
-    EchoedRefusal,
-    EchoedText,
     FunctionCallItem,
     FunctionCallOutputItem,
     GivenAgentMessage,
@@ -49,13 +48,10 @@ from millrace.schemas.responses.items import (
     GivenCallOutput,
     GivenMessage,
     GivenReasoning,
-    InputText,
     Item,
     ItemReference,
     MessageItem,
-    OutputText,
     ReasoningItem,
-    ReasoningText,
     ResponsesRequest,
     RewrittenItem,
     SchemaFormat,
@@ -155,10 +151,11 @@ _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class GivenItems(NamedTuple):
-    """The items of a request, and what of it the model does not read."""
+    """The items of a request with their ``paths``, and what of it the model does not read."""
 
     items: tuple[Item | ItemReference, ...]
     notices: Notices = ()
+    paths: tuple[str, ...] = ()
 
 
 def check_fields(request: ResponsesRequest) -> None:
@@ -196,20 +193,22 @@ def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> Giv
     Raises ParameterError naming the item and its field.
     """
     if isinstance(given, str):
-        return GivenItems((MessageItem(id="", role="user", content=(InputText(given),)),))
+        return GivenItems((said(given),), paths=(field,))
     if not given:
         raise ParameterError(field, f"{field} must hold at least one item.")
     items: list[Item | ItemReference] = []
+    paths: list[str] = []
     notices: list[Notice] = []
     for i, raw in enumerate(given):
-        item = _item(raw, f"{field}[{i}]")
-        if isinstance(item, Notice):
-            notices.append(item)
-        else:
+        path = f"{field}[{i}]"
+        item, left_out = _item(raw, path)
+        notices += left_out
+        if item is not None:
             items.append(item)
+            paths.append(path)
     if not items:
         raise ParameterError(field, f"{field} has no item that a model here can read.")
-    return GivenItems(tuple(items), bounded(notices))
+    return GivenItems(tuple(items), bounded(notices), tuple(paths))
 
 
 def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
@@ -226,12 +225,17 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
 
 
 def generation_request_of(
-    request: ResponsesRequest, items: Sequence[Item], notices: Notices = ()
+    request: ResponsesRequest,
+    items: Sequence[Item],
+    notices: Notices = (),
+    paths: Sequence[str] = (),
 ) -> GenerationRequest:
-    """Make the generation request of ``items``; ``notices`` name the items that were left out.
-    Raises ParameterError, with this API's names of fields, for what cannot be honoured."""
-    messages = messages_of(items, request.instructions)
-    offered = offered_of_responses(request, items)
+    """Make the generation request of ``items``; ``notices`` name what was left out, and ``paths``
+    the fields of the items that the request itself gave: the last ones. Raises ParameterError, with
+    this API's names of fields, for what cannot be honoured."""
+    places = ("",) * (len(items) - len(paths)) + tuple(paths)
+    messages = messages_of(items, request.instructions, places)
+    offered = offered_of_responses(request, items, places)
     if request.use_beam_search:
         raise ParameterError(
             "use_beam_search",
@@ -262,24 +266,26 @@ def _check_stream_options(request: ResponsesRequest) -> None:
         raise ParameterError(name, f"{name} is not supported; leave it out.")
 
 
-def _item(raw: msgspec.Raw, where: str) -> Item | ItemReference | Notice:
-    """An item, or the notice of an item that is left out."""
+def _item(raw: msgspec.Raw, where: str) -> tuple[Item | ItemReference | None, list[Notice]]:
+    """An item, unless it is left out, and notices of what is left out."""
     try:
         kind = decode(_HEAD, bytes(raw)).kind
         if kind in _LEFT_OUT:
-            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
+            return None, [notice(NoticeCode.ITEM_LEFT_OUT, where, kind)]
         if kind in _KEPT:
-            return _kept(kind, bytes(raw))
+            item = _kept(kind, bytes(raw))
+            return with_sentences(item), left_out_of(item, where)
         given = decode(_decoder_of(kind), bytes(raw))
         if isinstance(given, ItemReference):
-            return given
+            return given, []
         if isinstance(given, GivenReasoning) and _is_sealed_elsewhere(given):
-            return notice(NoticeCode.ITEM_LEFT_OUT, where, kind)
-        return _normalised(given)
+            return None, [notice(NoticeCode.ITEM_LEFT_OUT, where, kind)]
+        return normalised(given), left_out_of(given, where)
     except ParameterError as error:
         path = f"{where}.{error.param}" if error.param else where
         message = f"role must be {_one_of(_ROLES)}." if error.param == "role" else error.message
-        raise ParameterError(path, f"{where}: {message}") from error
+        is_named = bool(error.param) and message.startswith(error.param)
+        raise ParameterError(path, f"{where}{'.' if is_named else ': '}{message}") from error
 
 
 def _kept(kind: str, raw: bytes) -> OtherItem:
@@ -303,57 +309,9 @@ def _decoder_of(kind: str) -> msgspec.json.Decoder[RewrittenItem]:
     if decoder is None:
         known = _one_of([*_DECODERS, *_KEPT])
         raise ParameterError(
-            "type", f"items of type {kind!r:.100} are not supported; give {known}."
+            "type", f"type: items of type {kind!r:.100} are not supported; give {known}."
         )
     return decoder
-
-
-def _normalised(
-    given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | GivenAgentMessage,
-) -> Item:
-    if getattr(given, "phase", None) is not None:
-        raise ParameterError("phase", "phase is not supported; leave it out.")
-    status = given.status or "completed"
-    if isinstance(given, GivenReasoning):
-        content = tuple(ReasoningText(part.text) for part in given.content or ())
-        if not content and given.encrypted_content:
-            content = (ReasoningText(opened(given.encrypted_content) or ""),)
-        return ReasoningItem(id=given.id or "", content=content, status=status)
-    if isinstance(given, GivenAgentMessage):
-        text = "".join(part.text for part in given.content)
-        said = f"{given.author} to {given.recipient}: {text}"
-        return MessageItem(id=given.id or "", role="user", content=(InputText(said),))
-    if isinstance(given, GivenCall):
-        return FunctionCallItem(
-            id=given.id or "",
-            call_id=given.call_id,
-            name=given.name,
-            arguments=given.arguments,
-            status=status,
-            namespace=given.namespace or msgspec.UNSET,
-        )
-    if isinstance(given, GivenCallOutput):
-        output = given.output or ""
-        return FunctionCallOutputItem(
-            id=given.id or "",
-            call_id=given.call_id,
-            output=output if isinstance(output, str) else "".join(part.text for part in output),
-            status=status,
-        )
-    return MessageItem(id=given.id or "", role=given.role, content=_content(given), status=status)
-
-
-def _content(given: GivenMessage) -> tuple[Content, ...]:
-    content = given.content or ""
-    if isinstance(content, str):
-        return (OutputText(content) if given.role == "assistant" else InputText(content),)
-    return tuple(map(_piece, content))
-
-
-def _piece(part: InputText | EchoedText | EchoedRefusal) -> Content:
-    if isinstance(part, EchoedRefusal):
-        return OutputText(part.refusal)
-    return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from millrace.gateway.responses.input import GivenItems
 from millrace.gateway.responses.store import ResponseStore, conversation_of, is_over
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.responses.items import Item, ItemReference
@@ -20,13 +21,14 @@ class ItemNotFoundError(MillraceError, code="item_not_found", http_status=404):
 
     def __init__(self, param: str, item_id: str) -> None:
         super().__init__(
-            f"There is no item {item_id!r:.100}: its answer still runs, was not stored or expired."
+            f"{param}: there is no item {item_id!r:.100}: its answer still runs, was not stored or "
+            "expired."
         )
         self.param = param
 
 
 async def resolve(
-    items: Sequence[Item | ItemReference],
+    said: GivenItems,
     earlier: Sequence[Item],
     tenant: str,
     store: ResponseStore,
@@ -35,16 +37,17 @@ async def resolve(
     """The items, those that are named by their id from ``earlier`` or from the tenant's kept
     answers. Raises ItemNotFoundError, RedisUnreachableError, and ParameterError for items of too
     many answers."""
+    items = said.items
     if not any(isinstance(item, ItemReference) for item in items):
         return tuple(item for item in items if not isinstance(item, ItemReference))
     known = {item.id: item for item in earlier}
     looked_up: set[str] = set()
     resolved: list[Item] = []
-    for number, item in enumerate(items):
+    for item, path in zip(items, said.paths, strict=True):
         if not isinstance(item, ItemReference):
             resolved.append(item)
             continue
-        param = f"{field}[{number}].id"
+        param = f"{path}.id"
         found = _OURS.fullmatch(item.id)
         if item.id not in known and found is not None and found[1] not in looked_up:
             if len(looked_up) == _MAX_ANSWERS:

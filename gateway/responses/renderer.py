@@ -24,6 +24,7 @@ from millrace.gateway.streams.parts import (
     TextPart,
 )
 from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.schemas.errors import ContextLengthError
 from millrace.schemas.frames import Cancelled, Usage
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import TextFormat
@@ -259,7 +260,7 @@ class ResponseRenderer:
             truncation=request.truncation or "disabled",
             user=request.user,
             background=bool(request.background),
-            notices=field_of(response.request.notices),
+            notices=field_of(response.notices),
             conversation=ConversationReference(self._conversation_id)
             if self._conversation_id
             else None,
@@ -313,6 +314,8 @@ def _usage(usage: Usage) -> ResponseUsage:
 def _error_code(refusal: Refusal) -> str:
     """Return the nearest code that OpenAI's answers have. ``invalid_prompt`` is for faults of the
     request only."""
+    if refusal.code == ContextLengthError.code:
+        return refusal.code
     if refusal.status == 429:
         return "rate_limit_exceeded"
     return "invalid_prompt" if refusal.status in (400, 413) else "server_error"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -142,13 +142,16 @@ _BUILT_IN: Mapping[type[ResponseTool], _BuiltIn] = {
 }
 
 
-def offered_of_responses(request: ResponsesRequest, items: Iterable[Item]) -> OfferedTools:
-    """What the model is told of the tools of a request and of its conversation. Raises
-    ParameterError, naming the tool, for what cannot be honoured."""
-    return offered_tools(_given_tools(request, items), asked_choice(request.tool_choice))
+def offered_of_responses(
+    request: ResponsesRequest, items: Sequence[Item], paths: Sequence[str] = ()
+) -> OfferedTools:
+    """What the model is told of the tools of a request and of its conversation; ``paths`` has the
+    field of each item, empty for one that the request does not give itself. Raises ParameterError,
+    naming the tool, for what cannot be honoured."""
+    return offered_tools(_given_tools(request, items, paths), asked_choice(request.tool_choice))
 
 
-def call_kinds(request: ResponsesRequest, items: Iterable[Item]) -> dict[str, CallKind]:
+def call_kinds(request: ResponsesRequest, items: Sequence[Item]) -> dict[str, CallKind]:
     """Return the kinds of an accepted request's calls, by the tools' names for the model."""
     return {
         tool.definition.name: CallKind(tool.name or tool.type, tool.namespace, _item_of(tool.type))
@@ -174,13 +177,15 @@ def _item_of(tool_type: str) -> type[BuiltInCallItem] | None:
     return kinds.get(tool_type)
 
 
-def _given_tools(request: ResponsesRequest, items: Iterable[Item]) -> list[GivenTool]:
+def _given_tools(
+    request: ResponsesRequest, items: Sequence[Item], paths: Sequence[str] = ()
+) -> list[GivenTool]:
     """Read the tools of the request and of its items. A later tool replaces an earlier tool with
     the same name."""
     given = _read(map(bytes, request.tools or ()), "tools")
-    for item in items:
+    for item, path in zip(items, paths or ("",) * len(items), strict=True):
         if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
-            field = f"{type(item).__struct_config__.tag}.tools"
+            field = f"{path or type(item).__struct_config__.tag}.tools"
             found = _read(map(msgspec.json.encode, item.tools), field)
             names = {tool.definition.name for tool in found if tool.definition is not None}
             given = [

@@ -30,8 +30,10 @@ from millrace.registry.tool_formats import (
     new_call_id,
 )
 from millrace.registry.tool_formats.freeform import InputReader
+from millrace.registry.tool_formats.strictness import violations
 from millrace.schemas.frames import Done, FinishReason, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.jobs import ChatMessage
+from millrace.schemas.notices import Notice
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 TOOL_CALLS = "tool_calls"
@@ -59,11 +61,12 @@ class _Call:
 
 class ToldTools(NamedTuple):
     """All tools that the model was told of, the names of the gateway's ``own`` ones, and the names
-    of tools whose input is text."""
+    of tools whose input is text. Calls of ``unheld`` tools are checked once they have come."""
 
     definitions: Sequence[ToolDefinition] = ()
     own: frozenset[str] = frozenset()
     freeform: Collection[str] = ()
+    unheld: Sequence[ToolDefinition] = ()
 
 
 class Choice:
@@ -77,7 +80,8 @@ class Choice:
     as far as they were read again; they all come before those that ``collect`` gives out. A token
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
     of the answer's content. ``must_call``: the first round is held to calls of tools.
-    ``is_call_cut``: the arguments of the last of ``client_calls`` are not whole.
+    ``is_call_cut``: the arguments of the last of ``client_calls`` are not whole. ``notices`` are
+    those that only its calls give rise to.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Choice:
         self.had: list[Part] = []
         self.client_calls: list[ToolCall] = []
         self.is_call_cut = False
+        self.notices: list[Notice] = []
         self.round_end: RoundEnd | None = None
         self.runs_tools = False
         self.turns: list[ChatMessage] = []
@@ -380,6 +385,8 @@ class Choice:
             return
         calls = tuple(call.whole() for call in self._calls)
         self.client_calls += [call for call in calls if call.name not in self._own_tools]
+        if self._tools.unheld:
+            self.notices += violations(calls[: len(calls) - is_cut], self._tools.unheld)
         has_called = terminal.finish_reason is FinishReason.STOP and bool(calls) and not is_cut
         if has_called and any(call.name in self._own_tools for call in calls):
             self.round_end = RoundEnd(

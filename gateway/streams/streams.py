@@ -97,7 +97,7 @@ class StreamTable:
         """Listen for frames and for questions about streams; probe after every reconnect."""
         self._subscriptions = [
             await self._bus.frames.subscribe(self._gateway_id, self.on_frame),
-            await self._bus.control.serve_resume_points(self._gateway_id, self.resume_point),
+            await self._serve_resume_points(self._gateway_id),
         ]
         self._bus.on_reconnect(self._on_reconnect)
         self._sweeper.repeat(self._sweep, _SWEEP_S, self._clock, "sweep streams")
@@ -180,19 +180,22 @@ class StreamTable:
         for kind in wanted:
             if kind in standing:
                 continue
-            control, frames = self._bus.control, self._bus.frames
             standing[kind] = _NOT_YET
             try:
                 standing[kind] = (
-                    await control.serve_resume_points(gateway_id, self.resume_point)
+                    await self._serve_resume_points(gateway_id)
                     if kind == "points"
-                    else await frames.subscribe(gateway_id, self.on_frame)
+                    else await self._bus.frames.subscribe(gateway_id, self.on_frame)
                 )
             except BaseException:
                 del standing[kind]
                 raise
             if self._proxy_subscriptions.get(gateway_id) is not standing:
                 await standing[kind].close()  # all of its streams ended in the meantime
+
+    async def _serve_resume_points(self, gateway_id: str) -> Subscription:
+        control, holds = self._bus.control, self._streams.__contains__
+        return await control.serve_resume_points(gateway_id, self.resume_point, holds)
 
     def accept(self, stream: OpenStream, stream_sequence: int | None = None) -> None:
         """The job is stored, there in the queue: from now on the stream ends in a terminal frame
@@ -331,14 +334,8 @@ class StreamTable:
 
     def _time_out(self, stream: OpenStream) -> None:
         self._send_cancel_to_bus(stream, CancelReason.DEADLINE)
-        self._end(
-            stream,
-            Failed(
-                code="request_timeout",
-                message=f"No end after {self._config.request_timeout_s:g} s; it was cancelled.",
-                retryable=True,
-            ),
-        )
+        message = f"No end after {self._config.request_timeout_s:g} s; it was cancelled."
+        self._end(stream, Failed(code="request_timeout", message=message, retryable=True))
 
     def _sweep_cancelled(
         self, stream: OpenStream, cancellation: Cancellation, now_s: float

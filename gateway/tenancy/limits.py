@@ -18,9 +18,6 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Tier
 
-# The openai client tries again by itself unless it is told not to.
-_DO_NOT_RETRY = (b"x-should-retry", b"false")
-
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """What was set aside for a request. ``headers`` tell the client what is left; ``degraded``:
@@ -71,8 +68,6 @@ class Limiter(LimitKeeper):
             )
         except RateLimitError as error:
             error.headers = rate_headers(error.accounts, error.usages)
-            if not error.comes_back:
-                error.headers.append(_DO_NOT_RETRY)
             raise
         except KeyGoneError as error:
             raise _authentication_error(error) from error

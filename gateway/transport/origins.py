@@ -34,8 +34,8 @@ _MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are told back
 _MAX_HOSTS = 64  # that what was read of them is kept for
 _METHODS = b"GET, POST, DELETE"
 _EXPOSED = (
-    b"x-request-id, x-millrace-request-id, request-id, retry-after, x-millrace-model, "
-    b"x-millrace-route-reason, traceparent, x-trace-id, "
+    b"x-request-id, x-millrace-request-id, request-id, retry-after, x-should-retry, "
+    b"x-millrace-notice, x-millrace-model, x-millrace-route-reason, traceparent, x-trace-id, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

@@ -79,6 +79,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.grammar_field or ("tools" if self.tools or self.server_tools else "")
 
     @property
+    def demand_field(self) -> str:
+        """The field that demands a grammar of the answer."""
+        return self.grammar_field or "tool_choice"
+
+    @property
     def jobs_per_prompt(self) -> int:
         """How many jobs the choices of one prompt are."""
         return self.sampling.n // self.sampling.num_answers

@@ -79,9 +79,20 @@ def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
         request.guided_choice,
         request.guided_grammar,
     )
+    yield from _of_sglang(request)
     outputs = request.structured_outputs
     if outputs is not None:
         yield from _of_structured(outputs)
+
+
+def _of_sglang(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
+    if request.json_schema != NOT_GIVEN:
+        text = _schema_text("json_schema", request.json_schema)
+        yield "json_schema", _grammar("json_schema", GrammarKind.JSON_SCHEMA, text)
+    if request.regex is not None:
+        yield "regex", _grammar("regex", GrammarKind.REGEX, request.regex)
+    if request.ebnf is not None:
+        yield "ebnf", _grammar("ebnf", GrammarKind.EBNF, request.ebnf)
 
 
 def _of_structured(outputs: StructuredOutputs) -> Iterator[tuple[str, Grammar]]:

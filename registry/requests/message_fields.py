@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
+from millrace.registry.requests.unreadable import text_of_parts
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
@@ -17,11 +18,13 @@ from millrace.schemas.chat.messages import (
     MessageToolCall,
     TextPart,
     ToolMessage,
+    ToolPart,
     UserMessage,
 )
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, check_priority
 from millrace.schemas.jobs import check_metadata as check_job_metadata
+from millrace.schemas.openai import GenerationFields
 from millrace.schemas.tools import ToolCall
 
 # Values that ask for nothing, of fields that are known but not honoured.
@@ -70,16 +73,21 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     if isinstance(message, UserMessage):
         refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
     if message.tool_calls and not isinstance(message, EchoedMessage):
-        raise ParameterError(f"{where}.tool_calls", "Only an assistant's message has tool_calls.")
+        raise ParameterError(
+            f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message has them."
+        )
     if (message.tool_call_id is not None) != isinstance(message, ToolMessage):
         raise ParameterError(
-            f"{where}.tool_call_id", "A message of the role tool, and no other, has tool_call_id."
+            f"{where}.tool_call_id",
+            f"{where}.tool_call_id: a message of the role tool has one, and no other message.",
         )
     if message.content is None and isinstance(message, UserMessage):
         raise ParameterError(f"{where}.content", f"{where}.content must be text.")
     calls = tuple(
         _called(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
     )
+    if isinstance(message, ToolMessage) and isinstance(message.content, tuple):
+        _check_parts(message.content, f"{where}.content")
     text = _text_of(message)
     if isinstance(message, EchoedMessage) and not (text or calls):
         refuse_unhonoured(message, _NEUTRAL_IN_EMPTY_ANSWER, f"{where}.")
@@ -91,14 +99,21 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 def _text_of(message: Message) -> str:
     """Return the text of a message; of an answer without text or calls, its refusal."""
     content = message.content or ""
-    text = content if isinstance(content, str) else "".join(map(_words, content))
+    if isinstance(content, str):
+        text = content
+    elif isinstance(message, ToolMessage | EchoedMessage):
+        text = text_of_parts(cast("tuple[ToolPart | EchoedPart, ...]", content))
+    else:
+        text = "".join(part.text for part in cast("tuple[TextPart, ...]", content))
     if text or message.tool_calls or not isinstance(message, EchoedMessage):
         return text
     return message.refusal if isinstance(message.refusal, str) else ""
 
 
-def _words(part: TextPart | EchoedPart) -> str:
-    return part.text if isinstance(part, TextPart) else part.words
+def _check_parts(parts: Sequence[ToolPart], where: str) -> None:
+    for i, part in enumerate(parts):
+        if part.is_text and part.text is msgspec.UNSET:
+            raise ParameterError(f"{where}[{i}].text", f"{where}[{i}].text is required.")
 
 
 def _called(call: MessageToolCall, where: str) -> ToolCall:
@@ -130,6 +145,18 @@ def refuse_unhonoured(
         if value is None or any(_same(value, nothing) for nothing in allowed):
             continue
         raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
+
+
+def keeps_stop_string(request: GenerationFields) -> bool | None:
+    """Whether the text keeps the stop string that ends it, by either name of the field. Raises
+    ParameterError if they differ."""
+    ours, theirs = request.include_stop_str_in_output, request.no_stop_trim
+    if None not in (ours, theirs) and ours != theirs:
+        raise ParameterError(
+            "no_stop_trim",
+            "no_stop_trim and include_stop_str_in_output differ; give one of them.",
+        )
+    return theirs if ours is None else ours
 
 
 def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:

@@ -13,15 +13,19 @@ from millrace.registry.requests.message_fields import (
     NOTHING,
     chat_messages,
     check_metadata,
+    keeps_stop_string,
     priority_of,
     refuse_unhonoured,
     respelled,
 )
 from millrace.registry.requests.offered.chat_tools import offered_of_chat
 from millrace.registry.requests.offered.offered_tools import OfferedTools
+from millrace.registry.requests.socket_fields import check_socket_fields
+from millrace.registry.requests.unreadable import left_out_of
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
+from millrace.schemas.notices import bounded
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     ChatFields,
@@ -56,6 +60,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "include_obfuscation": (None, False),
     "documents": NOTHING,
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
 }
 
 # Fields that only messages can have.
@@ -71,8 +77,11 @@ def parse_chat(
     return _parse_chat(request, request.messages, offered)
 
 
-def parse_completion(request: CompletionRequest) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured."""
+def parse_completion(
+    request: CompletionRequest, *, default_max_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
+) -> GenerationRequest:
+    """Raises ParameterError for whatever cannot be honoured. ``default_max_tokens`` None: what the
+    model's window leaves."""
     _check_stream(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ParameterError("best_of", "best_of must be n: all completions are given out.")
@@ -84,7 +93,7 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
     is_prompt_only = request.max_tokens == 0 and bool(request.echo)
     if is_prompt_only:
         request = msgspec.structs.replace(request, max_tokens=1)
-    sampling = _sampling(request, request.logprobs, _DEFAULT_COMPLETION_TOKENS)
+    sampling = _sampling(request, request.logprobs, default_max_tokens)
     if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
         raise ParameterError(
             "n", f"At most {_MAX_COMPLETIONS} completions are made of a request, n of each prompt."
@@ -109,12 +118,9 @@ def parse_completion(request: CompletionRequest) -> GenerationRequest:
 
 def parse_generate(message: Generate) -> GenerationRequest:
     """Raises ParameterError for whatever cannot be honoured."""
-    for name, given in (
-        ("prompt_logprobs", message.prompt_logprobs is not None),
-        ("use_beam_search", message.use_beam_search),
-    ):
-        if given:
-            raise ParameterError(name, f"{name} does not go over a WebSocket.")
+    check_socket_fields(message)
+    if message.stream_options is not None:
+        refuse_unhonoured(message.stream_options, NEUTRAL, "stream_options.")
     if (message.messages is None) == (message.prompt is None):
         raise ParameterError("messages", "Give exactly one of messages and prompt.")
     if message.messages is not None:
@@ -159,7 +165,7 @@ def _parse_chat(
         server_tools=offered.own,
         tool_choice=offered.choice,
         freeform_tools=offered.freeform,
-        notices=offered.notices,
+        notices=bounded((*offered.notices, *left_out_of(messages))),
         parallel_tool_calls=True if parallel is None else parallel,
         session_keep=request.session_keep,
         chat_template=request.chat_template,
@@ -263,7 +269,7 @@ def _sampling(
         "typical_p": request.typical_p,
         "min_tokens": request.min_tokens,
         "bad_words": request.bad_words,
-        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "include_stop_str_in_output": keeps_stop_string(request),
         "skip_special_tokens": request.skip_special_tokens,
         "allowed_token_ids": request.allowed_token_ids,
         "logprobs": logprobs,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import MillraceError
 
 # Where a tokenizer's own rules are not known.
 _WORD_END = re.compile(r"\S(?=\s)")
@@ -13,6 +14,17 @@ _WORD_END = re.compile(r"\S(?=\s)")
 _NUM_OPEN_WORDS = 3
 # Nobody is to wait for the end of a longer word.
 MAX_HELD_CHARACTERS = 16
+
+
+class UnspelledTextError(MillraceError, code="text_not_spelled", http_status=502):
+    """The tokenizer has no tokens for a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(
+            f"The engine's server wrote {text!r:.100}, for which the tokenizer of the catalogue's "
+            "model has no tokens. An engine that tells token ids (vllm, sglang, llamacpp) has no "
+            "need of them."
+        )
 
 
 class IncrementalTokenizer:
@@ -24,13 +36,9 @@ class IncrementalTokenizer:
     ``MAX_HELD_CHARACTERS`` (long words, and blanks in a row), or spells a token that was added to
     the vocabulary. None of them is a special token or ends a sequence,
     though the text may spell one.
-
-    Raises ValueError for a tokenizer that has no token for some bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int] = ()) -> None:
-        if not tokenizer.spells_every_text:
-            raise ValueError("this tokenizer cannot spell every text")
         self._tokenizer = tokenizer
         self._held = ""
         # The first word of a text may lose the space before it.
@@ -40,14 +48,15 @@ class IncrementalTokenizer:
         )
 
     def push(self, text: str) -> list[int]:
-        """The ids that ``text`` makes certain; often there are none."""
+        """The ids that ``text`` makes certain; often there are none. Raises UnspelledTextError for
+        a text that the tokenizer has no tokens for."""
         self._held += text
         end = self._num_certain()
         certain, self._held = self._held[:end], self._held[end:]
         return self._encode(certain)
 
     def flush(self) -> list[int]:
-        """Those of the rest; nothing follows."""
+        """Those of the rest; nothing follows. Raises UnspelledTextError."""
         rest, self._held = self._held, ""
         return self._encode(rest)
 
@@ -89,12 +98,14 @@ class IncrementalTokenizer:
         ids, longest = self._tokenizer.ids_by_bytes, self._tokenizer.longest_token_bytes
         if self._is_first:
             # This one is lost.
-            yield ids[b" "]
+            spelled = b" " + spelled
         at = 0
         while at < len(spelled):
             end = min(at + longest, len(spelled))
             while spelled[at:end] not in ids:
                 end -= 1
+                if end <= at:
+                    raise UnspelledTextError(spelled.decode())
             yield ids[spelled[at:end]]
             at = end
 

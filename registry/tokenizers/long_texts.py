@@ -11,6 +11,9 @@ from millrace.schemas.errors import ParameterError
 
 # So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
 PIECE_CHARACTERS = 16_384
+# A text of so many characters is counted to its end, even if it is certain not to fit: its error
+# then has the exact number, by which clients shorten it.
+COUNTED_CHARACTERS = 262_144
 
 
 class TextTooLongError(Exception):
@@ -37,8 +40,9 @@ def ids_of(
 
 
 def check_length(text: str, rules: TextRules, max_tokens: int | None) -> None:
-    """Raises TextTooLongError for a text that is certain to have more than ``max_tokens``."""
-    if max_tokens is None:
+    """Raises TextTooLongError for a text that is certain to have more than ``max_tokens``, and is
+    too long to be counted."""
+    if max_tokens is None or len(text) <= COUNTED_CHARACTERS:
         return
     least_tokens = rules.least_tokens(text)
     if least_tokens > max_tokens:
@@ -55,15 +59,18 @@ def ids_in_pieces(
     """The ids that ``encode`` makes of a text, which it gets in pieces where ``rules`` allow that,
     with ids before and behind them.
 
-    Raises TextTooLongError for more than ``max_tokens``, as soon as that is certain.
+    Raises TextTooLongError for more than ``max_tokens``; for a text of more than
+    ``COUNTED_CHARACTERS`` as soon as that is certain.
     """
     before, after = around
     ids = list(before)
     num_characters = 0
+    stops_early = len(text) > COUNTED_CHARACTERS
     for piece in rules.pieces(text, PIECE_CHARACTERS):
         ids += encode(piece)
         num_characters += len(piece)
         num_tokens = len(ids) + len(after)
-        if max_tokens is not None and num_tokens > max_tokens:
-            raise TextTooLongError(num_tokens, is_exact=num_characters == len(text))
+        is_whole = num_characters == len(text)
+        if max_tokens is not None and num_tokens > max_tokens and (stops_early or is_whole):
+            raise TextTooLongError(num_tokens, is_exact=is_whole)
     return ids + after

@@ -302,11 +302,6 @@ class Tokenizer:
         """Of ``ids_by_bytes``."""
         return max(map(len, self.ids_by_bytes), default=0)
 
-    @cached_property
-    def spells_every_text(self) -> bool:
-        """Whether there is a token for each byte."""
-        return all(bytes((byte,)) in self.ids_by_bytes for byte in range(256))
-
     def word_ends(self, text: str) -> list[int]:
         """Where the pieces end into which ``text`` is split before tokens are made of each; none if
         it is not split."""

@@ -51,9 +51,15 @@ class ToolCallParser:
         self._held = ""
         self._after_call = False
         self._plain = bool(self._opening)
+        self._has_ended_call = False
         self.num_calls = 0
         self.is_last_call_cut = False
         self.is_cut_in_call = False
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether all of the text is content that has come out: ``finish`` has nothing to add."""
+        return self._plain
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now that ``text`` has come."""
@@ -65,6 +71,14 @@ class ToolCallParser:
         while text:
             text = self._step(text, pieces)
         return pieces
+
+    def text_behind_call(self, text: str) -> str | None:
+        """Read ``text`` up to the end of the first call. Returns what follows the call; None if it
+        has not ended."""
+        pieces: list[Piece] = []
+        while text and not self._has_ended_call:
+            text = self._step(text, pieces)
+        return text if self._has_ended_call else None
 
     def finish(self, *, is_cut_off: bool = False) -> list[Piece]:
         """What is left once the whole text has come; nothing may be pushed after it.
@@ -157,9 +171,11 @@ class ToolCallParser:
             case Status.OPEN:
                 return ""
             case Status.ENDED:
+                self._has_ended_call = True
                 self._step = self._between
                 return rest
             case Status.CLOSED:
+                self._has_ended_call = True
                 self._step = self._content
                 self._after_call = True
                 return rest

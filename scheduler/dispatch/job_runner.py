@@ -147,7 +147,7 @@ class JobRunner:
         if not scheduled.ran_before and scheduled.job.received_ns:
             queue_s = (context.clock.now_ns() - scheduled.job.received_ns) / 1e9
             self.counts.queue_s[scheduled.job.tier].add(max(0.0, queue_s))
-        reason = context.cancels.reason(request_id, context.clock.monotonic())
+        reason = context.cancel_reason(scheduled)
         if reason is not None:
             # The worker may have heard the cancel before the dispatch.
             cancel = Cancel(request_id=request_id, reason=reason)

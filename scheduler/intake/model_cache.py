@@ -9,25 +9,31 @@ from functools import partial
 from typing import Protocol
 
 from millrace.registry.pricing import UNPRICED, PriceBook
-from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.job_bodies import prepare_body, read_body
+from millrace.registry.requests.ready_jobs import PreparingModel
+from millrace.registry.tokenizers.prompt_pool import (
+    PromptPool,
+    num_characters,
+    num_characters_with,
+)
 from millrace.schemas.jobs import Job
 
 
-class Preparer(Protocol):
+class Preparer(PreparingModel, Protocol):
     """What the scheduler needs of ``registry.served.ServedModel``."""
 
     @property
     def prices(self) -> PriceBook: ...
 
-    def prepare(self, job: Job, seed_source: random.Random) -> Job: ...
-
 
 class ModelCache:
-    """Loads each model once. ``load`` may block: it runs in a thread. Owns the threads that read
-    long prompts; ``close`` ends them."""
+    """Loads each model once. ``load`` may block: it runs in a thread. Chat templates of jobs are
+    taken if ``trusts_templates``. Owns the threads that read long prompts; ``close`` ends them."""
 
-    def __init__(self, load: Callable[[str], Preparer]) -> None:
+    def __init__(self, load: Callable[[str], Preparer], *, trusts_templates: bool = False) -> None:
         self._load = load
+        self._trusts_templates = trusts_templates
         self._prompts = PromptPool()
         self._models: dict[str, asyncio.Task[Preparer]] = {}
 
@@ -39,8 +45,18 @@ class ModelCache:
         """
         model = await self._get(job.model)
         seed_source = random.Random(job.request_id)
-        prepare = partial(model.prepare, job, seed_source)
-        return await self._prompts.run(job.tenant, num_characters(job), prepare)
+        if not job.body:
+            prepare = partial(model.prepare, job, seed_source)
+            return await self._prompts.run(job.tenant, num_characters(job), prepare)
+        trusts = self._trusts_templates
+        template = "" if trusts and b"chat_template" in job.body else None
+        length = num_characters_with(template, len(job.body))
+        prepare = partial(prepare_body, job, model, seed_source, trusts_templates=trusts)
+        return await self._prompts.run(job.tenant, length, prepare)
+
+    async def read(self, job: Job) -> GenerationRequest:
+        """What the body of a job asks for. Raises MillraceError for a bad one."""
+        return await self._prompts.run(job.tenant, len(job.body), partial(read_body, job))
 
     def change(self, load: Callable[[str], Preparer], names: Iterable[str]) -> None:
         """Load those anew, and all others from now on, by ``load``; whoever has a job in hand goes

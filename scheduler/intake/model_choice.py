@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from millrace.bus.job_queue import LeasedJob
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.routing.router import ModelState, Router, check_routable, routed
 from millrace.registry.routing.score import question_of
 from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.tools import ToolMode
 
 
 class ModelChooser:
@@ -44,7 +46,11 @@ class ModelChooser:
         """Whether the job names no model."""
         return leased.job.model in self._router.routes
 
-    def choose(self, leased: LeasedJob) -> Job:
+    @property
+    def reads_bodies(self) -> bool:
+        return True
+
+    def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:
         """The job with a model; one that has a model already is left as it is.
 
         Raises ParameterError, naming the field, for a job that has a meaning with one model only.
@@ -52,14 +58,18 @@ class ModelChooser:
         job = leased.job
         if not self.leaves_open(leased):
             return job
+        said = job if asked is None else asked
+        has_tools = bool(said.tools)
+        if asked is not None and asked.tool_choice.mode is ToolMode.NONE:
+            has_tools = False
         check_routable(
             job.model,
-            (job.prompt_token_ids,),
-            job.sampling,
+            (said.prompt_token_ids,),
+            said.sampling,
             is_embedding=job.pooling is not None,
         )
         question = question_of(
-            job.prompt, job.messages, job.sampling, job.tier, has_tools=bool(job.tools)
+            said.prompt, said.messages, said.sampling, job.tier, has_tools=has_tools
         )
 
         def state_of(model: str, tier: Tier) -> ModelState:

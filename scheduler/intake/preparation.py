@@ -7,6 +7,7 @@ import logging
 from msgspec.structs import replace
 
 from millrace.bus.fleet.adapters import AdapterDirectory
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.intake.adapter_choice import AdapterChooser
@@ -16,6 +17,7 @@ from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from millrace.schemas.errors import ForeignReplyError, MillraceError
+from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,10 @@ class Preparation:
             )
         context.tasks.spawn(self._run(scheduled, dispatcher), f"prepare {scheduled.request_id}")
 
+    async def read(self, job: Job) -> GenerationRequest:
+        """What the body of a job asks for. Raises MillraceError for a bad one."""
+        return await self._model_cache.read(job)
+
     async def _run(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         try:
             await self._prepare(scheduled, dispatcher)
@@ -64,6 +70,7 @@ class Preparation:
                 lease = scheduled.lease.token
                 self.repeated.answer(scheduled.job, lease, scheduled.claim, first)
             return
+        await context.kept_cancels.recall(scheduled)
         terminal_status = await self._why_forbidden(scheduled) or context.why_unwanted(scheduled)
         if terminal_status is None:
             scheduled.set_prepared(await self._model_cache.prepare(scheduled.job))

@@ -45,8 +45,8 @@ _REST_S = 2.0
 
 class QueueWatch:
     """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
-    at all it rests until ``wake``, for ``_REST_S`` at most. What it finds is for the orphan reaper,
-    too. ``answers`` owns the answers to shed jobs, which exist nowhere else."""
+    at all it rests until ``wake``, for ``_REST_S`` at most. ``UnknownModelJobs`` gets what it
+    finds, too. ``answers`` owns the answers to shed jobs, which exist nowhere else."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class QueueWatch:
         self._dispatchers: Mapping[str, Dispatcher] = models.dispatchers
         self._queue_estimates: Mapping[str, QueueEstimate] = models.queue_estimates
         self._answers = answers
-        self._orphan_reaper = models.orphan_reaper
+        self._unknown_models = models.unknown_models
         self._weights = weights_of(context.config.tiers)
         self._wake = asyncio.Event()
         self._is_empty = False
@@ -110,7 +110,7 @@ class QueueWatch:
             if self._dispatchers.get(model) is dispatcher:
                 is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
         await self._forget_idle()
-        await self._orphan_reaper.look(chain.from_iterable(totals.values()))
+        await self._unknown_models.look(chain.from_iterable(totals.values()))
         return is_too_much
 
     async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:

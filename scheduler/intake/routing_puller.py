@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from millrace.bus.job_queue import LeasedJob
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.intake.preparation import Preparation
@@ -28,8 +29,13 @@ class Chooser(Protocol):
     def leaves_open(self, leased: LeasedJob) -> bool:
         """Whether there is something to choose."""
 
-    def choose(self, leased: LeasedJob) -> Job:
-        """The job with a model. Raises MillraceError for one that can have none."""
+    @property
+    def reads_bodies(self) -> bool:
+        """Whether it chooses by what a job asks."""
+
+    def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:
+        """The job with a model; ``asked`` is what its body says, if it has one and that is read.
+        Raises MillraceError for one that can have none."""
 
     async def settle(self, job: Job) -> Job:
         """The job with the model that was first chosen for it, by whichever scheduler. Its client
@@ -76,7 +82,10 @@ class RoutingPuller(Puller):
     async def _route(self, leased: LeasedJob) -> None:
         scheduled = self._scheduled_job(leased)
         try:
-            scheduled.job = await self._chooser.settle(self._chooser.choose(leased))
+            asked = None
+            if leased.job.body and self._chooser.reads_bodies:
+                asked = await self._preparation.read(leased.job)
+            scheduled.job = await self._chooser.settle(self._chooser.choose(leased, asked))
             if scheduled.job.model not in self._models:
                 raise ModelNotFoundError(
                     f"The model {scheduled.job.model!r} was chosen, which is not served here."

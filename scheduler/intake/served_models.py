@@ -18,10 +18,10 @@ from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.intake.model_cache import ModelCache, Preparer
 from millrace.scheduler.intake.model_choice import ModelChooser
-from millrace.scheduler.intake.orphan_reaper import OrphanReaper
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.intake.routing_puller import Chooser, RoutingPuller
+from millrace.scheduler.intake.unknown_models import UnknownModelJobs
 from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
@@ -30,11 +30,12 @@ from millrace.schemas.jobs import Tier
 @dataclass(frozen=True)
 class ModelCatalogue:
     """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
-    names that stand for several models."""
+    names that stand for several models. ``trusts_templates``: jobs may bring chat templates."""
 
     names: Collection[str]
     load: Callable[[str], Preparer]
     router: Router | None = None
+    trusts_templates: bool = False
 
 
 class ServedModels:
@@ -69,7 +70,7 @@ class ServedModels:
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}
-        self.orphan_reaper = OrphanReaper(context, _all_names(catalogue))
+        self.unknown_models = UnknownModelJobs(context, _all_names(catalogue))
         self._gone: dict[str, Dispatcher] = {}
         self._known = ChainMap(self.dispatchers, self._gone)
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
@@ -113,7 +114,7 @@ class ServedModels:
         """Serve what the catalogue says from now on; ``changed`` are the names of models that are
         new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
         self._model_cache.change(catalogue.load, changed)
-        self.orphan_reaper.known_models = _all_names(catalogue)
+        self.unknown_models.known_models = _all_names(catalogue)
         before, self._versions = self._versions, Versions(catalogue.names)
         # All are in place again before anything is waited for.
         closing = [

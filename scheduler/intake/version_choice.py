@@ -6,6 +6,7 @@ import msgspec
 
 from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.job_queue import LeasedJob
+from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.rollouts.versions import REASON, Versions
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.schemas.errors import ModelNotFoundError
@@ -33,7 +34,11 @@ class VersionChooser:
         is_one = job.model in self._versions.of(job.model)
         return not (is_one and (leased.tenant_queue.reserved or job.adapter))
 
-    def choose(self, leased: LeasedJob) -> Job:
+    @property
+    def reads_bodies(self) -> bool:
+        return False
+
+    def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:  # noqa: ARG002
         """The job with a version. Raises ModelNotFoundError if there is none that it could get, and
         for one that may have run with the version that its gateway chose, which has gone."""
         if not self.leaves_open(leased):

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
-from millrace.schemas.control import CancelReason
+from millrace.schemas.control import Cancel, CancelReason
 
 _MAX_REMEMBERED = 100_000
 
 
 class CancelMemory:
-    """The last cancels, each for ``memory_s``. Pure: the caller passes the time in."""
+    """The last cancels, each for ``memory_s``. Pure: the caller passes the time in.
+
+    Cancels by the services of tenants count for jobs of their tenant. Of each tenant, and of our
+    own parts, ``max_remembered`` are kept, so that no tenant's cancels push out another's.
+    """
 
     def __init__(self, memory_s: float, max_remembered: int = _MAX_REMEMBERED) -> None:
         self._memory_s = memory_s
         self._max_remembered = max_remembered
-        self._cancels: OrderedDict[str, tuple[CancelReason, float]] = OrderedDict()
+        self._by_tenant: defaultdict[str, OrderedDict[str, tuple[CancelReason, float]]] = (
+            defaultdict(OrderedDict)
+        )
 
     def __len__(self) -> int:
-        return len(self._cancels)
+        return sum(map(len, self._by_tenant.values()))
 
-    def add(self, request_id: str, reason: CancelReason, now_s: float) -> None:
+    def add(self, cancel: Cancel, now_s: float) -> None:
         """The first reason stays; the time starts anew."""
-        known = self._cancels.pop(request_id, None)
-        self._cancels[request_id] = (known[0] if known else reason, now_s + self._memory_s)
-        while self._cancels:
-            oldest = next(iter(self._cancels))
-            if len(self._cancels) <= self._max_remembered and self._cancels[oldest][1] > now_s:
+        cancels = self._by_tenant[cancel.tenant]
+        known = cancels.pop(cancel.request_id, None)
+        reason = cancel.reason if known is None else known[0]
+        cancels[cancel.request_id] = (reason, now_s + self._memory_s)
+        while cancels:
+            oldest = next(iter(cancels))
+            if len(cancels) <= self._max_remembered and cancels[oldest][1] > now_s:
                 break
-            del self._cancels[oldest]
+            del cancels[oldest]
 
-    def reason(self, request_id: str, now_s: float) -> CancelReason | None:
-        """Why the request is not wanted any more; None: nobody cancelled it."""
-        known = self._cancels.get(request_id)
-        return known[0] if known is not None and known[1] > now_s else None
+    def reason(self, tenant: str, request_id: str, now_s: float) -> CancelReason | None:
+        """Why a request of a tenant is not wanted any more; None: it was not cancelled."""
+        for who in ("", tenant):
+            cancels = self._by_tenant.get(who)
+            known = None if cancels is None else cancels.get(request_id)
+            if known is not None and known[1] > now_s:
+                return known[0]
+        return None

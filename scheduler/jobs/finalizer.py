@@ -187,5 +187,10 @@ def _is_unavailable(error: Exception) -> bool:
 def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult:
     owner = decoding.owner_of(job)
     return result_of(
-        owner, terminal_status.status, terminal_status.code, terminal_status.message, now_ns
+        owner,
+        terminal_status.status,
+        terminal_status.code,
+        terminal_status.message,
+        now_ns,
+        terminal_status.param,
     )

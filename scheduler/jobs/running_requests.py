@@ -14,11 +14,22 @@ class RunningRequests(Protocol):
     async def lookup(self, request_id: str) -> RunningRequest | None:
         """None: nothing is known, or nobody can say."""
 
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
+        has no such request, or Redis is unreachable."""
+
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
         """Take a request id for a message; the claim of the message that has it, if that is
         another. None also while the index cannot be reached."""
+
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        """A service of the tenant cancelled a request."""
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        """Whether a service of the tenant cancelled a request; False while Redis is
+        unreachable."""
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         """It is answered, by a worker or by none."""

@@ -6,14 +6,15 @@ import msgspec
 
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
 from millrace.schemas.records import Status
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
-    the one of its tenant that it is over, if that is why."""
+    the one of its tenant that it is over, if that is why, ``param`` the field at fault, if one
+    is."""
 
     status: Status
     code: str = ""
@@ -21,11 +22,13 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
     retryable: bool = False
     retry_after_s: float = 0.0
     limit: str = ""
+    param: str = ""
 
     def frame(self, epoch: int) -> TerminalFrame:
         match self.status:
             case Status.CANCELLED:
-                return Cancelled(epoch=epoch)
+                reason = self.code if self.code == CancelReason.ORPHANED.value else ""
+                return Cancelled(epoch=epoch, reason=reason)
             case Status.EXPIRED:
                 return Expired(epoch=epoch)
             case Status.SHED:
@@ -37,7 +40,11 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
                 )
             case _:
                 return Failed(
-                    epoch=epoch, code=self.code, message=self.message, retryable=self.retryable
+                    epoch=epoch,
+                    code=self.code,
+                    message=self.message,
+                    retryable=self.retryable,
+                    param=self.param,
                 )
 
 
@@ -55,9 +62,15 @@ REPEATED = TerminalStatus(
 
 
 def cancelled(reason: CancelReason) -> TerminalStatus:
-    """The owner does not want it any more."""
+    """It is not wanted any more."""
     if reason is CancelReason.DEADLINE:
         return EXPIRED
+    if reason is CancelReason.ORPHANED:
+        return TerminalStatus(
+            status=Status.CANCELLED,
+            code=reason.value,
+            message="The request's gateway was gone, and no client came back for it.",
+        )
     return TerminalStatus(
         status=Status.CANCELLED, code="cancelled", message="The request was cancelled."
     )
@@ -110,7 +123,11 @@ def poison_pill() -> TerminalStatus:
 def refused(error: MillraceError) -> TerminalStatus:
     """The job itself is at fault, or its model cannot be served at all."""
     return TerminalStatus(
-        status=Status.FAILED, code=error.code, message=error.message, retryable=error.retryable
+        status=Status.FAILED,
+        code=error.code,
+        message=error.message,
+        retryable=error.retryable,
+        param=error.param if isinstance(error, ParameterError | ContextLengthError) else "",
     )
 
 

@@ -64,6 +64,12 @@ class BrowserStateBlock(_Block, frozen=True, kw_only=True, tag="browser_state"):
     state_changes: tuple[dict[str, Any], ...] | None = None
 
 
+class ImageBlock(_Block, frozen=True, kw_only=True, tag="image"):
+    """An image. In a tool's result and in an answer the model reads a sentence in its place."""
+
+    type: ClassVar[str] = "image"
+
+
 ReadableBlock = (
     TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock | BrowserStateBlock
 )
@@ -89,7 +95,7 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
     type: ClassVar[str] = "tool_result"
 
     tool_use_id: str
-    content: str | tuple[ReadableBlock, ...] | None = None
+    content: str | tuple[ReadableBlock | ImageBlock, ...] | None = None
     is_error: bool | None = None
 
 
@@ -248,6 +254,7 @@ UnreadableBlock = RedactedThinkingBlock | FallbackBlock | McpToolListingBlock | 
 
 ContentBlock = (
     TextBlock
+    | ImageBlock
     | SearchResultBlock
     | DocumentBlock
     | ToolUseBlock

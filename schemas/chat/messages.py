@@ -22,15 +22,35 @@ class TextPart(msgspec.Struct, frozen=True):
 
 class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an assistant's message: ``text``, or a ``refusal``, which the model reads as
-    text."""
+    text. In place of a piece of another type without ``text`` the model reads a sentence."""
 
     text: str = ""
     refusal: str = ""
-    type: Literal["text", "refusal"] = "text"
+    type: str = "text"
+
+    @property
+    def is_text(self) -> bool:
+        return self.type in ("text", "refusal") or bool(self.text)
 
     @property
     def words(self) -> str:
         return self.refusal if self.type == "refusal" else self.text
+
+
+class ToolPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a tool's result: ``text``. In place of a piece of another type without ``text``,
+    such as ``image_url``, the model reads a sentence."""
+
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    type: str = "text"
+
+    @property
+    def is_text(self) -> bool:
+        return self.type == "text" or bool(self.text)
+
+    @property
+    def words(self) -> str:
+        return self.text or ""
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +132,7 @@ class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
 
     role: ClassVar[str] = "tool"
 
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | tuple[ToolPart, ...] | None = None
 
 
 Message = UserMessage | SystemMessage | DeveloperMessage | EchoedMessage | ToolMessage

@@ -78,7 +78,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Slowest rate at which a large body may come."""
 
     max_ws_message_bytes: int = 1024 * 1024
-    """Size of a WebSocket message."""
+    """Size of a WebSocket message with all its fragments; a larger one closes the socket (1009)."""
 
     max_generations_per_socket: int = 64
     """Generations open at a time on one WebSocket."""
@@ -102,6 +102,10 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
 
     resume_grace_s: float = 20.0
     """How long an answer whose WebSocket was lost goes on for a client that comes back."""
+
+    orphan_grace_s: float = 60.0
+    """How long an answer goes on after its gateway is gone, for a client that comes back at any
+    gateway. Workers and schedulers read this and cancel it then. 0: it goes on to its end."""
 
     idempotency_ttl_s: float = 86_400.0
     """How long the answer to an Idempotency-Key is kept; it is made to its end, client or not."""

@@ -115,8 +115,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_attempts: int = 16
     """Lost attempts at which a job fails."""
 
-    cancel_memory_s: float = 600.0
-    """How long the cancel of a job that has not come yet is remembered."""
+    cancel_memory_s: float = 86_400.0
+    """How long the cancel of a job that waits in the queue, or has not come yet, is remembered."""
 
     status_interval_s: float = 0.25
     """How often the scheduler announces its queues to the gateways, and looks for what to shed."""

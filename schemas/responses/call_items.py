@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from millrace.schemas.chat.unreadable import InputAudio, InputFile, InputImage
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -72,7 +74,7 @@ class EchoedPiece(msgspec.Struct, frozen=True, tag_field="type", tag="output_tex
 class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
     """The output of a call of a custom tool."""
 
-    output: str | tuple[OutputPiece | EchoedPiece, ...] = ""
+    output: str | tuple[OutputPiece | EchoedPiece | InputImage | InputFile | InputAudio, ...] = ""
 
 
 class LocalShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="local_shell_call_output"):

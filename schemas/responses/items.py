@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from millrace.schemas.chat.unreadable import InputAudio, InputFile, InputImage
 from millrace.schemas.notices import NOTICE_NAME, Notices
 from millrace.schemas.openai import (
     GenerationFields,
@@ -158,7 +159,11 @@ class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
 
     role: ClassVar[str] = "assistant"
 
-    content: str | tuple[InputText | EchoedText | EchoedRefusal, ...] | None = None
+    content: (
+        str
+        | tuple[InputText | EchoedText | EchoedRefusal | InputImage | InputFile | InputAudio, ...]
+        | None
+    ) = None
 
 
 GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | GivenAnswer
@@ -179,7 +184,7 @@ class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | tuple[InputText | EchoedText, ...] | None
+    output: str | tuple[InputText | EchoedText | InputImage | InputFile | InputAudio, ...] | None
 
 
 class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,7 +344,8 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt."""
+    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt,
+    context_length_exceeded."""
 
     code: str
     message: str

@@ -14,6 +14,7 @@ from millrace.schemas.control import (
     Drain,
     Ended,
     Replay,
+    ResetPrefixCache,
     Served,
     SetRole,
     Warm,
@@ -163,6 +164,8 @@ class SimulatedWorker:
                 return await self._moves.warm(command, apart=apart)
             case SetRole():
                 return await self._set_role(command)
+            case ResetPrefixCache():
+                return _no("bad_request", "a simulation measures with its caches")
 
     async def _set_role(self, command: SetRole) -> WorkerReply:
         moves = self._moves

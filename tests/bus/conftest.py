@@ -17,10 +17,12 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.nats import connect
 from millrace.bus.nats.permissions import Part
+from millrace.bus.transport import Message
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import DeadJob
 from tests.support.nats.streams import delete_streams
 from tests.support.servers import NatsServer
+from tests.support.waiting import eventually
 
 ACK_WAIT_S = 0.4
 MAX_DELIVER = 3
@@ -37,6 +39,9 @@ class Broker(Protocol):
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
         """As a service that does not use our code would."""
+
+    async def request(self, subject: str, content_type: str = "") -> tuple[bytes, str | None]:
+        """The answer to an empty request, and its Content-Type."""
 
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
@@ -63,6 +68,17 @@ class OnMemory:
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
         self._broker.publish(subject, payload, headers)
+
+    async def request(self, subject: str, content_type: str = "") -> tuple[bytes, str | None]:
+        answers: list[Message] = []
+        inbox = self._broker.new_inbox()
+        subscriber = self._broker.subscribe(inbox, answers.append)
+        headers = {CONTENT_TYPE: content_type} if content_type else None
+        self._broker.publish(subject, b"", headers, inbox)
+        await eventually(lambda: bool(answers))
+        await subscriber.close()
+        (answer,) = answers
+        return answer.payload, answer.content_type
 
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
@@ -103,6 +119,11 @@ class OnNats:
         await (await self.client()).publish(
             subject, payload, headers=dict(headers) if headers else None
         )
+
+    async def request(self, subject: str, content_type: str = "") -> tuple[bytes, str | None]:
+        headers = {CONTENT_TYPE: content_type} if content_type else None
+        answer = await (await self.client()).request(subject, b"", 5.0, headers=headers)
+        return answer.data, (answer.headers or {}).get(CONTENT_TYPE)
 
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from millrace.bus import codec, subjects
 from millrace.bus.api import Bus
 from millrace.schemas.control import (
     Cancel,
@@ -22,6 +23,7 @@ from millrace.schemas.control import (
     Pulled,
     QueueStatus,
     Replay,
+    ResultError,
     ResumePoint,
     SetRole,
     TelemetryAnswer,
@@ -30,8 +32,8 @@ from millrace.schemas.control import (
     WorkerReply,
 )
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.errors import PayloadTooLargeError
-from millrace.schemas.jobs import Job
+from millrace.schemas.errors import PayloadTooLargeError, ResultNotReadyError
+from millrace.schemas.jobs import Job, JobResult
 from tests.bus.conftest import Broker
 from tests.support.waiting import eventually
 
@@ -125,6 +127,22 @@ class TestBroadcasts:
         await eventually(lambda: len(seen) == 2)
         assert seen == [Cancel(request_id="r1"), Cancel(request_id="r2")]
 
+    async def test_cancels_of_services(self, bus: Bus, broker: Broker) -> None:
+        seen: list[Cancel] = []
+        own: list[Cancel] = []
+        await bus.control.subscribe_owner_cancels(seen.append)
+        await bus.control.subscribe_cancels(own.append)
+        await broker.publish("ctl.cancel.%.r1", b"")
+        await broker.publish("ctl.cancel.acme.r%zz", b"")
+        await broker.publish("ctl.cancel.acme.r%2E1", b'{"reason": "superseded"}')
+        await broker.publish("ctl.cancel.a%20b.r2", b"")
+        await eventually(lambda: len(seen) == 2)
+        assert seen == [
+            Cancel(request_id="r.1", tenant="acme"),
+            Cancel(request_id="r2", tenant="a b"),
+        ]
+        assert not own
+
     async def test_queue_status_and_ends(self, bus: Bus, broker: Broker) -> None:
         statuses: list[QueueStatus] = []
         ends: list[Ended] = []
@@ -176,6 +194,28 @@ class TestResumePoints:
                 assert await bus.control.resume_point("g", request_id, 5.0) == point
         assert await bus.control.resume_point("g", "r3", 0.05) is None
 
+    async def test_held_requests_are_found_at_all_gateways(self, bus: Bus, broker: Broker) -> None:
+        """Of 600 requests two gateways hold one half each, and neither holds the last two."""
+        request_ids = [f"r.{number}" for number in range(600)]
+        for remainder in (0, 1):
+            held = {name for name in request_ids[:598] if int(name[2:]) % 2 == remainder}
+            gateway = await broker.connect("gateway")
+            await gateway.control.serve_resume_points("g", lambda _: None, held.__contains__)
+        found = await bus.control.held_requests("g", request_ids, 0.2)
+        assert found == frozenset(request_ids[:598])
+        assert await bus.control.held_requests("elsewhere", request_ids, 5.0) == frozenset()
+
+    async def test_a_gateway_that_knows_no_such_question_answers_for_one(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        points = {"r1": ResumePoint(token_ids=(1,)), "r2": ResumePoint()}
+        gateway = await broker.connect("gateway")
+        await gateway.control.serve_resume_points("g", points.get)
+        assert await bus.control.held_requests("g", ["r1", "r3"], 0.05) == frozenset({"r1"})
+        assert await bus.control.is_held("g", "r2", 5.0)
+        assert not await bus.control.is_held("g", "r3", 0.05)
+        assert not await bus.control.is_held("elsewhere", "r2", 5.0)
+
     async def test_a_failing_handler_is_silent(self, bus: Bus) -> None:
         def fail(request_id: str) -> ResumePoint | None:
             raise KeyError(request_id)
@@ -209,6 +249,44 @@ class TestHandovers:
         started_s = time.monotonic()
         assert await bus.control.hand_over("g", "r1", timeout_s=5.0) is None
         assert time.monotonic() - started_s < 1.0
+
+
+class TestResults:
+    async def test_are_answered_by_one_in_json_or_messagepack(
+        self, bus: Bus, broker: Broker
+    ) -> None:
+        asked: list[tuple[str, str]] = []
+        result = JobResult(request_id="r.1", tenant="a b", model="m", status="done", text="ok")
+
+        async def find(tenant: str, request_id: str) -> JobResult:
+            asked.append((tenant, request_id))
+            if request_id == "failing":
+                raise KeyError("a secret prompt")
+            if request_id != "r.1":
+                raise ResultNotReadyError(request_id)
+            return result
+
+        for _ in range(2):
+            await bus.control.serve_results(find)
+        subject = subjects.result_request("a b", "r.1")
+        as_json = await broker.request(subject)
+        assert as_json == (codec.encode_json(result), codec.JSON)
+        as_json = await broker.request(subject, "application/json; charset=utf-8")
+        assert as_json == (codec.encode_json(result), codec.JSON)
+        as_msgpack = await broker.request(subject, "application/msgpack")
+        assert as_msgpack == (codec.encode(result), codec.MSGPACK)
+        assert asked == [("a b", "r.1")] * 3
+        for request, code, retryable in (
+            (subjects.result_request("a b", "r2"), "result_not_ready", True),
+            (subjects.result_request("a b", "failing"), "internal_error", False),
+            ("ctl.result.acme.r%zz", "malformed_message", False),
+            ("ctl.result.%.r1", "malformed_message", False),
+            ("ctl.result.acme.%", "malformed_message", False),
+        ):
+            payload, _ = await broker.request(request)
+            error = msgspec.json.decode(payload, type=ResultError).error
+            assert (error.code, error.retryable) == (code, retryable)
+            assert "secret" not in error.message
 
 
 class TestTelemetry:

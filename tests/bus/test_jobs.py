@@ -13,7 +13,7 @@ from millrace.bus.api import Bus
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.schemas.errors import PayloadTooLargeError, QueueFullError
 from millrace.schemas.frames import Failed, Frame
-from millrace.schemas.jobs import DeadJob, Job, Tier
+from millrace.schemas.jobs import DeadJob, Job, Source, Tier
 from millrace.schemas.records import RequestRecord, Status
 from tests.bus.conftest import ACK_WAIT_S, MAX_DELIVER, Broker
 from tests.support.waiting import eventually
@@ -43,6 +43,18 @@ class TestPublish:
         assert leased.tenant_queue == TenantQueue(MODEL, Tier.PRO, "local")
         assert leased.num_deliveries == 1
         assert leased.stream_sequence == published.stream_sequence
+
+    @pytest.mark.parametrize("source", [Source.HTTP, Source.WEBSOCKET, Source.BENCH])
+    async def test_only_a_gateway_s_job_came_over_http(self, bus: Bus, source: Source) -> None:
+        """A service may copy the field from what it was asked itself."""
+        sent = [job(number, source=source) for number in (1, 2)]
+        await bus.jobs.publish(sent[0])
+        await bus.jobs.publish(sent[1], reserved=True)
+        of_service = await pull_one(bus)
+        of_gateway = await pull_one(bus, TenantQueue.of(sent[1], reserved=True))
+        is_bench = source is Source.BENCH
+        assert of_service.job.source is (Source.BENCH if is_bench else Source.NATS)
+        assert of_gateway.job.source is source
 
     async def test_the_same_id_is_stored_once(self, bus: Bus) -> None:
         first = await bus.jobs.publish(job(1))
@@ -411,8 +423,21 @@ class TestDeadLetters:
             (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
             (b'{"request_id":"","model":"demo","prompt":"x","reply":"svc"}', None, ""),
             (b'{"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
-            (b'{"request_id":7,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
-            (b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 200), codec.JSON, ""),
+            (b'{"request_id":7,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, "7"),
+            (b'{"request_id":7.0,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, "7"),
+            (b'{"request_id":null,"model":"demo","prompt":"x","reply":"svc"}', codec.JSON, ""),
+            (
+                b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 200),
+                codec.JSON,
+                "r" * 200,
+            ),
+            (b'{"request_id":"%s","model":"demo","reply":"svc"}' % (b"r" * 2_000), codec.JSON, ""),
+            (msgspec.msgpack.encode({"request_id": 7, "model": "demo", "reply": "svc"}), None, "7"),
+            (
+                b'\xef\xbb\xbf{"request_id":"r1","model":3,"reply":"svc"}',
+                "application/json",
+                "r1",
+            ),
             (b'{"request_id":"r1","model":3,"store_result":"no","reply":"svc"}', None, "r1"),
             (b'{"request_id":"r1","reply":"svc","model":"demo","prompt":"x"}', "text/plain", "r1"),
             (

@@ -10,7 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from millrace.bus.running_requests import TTL_S, JobClaim, RunningRequest, RunningRequestIndex
+from millrace.bus import running_requests
+from millrace.bus.running_requests import (
+    CANCELS_TTL_S,
+    TTL_S,
+    JobClaim,
+    RunningRequest,
+    RunningRequestIndex,
+)
 from millrace.schemas.config import RedisConfig
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
@@ -46,6 +53,35 @@ async def test_an_id_is_of_the_message_that_claims_it_first(index: RunningReques
     assert await index.claim("r 1", other, is_new=True, void_sequence=6) == mine
     assert await index.claim("r 1", other, is_new=True, void_sequence=7) is None
     assert await index.claim("r 1", mine, is_new=True) == other
+
+
+async def test_a_tenant_learns_whether_its_own_request_has_ended(
+    index: RunningRequestIndex,
+) -> None:
+    assert await index.has_ended("a", "r 1") is None
+    await index.claim("r 1", JobClaim(sequence=7, digest="d", tenant="a"), is_new=True)
+    assert await index.has_ended("a", "r 1") is False
+    await index.start("r 1", "w1", 65)
+    assert await index.has_ended("a", "r 1") is False
+    await index.finish("r 1", "w1", 65)
+    assert await index.has_ended("a", "r 1") is True
+    assert await index.has_ended("b", "r 1") is None
+
+
+async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
+    index: RunningRequestIndex, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_requests, "MAX_CANCELS", 3)
+    await index.note_cancel("a b", "r 0")
+    for number in range(5):
+        await index.note_cancel("c", f"r {number}")
+    assert await index.was_cancelled("a b", "r 0")
+    assert not await index.was_cancelled("a b", "r 4")
+    kept = [await index.was_cancelled("c", f"r {number}") for number in range(5)]
+    assert kept == [False, False, True, True, True]
+    client = Redis.from_url(redis_server.url)
+    assert CANCELS_TTL_S - 5 <= await client.ttl("cancels:c") <= CANCELS_TTL_S
+    await client.aclose()
 
 
 async def test_an_id_that_runs_without_a_claim(index: RunningRequestIndex) -> None:

@@ -12,6 +12,7 @@ import pytest
 from millrace.bus import nats
 from millrace.bus.nats.permissions import Part
 from millrace.cli.main import build_parser, main
+from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.config import NatsConfig
 
 _LONG = "x" * 300
@@ -177,3 +178,27 @@ def test_what_else_cannot_be_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert told in _ends_in_a_sentence(arguments, capsys)
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    num_options = 0
+    for path, parser in _commands(build_parser()):
+        for action in parser._actions:
+            shown = " ".join(action.metavar or ()) if action.nargs == 2 else str(action.metavar)
+            is_path = any(word in shown for word in ("PATH", "FILE", "DIR", "FOLDER", ".json"))
+            assert (action.type in (as_path, path_or_name)) == (
+                is_path and action.dest != "adapter"
+            ) or action.dest in ("config", "catalogue", "speculation"), (path, action)
+            if action.type not in (as_path, path_or_name):
+                continue
+            line = _given(parser, action, "")
+            if action.nargs == 2:
+                line = [action.option_strings[-1], "", ""]
+            said = _ends_in_a_sentence((*path, *line), capsys)
+            assert "it is empty; leave the option out" in said, (path, action)
+            num_options += 1
+    assert num_options > 40
+    assert not list(tmp_path.iterdir())

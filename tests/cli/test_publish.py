@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millrace.bus import nats
@@ -14,6 +16,8 @@ from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
 from millrace.cli.main import main
 from millrace.cli.requests.answers import StreamPrinter
+from millrace.registry.requests.job_bodies import read_body
+from millrace.schemas.chat.messages import CalledFunction, MessageToolCall
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import Replay, WorkerCommand, WorkerReply
 from millrace.schemas.frames import (
@@ -75,11 +79,56 @@ async def test_wait_for_the_result(
     assert code == 0
     assert shown.out == "Hello 你\n"
     assert shown.err == f"{job.request_id}\n"
-    assert job.messages is not None
-    assert [(turn.role, turn.content) for turn in job.messages] == [("user", "Hi")]
+    request = read_body(job)
+    assert request.messages is not None
+    assert [(turn.role, turn.content) for turn in request.messages] == [("user", "Hi")]
     assert job.store_result
-    assert job.sampling.seed == 7
+    assert request.sampling.seed == 7
     assert job.received_ns > 0
+
+
+async def test_a_body_with_tools(
+    bus: Bus, nats_config: NatsConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Light!"}],
+        "tools": [{"type": "function", "function": {"name": "light"}}],
+        "tool_choice": "required",
+    }
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    call = MessageToolCall(id="call_1", function=CalledFunction(name="light", arguments="{}"))
+    result = JobResult(
+        request_id="", tenant="local", model="demo", status="done", tool_calls=(call,)
+    )
+
+    async def answer() -> Job:
+        leased = await pull_one(bus, "demo")
+        own = msgspec.structs.replace(result, request_id=leased.job.request_id)
+        await bus.results.store(own)
+        await bus.jobs.ack(leased.lease)
+        return leased.job
+
+    file = str(tmp_path / "body.json")
+    code, job = await asyncio.gather(
+        millrace("publish", "--body", file, "--max-tokens", "9", nats_url=nats_config.url),
+        answer(),
+    )
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)[0]["function"]["name"] == "light"
+    request = read_body(job)
+    assert [tool.name for tool in request.tools] == ["light"]
+    assert request.sampling.max_tokens == 9
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"reply": "x"}', '{"model": 3}'])
+def test_a_file_without_a_body_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "body.json"
+    file.write_text(text)
+    assert main(["publish", "--body", str(file), "--nats", "nats://127.0.0.1:9"]) == 2
+    assert str(file) in capsys.readouterr().err
 
 
 async def test_an_embedding_is_printed_as_numbers(

@@ -1,25 +1,19 @@
-"""A model that says what a test tells it, step by step, behind an engine of the kind ``openai``.
+"""A model that makes a test's calls, one a turn: the script of a server of completions.
 
 The model's folder has the demo's tokenizer, a window of 200,000 tokens, and a chat template with
-tools and thoughts as Qwen3 has them. Its weights are a server of this process, which reads from
-the prompt how many tools have answered so far.
+tools and thoughts as Qwen3 has them. The script reads from the prompt how many tools have answered.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.repository import ROOT
-from tests.workers.servers.stand_ins.listening import listening
-from tests.workers.servers.stand_ins.transcripts import Played, Transcript
 
 NAME = "scripted"
 WINDOW_TOKENS = 200_000
@@ -92,42 +86,9 @@ class ScriptedModel:
         self.calls, self.answer, self.aside, self.result = calls, answer, aside, result
         self.prompts.clear()
 
-    @contextmanager
-    def serving(self) -> Iterator[str]:
-        """Listen in a thread of its own; the URL for ``--engine-url``."""
-        models = Played({"data": [{"id": NAME, "max_model_len": WINDOW_TOKENS}]})
-        transcript = Transcript({"/v1/models": models, "/v1/completions": self._complete})
-        started = threading.Event()
-        url: list[str] = []
-        loop = asyncio.new_event_loop()
-        over = asyncio.Event()
-
-        async def serve() -> None:
-            async with listening(transcript.play) as address:
-                url.append(address)
-                started.set()
-                await over.wait()
-
-        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-        thread.start()
-        try:
-            assert started.wait(10.0)
-            yield url[0]
-        finally:
-            loop.call_soon_threadsafe(over.set)
-            thread.join()
-            loop.close()
-
-    def _complete(self, body: dict[str, Any]) -> Played:
-        if not body.get("stream"):  # the worker's probe at its start
-            return Played({"choices": [{"index": 0, "text": "x", "finish_reason": "length"}]})
-        self.prompts.append(body["prompt"])
-        said = self._says(body["prompt"])
-        choice = {"index": 0, "text": said, "finish_reason": None}
-        end = {"index": 0, "text": "", "finish_reason": "stop"}
-        return Played(events=[{"choices": [choice]}, {"choices": [end]}, b"[DONE]"])
-
-    def _says(self, prompt: str) -> str:
+    def says(self, prompt: str) -> str:
+        """The script of an OpenAiServer."""
+        self.prompts.append(prompt)
         tools, has_tools, talk = prompt.partition("</tools>")
         if not has_tools:
             return self.aside

@@ -7,6 +7,7 @@ changes one, runs a command, and says how it went.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.clients.agents_page import entries
 from tests.clients.libraries import JAVASCRIPT, PYTHON, Library
 from tests.clients.packages import need, npm_packages, python_packages
 from tests.clients.scripted_model import NAME, WINDOW_TOKENS, ScriptedModel, write_model
+from tests.support.openai_server import OpenAiServer
 from tests.support.system import System
 
 pytestmark = [
@@ -72,9 +74,10 @@ def model() -> ScriptedModel:
 @pytest.fixture(scope="module")
 def system(model: ScriptedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = tmp_path_factory.mktemp("agents")
-    with model.serving() as url:
+    with OpenAiServer().running() as server:
+        server.script = model.says
         arguments = (
-            *("--port", "0", "--engine", "openai", "--engine-url", url),
+            *("--port", "0", "--engine", "openai", "--engine-url", server.url),
             *("--model", str(write_model(folder / NAME))),
         )
         running = System(folder / "data", arguments).start()
@@ -114,7 +117,7 @@ def test_a_python_library_runs_its_tools(
     (room.work / "configured.py").write_text(room.code)
     for name in ("frameworks.py", "tools.py"):
         shutil.copy(_HERE / name, room.work)
-    name = library.section.lower().replace(" ", "-")
+    name = re.split(r"[[=]", library.packages[0])[0]
     said = room.run(library.command, python_packages(name, *library.packages))
     assert _ANSWER in said
     room.check()

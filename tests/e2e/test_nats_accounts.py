@@ -15,7 +15,6 @@ import nats
 import openai
 import pytest
 import pytest_asyncio
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from millrace.bus import subjects
@@ -26,87 +25,11 @@ from millrace.schemas.jobs import Tier
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
 from tests.e2e.guarded_system import GuardedSystem, guarded_system
+from tests.e2e.nats_service import WITHIN_S, Service
 from tests.support.nats.users import ACME
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
-
-WITHIN_S = 60.0
-ENDS = ("done", "cancelled", "expired", "shed", "failed")
-
-
-class Service:
-    """A tenant's service: it publishes, reads its frames and results, and says what it has."""
-
-    def __init__(self, client: Client, tenant: str) -> None:
-        self.client = client
-        self.tenant = tenant
-        self.frames: dict[str, list[dict[str, Any]]] = {}
-
-    async def open(self) -> Service:
-        await self.client.subscribe(f"tok.{self.tenant}.>", cb=self._on_frame)
-        await self.client.subscribe(f"resume.{self.tenant}.*", cb=self._on_resume)
-        await self.client.flush()
-        return self
-
-    async def _on_frame(self, message: Msg) -> None:
-        request_id = message.subject.rpartition(".")[2]
-        self.frames.setdefault(request_id, []).append(json.loads(message.data))
-
-    async def _on_resume(self, message: Msg) -> None:
-        has = {"token_ids": self.token_ids(message.subject.rpartition(".")[2])}
-        await self.client.publish(
-            message.reply, json.dumps(has).encode(), headers={"Content-Type": "application/json"}
-        )
-
-    def token_ids(self, request_id: str) -> list[int]:
-        known: list[int] = []
-        for frame in self.frames.get(request_id, ()):
-            if frame["type"] == "delta":
-                index = frame.get("index", 0)
-                assert index <= len(known), "a token is missing"
-                known += frame["token_ids"][len(known) - index :]
-        return known
-
-    def end(self, request_id: str) -> dict[str, Any] | None:
-        ends = [one for one in self.frames.get(request_id, ()) if one["type"] in ENDS]
-        assert len(ends) <= 1, ends
-        return ends[0] if ends else None
-
-    async def publish(self, request_id: str, max_tokens: int = 20, **fields: Any) -> None:
-        job = {
-            "request_id": request_id,
-            "model": "demo",
-            "prompt": "What is a lease?",
-            "sampling": {"max_tokens": max_tokens, "ignore_eos": True, "seed": 1},
-            "reply": self.tenant,
-            "store_result": True,
-            **fields,
-        }
-        await self.client.jetstream().publish(
-            f"jobs.demo.free.{self.tenant}",
-            json.dumps(job).encode(),
-            headers={"Content-Type": "application/json", "Nats-Msg-Id": request_id},
-        )
-
-    async def ended(self, request_id: str) -> dict[str, Any]:
-        await eventually(lambda: self.end(request_id) is not None, WITHIN_S, f"{request_id}'s end")
-        end = self.end(request_id)
-        assert end is not None
-        return end
-
-    async def result(self, request_id: str) -> dict[str, Any]:
-        subject = f"$JS.API.DIRECT.GET.RESULTS.results.{self.tenant}.{request_id}"
-        found: dict[str, Any] = {}
-
-        async def is_there() -> bool:
-            answer = await self.client.request(subject, b"", timeout=5.0)
-            if answer.data:
-                found.update(json.loads(answer.data))
-            return bool(found)
-
-        await eventually(is_there, WITHIN_S, f"{request_id}'s result")
-        return found
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -210,6 +133,36 @@ async def test_a_job_is_answered_kept_recorded_and_charged(
             return "whole-1" in page.text
 
     await eventually(is_in_clickhouse, WITHIN_S, "the row")
+
+
+async def test_a_service_cancels_its_job_and_asks_for_its_result(
+    service: Service, limits: Callable[..., Any]
+) -> None:
+    client, tenant = service.client, ACME.tenant
+
+    async def ask(request_id: str) -> dict[str, Any]:
+        answer = await client.request(f"ctl.result.{tenant}.{request_id}", b"", timeout=5.0)
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
+
+    await service.publish("stopped-1", 2_000)
+    await eventually(lambda: len(service.token_ids("stopped-1")) > 2, WITHIN_S, "first tokens")
+    assert (await ask("stopped-1"))["error"]["code"] == "result_not_ready"
+    await client.publish(f"ctl.cancel.{tenant}.stopped-1", b"")
+    assert (await service.ended("stopped-1"))["type"] == "cancelled"
+    await service.result("stopped-1")
+    found = await ask("stopped-1")
+    assert (found["status"], found["tenant"]) == ("cancelled", tenant)
+    # The cancel may come first.
+    await client.publish(f"ctl.cancel.{tenant}.stopped-2", b"")
+    await service.publish("stopped-2", store_result=False)
+    assert (await service.ended("stopped-2"))["type"] == "cancelled"
+
+    async def has_ended() -> bool:
+        return bool((await ask("stopped-2"))["error"]["code"] == "result_not_stored")
+
+    await eventually(has_ended, WITHIN_S, "the note of its end")
+    assert (await ask("stopped-3"))["error"]["code"] == "result_not_found"
 
 
 async def test_clients_of_the_gateway_notice_nothing(system: GuardedSystem) -> None:

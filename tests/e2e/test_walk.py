@@ -104,7 +104,7 @@ def test_the_example_of_the_documents_runs(system: System) -> None:
         return subprocess.run(
             [
                 *(sys.executable, "docs/examples/publish_job.py"),
-                *(str(system.data / "run" / "nats.url"), question, request_id),
+                *(str(system.data / "run" / "nats.env"), question, request_id),
             ],
             capture_output=True,
             text=True,
@@ -152,6 +152,51 @@ async def test_a_service_that_sends_nothing_but_json_is_always_answered(system: 
     assert await ask("other", request_id=request_id, **other) == ["duplicate"]
     assert await ask("nameless", request_id="", **question) == ["malformed_message"]
     assert await ask("wrong", request_id="w", prompt=7) == ["malformed_message"]
+    await connection.close()
+
+
+async def test_a_service_s_chat_calls_tools_as_over_http(
+    system: System, http: httpx.AsyncClient
+) -> None:
+    body: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is TTFT?"}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "look_up",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"term": {"type": "string", "maxLength": 12}},
+                        "required": ["term"],
+                        "additionalProperties": False,
+                    },
+                },
+            }
+        ],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_completion_tokens": 100,
+    }
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    connection = await nats.connect((system.data / "run" / "nats.url").read_text().strip())
+    request_id = f"calls-{uuid.uuid4().hex[:8]}"
+    subscription = await connection.subscribe(f"tok.local.{request_id}")
+    job = body | {"request_id": request_id, "reply": "local", "stream": True, "user": None}
+    await connection.jetstream().publish("jobs.demo.free.local", json.dumps(job).encode())
+    arguments, names, frame = "", [], {"type": ""}
+    while frame["type"] not in ("done", "failed"):
+        frame = json.loads((await subscription.next_msg(30.0)).data)
+        for call in frame.get("tool_calls", ()):
+            arguments += call["function"]["arguments"]
+            names += [call["function"]["name"]] if "name" in call["function"] else []
+        assert not frame.get("text")
+    assert (frame["type"], frame["finish_reason"]) == ("done", choice["finish_reason"])
+    (called,) = choice["message"]["tool_calls"]
+    assert {"name": names[0], "arguments": arguments} == called["function"]
     await connection.close()
 
 

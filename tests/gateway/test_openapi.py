@@ -109,9 +109,10 @@ async def test_every_route_is_in_it_and_nothing_else(front: RunningGateway) -> N
     assert documented == served
 
 
-async def test_both_documents_are_served(http: httpx.AsyncClient) -> None:
+async def test_the_documents_are_served(http: httpx.AsyncClient) -> None:
     for path, text in (
         ("/openapi.json", openapi.openapi_text()),
+        ("/asyncapi.json", (_DOCS / "asyncapi.json").read_text(encoding="utf-8")),
         ("/v1/ws/schema.json", openapi.websocket_text()),
     ):
         answer = await http.get(path)

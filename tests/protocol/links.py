@@ -258,6 +258,7 @@ class SharedIndex:
         self.is_away = self.was_away = False
         self.known: dict[str, RunningRequest] = {}
         self.claims: dict[str, JobClaim] = {}
+        self.cancels: set[tuple[str, str]] = set()
         self.held: dict[str, dict[str, str]] = {}
 
     def lookup(self, request_id: str) -> RunningRequest | None:
@@ -324,6 +325,23 @@ class IndexLink:
         known = self._index.lookup(request_id)
         await self._process.running()
         return known
+
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        await self._process.passes("index", is_after=False)
+        await self._clock.sleep(_LATENCIES_S[0])
+        if not self._index.is_away:
+            self._index.cancels.add((tenant, request_id))
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        await self._process.running()
+        return not self._index.is_away and (tenant, request_id) in self._index.cancels
+
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        known = await self.lookup(request_id)
+        claim = None if self._index.is_away else self._index.claims.get(request_id)
+        if claim is None or claim.tenant != tenant:
+            return None
+        return known is not None and known.finished
 
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0

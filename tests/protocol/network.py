@@ -13,6 +13,7 @@ from millrace.bus.memory.broker import MemoryBroker, Subscriber
 from millrace.bus.transport import Message, OnMessage
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import CancelReason
+from millrace.schemas.errors import BusUnavailableError
 from tests.protocol.processes import Process
 
 _CANCELS = subjects.ALL_CANCELS.removesuffix("*")
@@ -102,6 +103,13 @@ class FaultyTransport:
             self._process.receive(lambda: on_message(message))
 
         return self._broker.subscribe(subject, receive, group)
+
+    async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
+        num_starts = self._broker.num_starts
+        answer = await self.request(subject, payload, timeout_s)
+        if not self._broker.up or self._broker.num_starts != num_starts:
+            raise BusUnavailableError("The message bus cannot be reached.")
+        return answer
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         answers: list[Message] = []

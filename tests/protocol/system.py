@@ -31,7 +31,7 @@ from millrace.schemas.config import (
 )
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.jobs import Job
+from millrace.schemas.jobs import Job, Source
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper
@@ -47,6 +47,7 @@ from tests.protocol.processes import Process, task_factory
 
 MODEL = "demo"
 _RECONNECT_S = 0.05
+_ORPHAN_GRACE_S = 30.0
 
 # In bad weather a dispatch takes longer than a scheduler waits for its answer.
 _SCHEDULER = SchedulerConfig(
@@ -212,6 +213,7 @@ class System:
         engine = make_engine()
         keeper = EngineKeeper(engine, replace_engine, self.clock)
         worker = Worker(bus, config, self.model, keeper, self.clock, index)
+        worker.orphans.grace_s = _ORPHAN_GRACE_S
         life = self.workers[process.name] = WorkerLife(process, worker, engine)
         process.start(worker.run(life.stopping))
 
@@ -219,6 +221,7 @@ class System:
         config = msgspec.structs.replace(_SCHEDULER, scheduler_id=process.name)
         catalogue = ModelCatalogue([MODEL], lambda _name: self.model)
         scheduler = Scheduler(bus, config, self.clock, catalogue, index)
+        scheduler.orphans.grace_s = _ORPHAN_GRACE_S
         life = self.schedulers[process.name] = SchedulerLife(process, scheduler)
         process.start(scheduler.run(life.stopping))
 
@@ -244,7 +247,8 @@ class System:
 
     def question(self, **fields: Any) -> Question:
         """A job, and what its answer has to be."""
-        job = Job(model=MODEL, **fields)
+        source = Source.HTTP if fields.get("reply") else Source.NATS
+        job = Job(model=MODEL, source=source, **fields)
         sampling = job.sampling
         assert sampling.seed is not None
         assert sampling.max_tokens is not None

@@ -13,7 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
-from millrace.registry.tokenizers.incremental import MAX_HELD_CHARACTERS, IncrementalTokenizer
+from millrace.registry.tokenizers.incremental import (
+    MAX_HELD_CHARACTERS,
+    IncrementalTokenizer,
+    UnspelledTextError,
+)
 from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import (
@@ -167,7 +171,15 @@ def test_a_long_word_is_not_held_back() -> None:
     assert [bool(incremental.push("aaaa")) for _ in range(5)] == [False, False, False, False, True]
 
 
-def test_a_vocabulary_without_bytes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [[], [5]])
+def test_a_vocabulary_without_bytes_spells_what_it_has_words_for(
+    tmp_path: Path, before: list[int]
+) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, metaspace(), eos="</s>"))
-    with pytest.raises(ValueError, match="every text"):
-        IncrementalTokenizer(tokenizer)
+    incremental = IncrementalTokenizer(tokenizer, before)
+    ids = [*incremental.push("the mill the"), *incremental.push(" mill"), *incremental.flush()]
+    assert tokenizer.decode([*before, *ids]).endswith("the mill the mill")
+    for text in ("\N{PILE OF POO}", "the \ufffd", "\x00"):
+        incremental = IncrementalTokenizer(tokenizer, before)
+        with pytest.raises(UnspelledTextError, match="has no tokens"):
+            assert incremental.push(text) + incremental.flush()

@@ -22,8 +22,10 @@ from millrace.registry.reasoning import (
 )
 from millrace.registry.served import ServedModel
 from millrace.schemas.chat.reasoning import ReasoningFormat
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
+from millrace.schemas.notices import Notice, NoticeCode
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingOptions
 from tests.support.engine.checkpoints_made import write_checkpoint
 
@@ -237,14 +239,34 @@ def test_a_budget_is_for_models_that_think(tmp_path: Path) -> None:
     assert prepared(model, budget).sampling.max_reasoning_tokens == 3
     off = prepared(model, budget, chat_template_kwargs={"enable_thinking": False})
     assert off.sampling.max_reasoning_tokens is None
+    assert (off.notices, prepared(model, budget).notices) == ((), ())
     plain = served(tmp_path, "{{ messages[0].content }}")
-    for job in (
-        Job(request_id="r", model="tiny", messages=(ASKED,), sampling=budget),
-        Job(request_id="r", model="tiny", prompt="hi", sampling=budget),
-    ):
-        with pytest.raises(ParameterError) as caught:
-            plain.prepare(job, random.Random(1))
-        assert caught.value.param == "max_reasoning_tokens"
+    for fields in ({"messages": (ASKED,)}, {"prompt": "hi"}):
+        job = Job(request_id="r", model="tiny", sampling=budget, **fields)  # type: ignore[arg-type]
+        without = plain.prepare(job, random.Random(1))
+        assert (without.sampling.max_reasoning_tokens, without.notices) == (None, ())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EngineKind if kind is not EngineKind.REAL])
+def test_a_budget_that_an_engine_cannot_enforce_is_told(tmp_path: Path, kind: EngineKind) -> None:
+    budget = SamplingOptions(max_reasoning_tokens=3)
+    model = served(tmp_path, engine={"kind": kind})
+    told = (Notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens"),)
+    job = prepared(model, budget)
+    assert (job.sampling.reasoning, job.sampling.max_reasoning_tokens) == (CLOSED, None)
+    assert job.notices == told
+    assert model.prepare(job, random.Random(2)) == job
+    off = prepared(model, budget, chat_template_kwargs={"enable_thinking": False})
+    assert (off.sampling.max_reasoning_tokens, off.notices) == (None, ())
+    assert prepared(model).notices == ()
+
+
+def test_a_budget_of_thoughts_that_are_not_told_apart(tmp_path: Path) -> None:
+    budget = SamplingOptions(max_reasoning_tokens=3)
+    job = Job(request_id="r", model="tiny", prompt="hi", sampling=budget)
+    job = served(tmp_path).prepare(job, random.Random(1))
+    assert job.sampling.max_reasoning_tokens is None
+    assert [one.code for one in job.notices] == [NoticeCode.BUDGET_NOT_ENFORCED]
 
 
 def test_variables_of_a_template_go_with_messages(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Self
 
 import msgspec
 
@@ -26,12 +27,14 @@ from millrace.scheduler.intake.served_models import ModelCatalogue
 from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import NatsConfig, SchedulerConfig
 from millrace.schemas.control import QueueStatus
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ContextLengthError, ModelNotFoundError, ParameterError
 from millrace.schemas.frames import TERMINAL_FRAMES, Frame
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tools import ToolFormat
 from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.support.manual_clock import ManualClock
@@ -49,6 +52,11 @@ class FakeModel:
     """A byte is a token."""
 
     prices = PRICES
+    tool_format: ToolFormat | None = None
+    engine_kind = EngineKind.SIMULATED
+
+    def with_chat_template(self, source: str) -> Self:
+        return self
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
         token_ids = job.prompt_token_ids or tuple((job.prompt or "").encode())
@@ -79,12 +87,25 @@ class FakeRunningRequests:
     def __init__(self) -> None:
         self.known: dict[str, RunningRequest] = {}
         self.claims: dict[str, JobClaim] = {}
+        self.cancels: set[tuple[str, str]] = set()
         self.held: dict[str, dict[str, str]] = {}
         self.chosen: dict[str, tuple[str, str]] = {}
         self.adapters: dict[str, str] = {}
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
+
+    async def note_cancel(self, tenant: str, request_id: str) -> None:
+        self.cancels.add((tenant, request_id))
+
+    async def was_cancelled(self, tenant: str, request_id: str) -> bool:
+        return (tenant, request_id) in self.cancels
+
+    async def has_ended(self, tenant: str, request_id: str) -> bool | None:
+        claim, known = self.claims.get(request_id), self.known.get(request_id)
+        if claim is None or claim.tenant != tenant:
+            return None
+        return known is not None and known.finished
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
@@ -164,7 +185,9 @@ class World:
         load: Callable[[str], Preparer] = load_fake,
         models: tuple[str, ...] = ("m",),
         router: Router | None = None,
+        orphan_grace_s: float = 0.0,
     ) -> None:
+        self._orphan_grace_s = orphan_grace_s
         self.clock = ManualClock()
         self.adapters = KnownAdapters(self.clock)
         self.rollouts = MemoryRolloutStore()
@@ -206,6 +229,7 @@ class World:
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),
         )
+        scheduler.orphans.grace_s = self._orphan_grace_s
         for model in self._models:
             await scheduler.model_cache.warm(model)
         stopping = asyncio.Event()

@@ -18,6 +18,7 @@ from millrace.schemas.sampling import (
     SamplingOptions,
     SamplingParams,
 )
+from millrace.schemas.tools import ToolFormat
 
 _ALLOWED: dict[str, Any] = {
     "n": MAX_CHOICES,
@@ -47,6 +48,7 @@ _REFUSED: dict[str, Any] = {
     "prompt_logprobs": 0,
     "grammar": Grammar(kind=GrammarKind.JSON_OBJECT),
     "max_reasoning_tokens": 5,
+    "one_call": ToolFormat.HERMES,
 }
 # Who accepts a request fills it in; a beam is parsed by it as any text is.
 _FILLED_IN = {"reasoning", "use_beam_search"}

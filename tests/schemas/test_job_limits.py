@@ -58,7 +58,9 @@ def test_a_job_has_an_id() -> None:
 def test_turns_without_text() -> None:
     def messages(role: str) -> tuple[ChatMessage, ...] | None:
         turn = f'{{"role":"{role}","content":null,"tool_calls":[]}}'
-        payload = f'{{"request_id":"a","model":"demo","messages":[{turn}]}}'.encode()
+        payload = (
+            f'{{"request_id":"a","model":"demo","messages":[{turn}],"sampling":{{}}}}'.encode()
+        )
         return read_job("jobs.demo.free", payload, codec.JSON, 1).messages
 
     assert messages("assistant") == (ChatMessage("assistant", ""),)

@@ -18,7 +18,14 @@ from millrace.bus.job_queue import LeasedJob
 from millrace.bus.transport import Subscription
 from millrace.registry.reasoning import num_reasoning_tokens
 from millrace.runtime.clock import Clock, SystemClock
-from millrace.schemas.control import Cancel, Replay, WorkerCommand, WorkerReply, WorkerStatus
+from millrace.schemas.control import (
+    Cancel,
+    Replay,
+    ResetPrefixCache,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import (
     Beam,
@@ -59,7 +66,8 @@ class EchoWorker:
     what it ended well, and tells ``num_labels`` of texts that are classified. Frames that ``lose``
     picks are never sent; they are still there for a replay. ``answer_ids`` are the tokens of its
     answers, in place of their indices. The likeliest tokens are those from ``first_rank`` behind
-    the chosen one on.
+    the chosen one on. ``num_resets`` of its prefix cache were asked for, which it refuses with the
+    reason ``keeps_prefixes`` if that is set.
     """
 
     def __init__(
@@ -89,6 +97,8 @@ class EchoWorker:
         self.num_labels = 1
         self.answer_ids: Sequence[int] = ()
         self.first_rank = 0
+        self.num_resets = 0
+        self.keeps_prefixes = ""
         self.lose: Callable[[Frame], bool] = lambda _frame: False
         self.epoch = 0
         self._sent: dict[str, list[Frame]] = {}
@@ -317,6 +327,10 @@ class EchoWorker:
             task.cancel()
 
     async def _on_command(self, command: WorkerCommand) -> WorkerReply:
+        if isinstance(command, ResetPrefixCache):
+            self.num_resets += 1
+            why = self.keeps_prefixes
+            return WorkerReply(ok=not why, reason="prefix_cache_kept" if why else "", message=why)
         if not isinstance(command, Replay):
             return WorkerReply(ok=False, reason="bad_request")
         self.replays.append(command)

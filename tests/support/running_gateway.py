@@ -30,6 +30,8 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import Config, GatewayConfig, MetricsConfig, RedisConfig, StorageConfig
+from millrace.schemas.context_length import PromptParts
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.cards import ModelCard
@@ -97,6 +99,7 @@ class ByteModel:
         self.eos_token_ids: tuple[int, ...] = ()
         self.tool_format: ToolFormat | None = ToolFormat.HERMES
         self.reasoning_format: ReasoningFormat | None = None
+        self.engine_kind = EngineKind.REAL
         self.prices = UNPRICED
         self.sampling_defaults = SamplingDefaults()
         self.task: ModelTask = "generate"
@@ -128,7 +131,8 @@ class ByteModel:
         left = CONTEXT_WINDOW_TOKENS - len(token_ids)
         wanted = job.sampling.max_tokens
         if left < (0 if job.pooling else wanted or 1):
-            raise ContextLengthError(len(token_ids), wanted, CONTEXT_WINDOW_TOKENS)
+            field = "prompt" if job.messages is None else "messages"
+            raise ContextLengthError(len(token_ids), wanted, CONTEXT_WINDOW_TOKENS, field=field)
         sampling = msgspec.structs.replace(
             job.sampling,
             max_tokens=wanted or max(left, 1),
@@ -145,6 +149,9 @@ class ByteModel:
             prompt_token_ids=token_ids,
             sampling=sampling,
         )
+
+    def prompt_parts(self, _job: Job, _num_prompt_tokens: int | None) -> PromptParts | None:
+        return None
 
 
 def byte_models() -> Models:

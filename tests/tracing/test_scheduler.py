@@ -153,7 +153,7 @@ async def test_what_is_not_recorded_is_not_told(world: World, kept: KeptSpans) -
     unsampled = CALLER[:-1] + "0"
     await world.client.jobs.publish(job("r1", traceparent=unsampled))
     # A gateway decided against a trace by giving it none.
-    await world.client.jobs.publish(job("r2", source=Source.HTTP))
+    await world.client.jobs.publish(job("r2", source=Source.HTTP), reserved=True)
     await world.until(lambda: len(worker.running) == 2)
     assert worker.running["r1"].job.traceparent == unsampled
     await worker.finish_all()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from millrace.schemas.engines import PROMISES, EngineKind, EnginePromises
+from millrace.schemas.errors import PrefixCacheKeptError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
@@ -310,6 +311,23 @@ class EngineConformance:
         added = b"".join(changes.added for changes in heard.prefixes)
         told = {added[at : at + REPORTED_BYTES] for at in range(0, len(added), REPORTED_BYTES)}
         assert told >= {key[:REPORTED_BYTES] for key in keys}
+
+    async def test_its_prefix_cache_is_emptied_or_the_reason_told(self, engine: EngineLike) -> None:
+        heard = Heard(engine)
+        prompt = tuple(range(50, 50 + 48))
+        for name in ("c0", "c1"):
+            engine.add(request(name, prompt=prompt))
+            await heard.ended(name)
+        await self._at_rest(engine)
+        try:
+            await engine.reset_prefix_cache()
+        except PrefixCacheKeptError:
+            assert self.kind not in (EngineKind.REAL, EngineKind.SIMULATED, EngineKind.SGLANG)
+            return
+        engine.add(request("c2", prompt=prompt))
+        await heard.ended("c2")
+        found = [one.num_cached_tokens for one in heard.outputs if one.request_id == "c2"]
+        assert not self.has_prefix_cache or max(found) == 0
 
     async def test_device_time_is_shared_and_no_more_than_there_was(
         self, engine: EngineLike

@@ -174,7 +174,13 @@ class Bench:
     """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
     now; with ``no_restart`` set no other can be started, and that says why."""
 
-    def __init__(self, model: ServedModel, config: WorkerConfig, num_devices: int = 1) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        config: WorkerConfig,
+        num_devices: int = 1,
+        orphan_grace_s: float = 0.0,
+    ) -> None:
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock)
         self.bus = MemoryBus(self.broker)
@@ -184,7 +190,15 @@ class Bench:
         self.model = model
         self.no_restart = ""
         keeper = EngineKeeper(self.engine, self._restart, self.clock)
-        self.worker = Worker(self.bus, config, model, keeper, self.clock, self.index)
+        self.worker = Worker(
+            self.bus,
+            config,
+            model,
+            keeper,
+            self.clock,
+            self.index,
+        )
+        self.worker.orphans.grace_s = orphan_grace_s
         self.stopping = asyncio.Event()
         self.run: asyncio.Task[None] | None = None
         self.frames: dict[str, list[Frame]] = {}
@@ -287,10 +301,11 @@ class Bench:
 async def bench(model: ServedModel, **settings: Any) -> AsyncIterator[Bench]:
     """A worker that serves; it is stopped at the end unless the test did so."""
     num_devices = settings.pop("num_devices", 1)
+    orphan_grace_s = settings.pop("orphan_grace_s", 0.0)
     kind = settings.pop("kind", EngineKind.REAL)
     engine = EngineConfig(kind=kind, max_num_sequences=settings.pop("max_num_sequences", 4))
     config = WorkerConfig(engine=engine, **settings)
-    one = Bench(model, config, num_devices)
+    one = Bench(model, config, num_devices, orphan_grace_s)
     await one.peer.frames.subscribe(GATEWAY, one.on_frame)
     await one.peer.workers.watch(one.statuses.append)
     # A broker that hears the number of messages, to see what was batched.

@@ -383,6 +383,10 @@ class Engine:
             max_tokens_per_request=self.max_tokens_per_request,
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache but for the blocks of live requests and an object store."""
+        self._tiers.forget_idle()
+
     def pop_prefix_changes(self) -> PrefixChanges | None:
         """Changes of the prefix cache since the last call; None if there are none."""
         return self._tables.pop_prefix_changes()

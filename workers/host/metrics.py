@@ -116,8 +116,14 @@ class WorkerMetrics(Collector):
             "Runs that ended their request, by how it ended",
             labels=[*_LABELS, "status"],
         )
+        orphaned = CounterMetricFamily(
+            "millrace_orphaned_requests",
+            "Requests cancelled because their gateway was gone and no client came back for them",
+            labels=_LABELS,
+        )
         for labels, engine, worker in self._workers:
             requests = worker.requests
+            orphaned.add_metric(labels, worker.orphans.num_found)
             num_waiting = requests.num_running - engine.stats.num_running
             waiting.add_metric(labels, max(0, num_waiting))
             ending.add_metric(labels, requests.num_ending)
@@ -128,7 +134,7 @@ class WorkerMetrics(Collector):
                 count = requests.times.ended[status]
                 if count or status is Status.DONE:
                     ended.add_metric([*labels, status.value], count)
-        yield from (waiting, ending, draining, devices, restarts, ended)
+        yield from (waiting, ending, draining, devices, restarts, ended, orphaned)
 
     def _devices(self) -> Iterator[Metric]:
         """What drivers show; nothing on a CPU."""

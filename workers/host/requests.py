@@ -19,12 +19,13 @@ from millrace.workers.host.endings.device_times import DeviceTimes
 from millrace.workers.host.endings.finalizer import Finalizer
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.beam_answers import BeamAnswers
+from millrace.workers.host.generations.chat_answer import ChatAnswer
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.engine_requests import cache_salt_of, engine_request
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
-from millrace.workers.host.generations.outcomes import CANCELLED, EXPIRED, GenerationOutcome, failed
+from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
 from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Phase
 from millrace.workers.host.generations.tracing import RunTraces
@@ -155,11 +156,13 @@ class Requests:
         job = dispatch.job
         self._finished.discard(job.request_id)
         stream = TextStream(self._model.tokenizer, job.sampling, job.prompt_token_ids or ())
-        searches = job.sampling.use_beam_search
-        beams = BeamAnswers(self._model.tokenizer, job) if searches else None
+        beams = BeamAnswers.of(job, self._model.tokenizer)
         now_ns, now_s = self._clock.now_ns(), self._clock.monotonic()
         device_use = DeviceUse(self._context.energy, self._context.engine.num_devices)
-        generation = Generation(dispatch, stream, now_ns, now_s, beams, device_use=device_use)
+        answer = ChatAnswer.of(job, self._model.tokenizer.tool_format)
+        generation = Generation(
+            dispatch, stream, now_ns, now_s, beams, answer, device_use=device_use
+        )
         if self._traces is not None:
             generation.trace = self._traces.start(dispatch)
         if not self._running:
@@ -199,14 +202,13 @@ class Requests:
         if cancel.below_epoch is not None:
             self._floors.raise_to(cancel.request_id, cancel.below_epoch)
         generation = self._find(cancel.request_id)
-        if generation is None:
+        if generation is None or cancel.tenant not in ("", generation.job.tenant):
             return rejected("unknown_request", "no such request runs here")
         if superseded or cancel.below_epoch is not None:
             if cancel.below_epoch is None or generation.epoch < cancel.below_epoch:
                 self._on_lost(generation)
         elif not generation.ended:
-            late = cancel.reason is CancelReason.DEADLINE
-            self._stop(generation, EXPIRED if late else CANCELLED)
+            self._stop(generation, cancelled(cancel.reason))
         return OK
 
     def replay(self, replay: Replay) -> WorkerReply:

@@ -6,11 +6,14 @@ import asyncio
 import logging
 import math
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
+from millrace.bus.control import unless_forbidden
+from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
 from millrace.registry.served import ServedModel
@@ -20,9 +23,11 @@ from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import (
     Cancel,
+    CancelReason,
     Dispatch,
     Drain,
     Replay,
+    ResetPrefixCache,
     SetRole,
     Warm,
     WorkerCommand,
@@ -30,6 +35,7 @@ from millrace.schemas.control import (
 )
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import BusUnavailableError, MillraceError
+from millrace.schemas.jobs import Job
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
 from millrace.workers.host.energy.meter import EnergyMeter
@@ -97,6 +103,7 @@ class Worker:
         self._leases = LeaseKeeper(
             bus.jobs, clock, config.lease_extend_s, self.requests.held_leases
         )
+        self.orphans = OrphanWatch(bus, clock, self._open_jobs, self._on_orphan)
         self.device = DeviceWatch(lambda: engine.device_uuid)
         self._status = StatusReporter(context, self.requests, self.device)
         self._prefixes = PrefixReporter(bus, config, self.worker_id, served_model.entry.name, clock)
@@ -141,6 +148,7 @@ class Worker:
                         ("moves", self.requests.moves.run()),
                         ("ownership", self.requests.ownership.run()),
                         ("watch", self._watch()),
+                        ("orphans", self.orphans.run()),
                         ("drain", self._drain_when_requested()),
                     )
                 ]
@@ -171,6 +179,8 @@ class Worker:
         control = self._bus.control
         subscriptions.append(await control.serve_commands(self.worker_id, self._on_command))
         subscriptions.append(await control.subscribe_cancels(self._on_cancel))
+        cancels_of_services = control.subscribe_owner_cancels(self._on_cancel)
+        subscriptions += await unless_forbidden(cancels_of_services, "hear cancels of services")
         on_pulled = self.requests.moves.note_pulled
         subscriptions.append(await control.subscribe_pulled(self.worker_id, on_pulled))
         subscriptions.append(await control.subscribe_queue_status(self._status.note_queue))
@@ -191,6 +201,8 @@ class Worker:
                 return await self.requests.moves.warm(command)
             case SetRole():
                 return await self._set_role(command)
+            case ResetPrefixCache():
+                return await self._reset_prefix_cache()
 
     async def _set_role(self, command: SetRole) -> WorkerReply:
         moves = self.requests.moves
@@ -201,8 +213,24 @@ class Worker:
             moves.hand_on(self.requests.held())
         return reply
 
+    async def _reset_prefix_cache(self) -> WorkerReply:
+        try:
+            await self._engine.reset_prefix_cache()
+        except MillraceError as error:
+            return WorkerReply(ok=False, reason=error.code, message=error.message)
+        logger.info("the prefix cache was emptied")
+        return WorkerReply(ok=True)
+
     def _on_cancel(self, cancel: Cancel) -> None:
         self.requests.cancel(cancel)
+
+    def _open_jobs(self) -> Iterator[Job]:
+        for generation in self.requests.held():
+            if not generation.ended:
+                yield generation.job
+
+    def _on_orphan(self, request_id: str) -> None:
+        self.requests.cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
     def _on_engine_lost(self) -> None:
         self.requests.on_engine_lost()

@@ -18,6 +18,7 @@ from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.process import python_command, python_environment
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import PrefixCacheKeptError
 from millrace.workers.engine.types import EngineRequest, EngineStats
 from millrace.workers.engine_like import EngineFailedError, EngineLike
 from millrace.workers.process.loop import serve
@@ -27,6 +28,7 @@ from millrace.workers.process.wire import (
     Command,
     Load,
     Ready,
+    ResetPrefixes,
     Stepped,
     Stop,
     Unpacker,
@@ -49,6 +51,7 @@ class EngineClient(EngineLike):
         self._commands: list[Command] = []
         self._loop = asyncio.get_running_loop()
         self._stats = EngineStats()
+        self._keeps_objects = False
         link.client = self
 
     @classmethod
@@ -77,6 +80,7 @@ class EngineClient(EngineLike):
             ours.close()
             raise
         client = cls(link, process)
+        client._keeps_objects = bool(config.object_cache_url)
         link.write(pack(Load(str(path), config, shared, gather_s)))
         try:
             ready = await link.ready
@@ -112,6 +116,16 @@ class EngineClient(EngineLike):
     def cancel(self, request_id: str) -> None:
         """Stop a request before the next step; outputs of one that runs now may still come."""
         self._post(Stop(request_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Requests that are added later find nothing but blocks of those that run. Raises
+        PrefixCacheKeptError."""
+        if self._keeps_objects:
+            raise PrefixCacheKeptError(
+                "engine.object_cache_url keeps blocks that other workers use, too. Leave it out to "
+                "measure without a prefix cache."
+            )
+        self._post(ResetPrefixes())
 
     async def wait_closed(self) -> str:
         """Returns when the engine's process has ended, with why."""

@@ -153,6 +153,12 @@ class EngineKeeper:
         self._engine.cancel(request_id)
         return True
 
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache of the engine; one that is not there has none. Raises
+        PrefixCacheKeptError."""
+        if self._engine is not None:
+            await self._engine.reset_prefix_cache()
+
     async def run(self) -> NoReturn:
         """Replace every engine that ends, until it is cancelled.
 

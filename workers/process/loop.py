@@ -31,6 +31,7 @@ from millrace.workers.process.wire import (
     Load,
     Ready,
     Report,
+    ResetPrefixes,
     Stepped,
     Stop,
     Unpacker,
@@ -68,6 +69,9 @@ class StepEngine(Protocol):
     def wake_fd(self) -> int: ...
 
     def stats(self) -> EngineStats: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache but for the blocks of live requests."""
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
         """Changes of the prefix cache since the last call."""
@@ -155,12 +159,15 @@ def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
             pass
         commands = link.receive_commands(block=not engine.has_work)
         for command in commands:
-            if isinstance(command, Add):
-                engine.add(command.request)
-                gathered.begin(command.request)
-            else:
-                engine.cancel(command.request_id)
-                gathered.forget(command.request_id)
+            match command:
+                case Add(request):
+                    engine.add(request)
+                    gathered.begin(request)
+                case Stop(request_id):
+                    engine.cancel(request_id)
+                    gathered.forget(request_id)
+                case ResetPrefixes():
+                    engine.reset_prefix_cache()
         if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
             # What a cancel freed is known before the next step is made, not after it.
             link.send(_report(engine, gathered.pop(time.monotonic()), live=False))

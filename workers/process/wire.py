@@ -46,6 +46,10 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     request_id: str
 
 
+class ResetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefixes"):
+    """Empty the prefix cache but for the blocks of live requests."""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The model is loaded, on ``num_devices``; ``device_uuid`` is that of the (first) CUDA device,
     empty without one. Blocks of its KV cache are served at ``transfer_endpoint``; None: they are
@@ -74,7 +78,7 @@ class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
     message: str
 
 
-Command = Add | Stop
+Command = Add | Stop | ResetPrefixes
 Report = Ready | Stepped | Broken
 
 _encoder = msgspec.msgpack.Encoder()

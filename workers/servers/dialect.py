@@ -132,6 +132,12 @@ class Dialect(ABC):
         self.owned = owned
 
     @property
+    def reset_path(self) -> str:
+        """What is posted to in order to empty the server's prefix cache; empty if it has no such
+        path."""
+        return ""
+
+    @property
     def health_path(self) -> str:
         """What is answered with success by a server that is well."""
         return "/health"

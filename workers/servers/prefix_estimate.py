@@ -17,6 +17,11 @@ class PrefixEstimate:
         self._num_blocks = max(1, capacity_tokens // block_size_tokens)
         self._keys: dict[bytes, None] = {}
 
+    def forget(self) -> PrefixChanges:
+        """The server's cache was emptied."""
+        self._keys.clear()
+        return PrefixChanges(whole=True)
+
     def note(self, token_ids: Sequence[int], salt: str) -> PrefixChanges | None:
         """The server has computed these tokens; what that changes, if anything."""
         keys: list[bytes] = []

@@ -14,7 +14,7 @@ import msgspec
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.engines import PROMISES, check_supported
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
 from millrace.workers.engine.outputs import finished_output, refusal
 from millrace.workers.engine.scheduling.admission import finished_before, longest_total_tokens
 from millrace.workers.engine.types import (
@@ -157,6 +157,19 @@ class ServerEngine(EngineLike):
                 live.task.cancel()
         self._device_times.append(DeviceTime(request_id, 0, device_us, over=True))
         self._hand_over_soon()
+
+    async def reset_prefix_cache(self) -> None:
+        """Have the server empty it. Raises PrefixCacheKeptError."""
+        path, kind = self._dialect.reset_path, self._dialect.kind
+        if not path:
+            raise PrefixCacheKeptError(f"A server of {kind} has no path that empties its cache.")
+        try:
+            await self._client.post(path, {})
+        except MillraceError as error:
+            raise PrefixCacheKeptError(
+                f"The {kind} server did not empty its cache at {path}: {error.message}"
+            ) from error
+        self.on_prefixes(self._prefixes.forget())
 
     async def wait_closed(self) -> str:
         """Returns when the server has ended or does not answer any more, with why."""

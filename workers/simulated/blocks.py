@@ -116,6 +116,13 @@ class SimulatedBlocks:
         self._evict()
         return len(missing)
 
+    def forget_idle(self) -> None:
+        """Keep only what is used."""
+        keys = list(self._idle)
+        self._idle.clear()
+        for key in keys:
+            self._note(key)
+
     def _evict(self) -> None:
         while self._num_private + len(self._users) + len(self._idle) > self.num_blocks:
             key, _ = self._idle.popitem(last=False)

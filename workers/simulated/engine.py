@@ -157,6 +157,10 @@ class SimulatedEngine(EngineLike):
         gone, self._gone = self._gone, []
         self.on_device_times(gone)
 
+    async def reset_prefix_cache(self) -> None:
+        """Keep only what requests use that run now."""
+        self._batch.blocks.forget_idle()
+
     async def wait_closed(self) -> str:
         """Returns when the stepping has ended, with why."""
         await asyncio.wait((self._stepping,))

@@ -30,6 +30,7 @@ from millrace.schemas.chat.conversations import (
     NewItems,
 )
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import NOTICE_NAME, NoticeCode, Notices, header_value
 from millrace.schemas.responses.items import Item
 from millrace.schemas.responses.kept import ItemList
 
@@ -67,7 +68,7 @@ class ConversationsApi:
         """A new one, with the items that are given."""
         caller, asked = await self._read(request, self._new)
         check_metadata(asked.metadata)
-        items = await self._given(asked.items or (), (), caller)
+        items, notices = await self._given(asked.items or (), (), caller)
         head = Conversation(
             id=new_request_id("conv"),
             created_at=self._gateway.clock.now_ns() // _NS_PER_S,
@@ -76,7 +77,7 @@ class ConversationsApi:
         await self._store.create(caller.tenant, head)
         if items:
             await self._store.append(caller.tenant, head.id, items)
-        return json_response(head)
+        return _with_notices(json_response(head), notices)
 
     async def conversation(self, request: Request) -> Response:
         caller = await self._gateway.identity.caller(request.scope)
@@ -115,9 +116,9 @@ class ConversationsApi:
             raise ParameterError("items", "items must hold at least one item.")
         conversation_id = _conversation_id(request)
         kept = await self._store.get(caller.tenant, conversation_id)
-        items = await self._given(asked.items, kept.items, caller)
+        items, notices = await self._given(asked.items, kept.items, caller)
         await self._store.append(caller.tenant, conversation_id, items)
-        return list_response(ItemList, items, has_more=False)
+        return _with_notices(list_response(ItemList, items, has_more=False), notices)
 
     async def item(self, request: Request) -> Response:
         check_query(request, ())
@@ -143,25 +144,34 @@ class ConversationsApi:
 
     async def _given(
         self, raw: Sequence[msgspec.Raw], earlier: tuple[Item, ...], caller: Caller
-    ) -> tuple[Item, ...]:
-        """The items that are to be added to ``earlier``, each with an id of its own."""
+    ) -> tuple[tuple[Item, ...], Notices]:
+        """The items that are to be added to ``earlier``, each with an id of its own, and notices of
+        the content that is not kept."""
         if len(raw) > MAX_NEW_ITEMS:
             raise ParameterError(
                 "items", f"items takes at most {MAX_NEW_ITEMS} at a time, got {len(raw)}."
             )
         if not raw:
-            return ()
+            return (), ()
         said = given_items(raw, "items")
         for left_out in said.notices:
+            if left_out.code is not NoticeCode.ITEM_LEFT_OUT:
+                continue
             raise ParameterError(
                 left_out.param,
                 f"{left_out.param}: items of type {left_out.detail} are not supported; leave it "
                 "out.",
             )
-        given = await resolve(said.items, earlier, caller.tenant, self._responses, "items")
+        given = await resolve(said, earlier, caller.tenant, self._responses, "items")
         items = named(given, secrets.token_hex(12), earlier)
         self._store.check_room((*earlier, *items))
-        return items
+        return items, said.notices
+
+
+def _with_notices(response: Response, notices: Notices) -> Response:
+    if notices:
+        response.headers[NOTICE_NAME] = header_value(notices).decode()
+    return response
 
 
 def _conversation_id(request: Request) -> str:

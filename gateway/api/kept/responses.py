@@ -93,13 +93,13 @@ class ResponsesEndpoint(Endpoint):
         if request.conversation_id:
             kept = await self._conversations.get(caller.tenant, request.conversation_id)
             earlier = kept.items
-        given = await resolve(said.items, earlier, caller.tenant, self._store)
+        given = await resolve(said, earlier, caller.tenant, self._store)
         items = (*earlier, *given)
         generation_request = await read_long(
             prompts,
             caller,
             body,
-            lambda _body: generation_request_of(request, items, said.notices),
+            lambda _body: generation_request_of(request, items, said.notices, said.paths),
         )
         tools = self._all_tools(generation_request)
         former = "" if previous is None else model_of(previous)

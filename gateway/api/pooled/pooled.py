@@ -33,7 +33,7 @@ from millrace.gateway.transport.http import (
     wait_for_disconnect,
 )
 from millrace.schemas.embeddings import EmbeddingUsage
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done, TerminalFrame, Usage
 from millrace.schemas.jobs import Job
 from millrace.schemas.notices import NOTICE_HEADER, Notices, bounded, header_value
@@ -79,10 +79,10 @@ class PooledPlan(NamedTuple):
 
 
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``plan`` is asked once the model is known, and raises
-    ParameterError for what that cannot do."""
+    """A body that was understood. ``model`` is None if it names none. ``plan`` is asked once the
+    model is known, and raises ParameterError for what that cannot do."""
 
-    model: str
+    model: str | None
     plan: Callable[[ServedModelLike], PooledPlan]
     user: str = ""
     truncate_prompt_tokens: int | None = None
@@ -162,11 +162,14 @@ class PooledEndpoint:
         body = await read_body(request.scope, request.receive, gateway.config)
         await gateway.intake_limits.admit(caller, request_id, len(body))
         asked = await read_long(gateway.prompts, caller, body, self._read)
-        model = await gateway.models.get_named(asked.model, caller.tenant)
+        name = asked.model
+        if name is None:
+            name = await self._only_scorer(caller.tenant)
+        model = await gateway.models.get_named(name, caller.tenant)
         inputs, pooling, shape = asked.plan(model)
-        base = self._base_job(asked, request_id, pooling, caller)
+        base = self._base_job(asked, name, request_id, pooling, caller)
         if trace is not None:
-            trace.note_model(asked.model)
+            trace.note_model(name)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
         jobs = await jobs_of(base, inputs, model, gateway.prompts)
         notices = bounded([one for job in jobs for one in job.notices])
@@ -195,11 +198,25 @@ class PooledEndpoint:
         answer = shape.whole([one.made for one in made if one is not None], head)
         return _with_headers(json_response(answer), headers)
 
-    def _base_job(self, asked: PooledAsk, request_id: str, pooling: Pooling, caller: Caller) -> Job:
+    async def _only_scorer(self, tenant: str) -> str:
+        """Return the model of a body that names none: the only cross-encoder, or the only model.
+        Raises ParameterError if there are several."""
+        models = self._gateway.models
+        names = models.names()
+        scorers = [one for one in names if (await models.get(one, tenant)).task == "score"]
+        if len(scorers) != 1 and len(names) != 1:
+            raise ParameterError(
+                "model", f"Several models are served; name one in model: {', '.join(names):.500}."
+            )
+        return (scorers or names)[0]
+
+    def _base_job(
+        self, asked: PooledAsk, model: str, request_id: str, pooling: Pooling, caller: Caller
+    ) -> Job:
         gateway = self._gateway
         received_ns = gateway.clock.now_ns()
         deadline_ns = received_ns + round(gateway.config.request_timeout_s * _NS_PER_S)
-        job = bare_job(asked.model, caller, request_id, caller.tier, received_ns, deadline_ns)
+        job = bare_job(model, caller, request_id, caller.tier, received_ns, deadline_ns)
         return msgspec.structs.replace(
             job,
             pooling=pooling,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from millrace.gateway.api.pooled.pooled import (
     PooledEndpoint,
     PooledPlan,
 )
+from millrace.gateway.api.pooled.text_ranks import has_texts, rank_texts
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.activation import activated, numbers_of
@@ -48,9 +50,15 @@ SCORE_PATHS = ("/v1/score", "/score")
 
 def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     rerank = msgspec.json.Decoder(RerankRequest)
+
+    def read_rerank(body: bytes) -> PooledAsk:
+        if has_texts(body):
+            return rank_texts(body, partial(_rerank, field="texts"))
+        return _rerank(decode(rerank, body))
+
     score = msgspec.json.Decoder(ScoreRequest)
     return [
-        PooledEndpoint(gateway, RERANK_PATHS, "rerank", lambda body: _rerank(decode(rerank, body))),
+        PooledEndpoint(gateway, RERANK_PATHS, "rerank", read_rerank),
         PooledEndpoint(gateway, SCORE_PATHS, "score", lambda body: _score(decode(score, body))),
     ]
 
@@ -148,14 +156,15 @@ class _ScoreAnswer(_Scored[_MadeT]):
         )
 
 
-def _rerank(asked: RerankRequest) -> PooledAsk:
+def _rerank(asked: RerankRequest, field: str = "documents") -> PooledAsk:
+    """``field`` is the caller's name of the documents."""
     if asked.top_n is not None and asked.top_n < 0:
         raise ParameterError("top_n", f"top_n must not be negative, got {asked.top_n}")
     _at_least_1(asked, "max_chunks_per_doc")
     if asked.rank_fields is not None and not asked.rank_fields:
         raise ParameterError("rank_fields", "rank_fields must name at least one field.")
-    texts = [_text_of(asked, f"documents[{i}]", one) for i, one in enumerate(asked.documents)]
-    query, documents = Input(asked.query, "query"), inputs_in("documents", texts)
+    texts = [_text_of(asked, f"{field}[{i}]", one) for i, one in enumerate(asked.documents)]
+    query, documents = Input(asked.query, "query"), inputs_in(field, texts)
     return _ask_of(asked, [query], documents, lambda scorer: _RerankAnswer(asked, scorer))
 
 

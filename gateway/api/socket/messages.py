@@ -133,7 +133,7 @@ class SocketRequest:
             finish_reason=first.reason if refusal is None else "cancelled",
             stop_reason=first.stop_reason if refusal is None else None,
             usage=usage_info(usage) if refusal is None or usage.prompt_tokens else None,
-            notices=field_of(response.request.notices),
+            notices=field_of(response.notices),
         )
 
     def refuse(self, refusal: Refusal) -> Error:

@@ -141,6 +141,23 @@ async def test_what_is_stored_during_an_outage_is_stored_once(
     assert await two.results.fetch("t", "r1") == result
 
 
+async def test_a_question_about_gateways_says_nothing_during_an_outage(
+    buses: tuple[Bus, Bus], nats_server: NatsServer
+) -> None:
+    """It is no answer that nobody holds a request; afterwards there is one."""
+    one, two = buses
+    await two.control.serve_resume_points("gw", lambda _: None, {"r1"}.__contains__)
+    assert await one.control.held_requests("gw", ["r1", "r2"], 0.2) == {"r1"}
+    nats_server.kill()
+    with pytest.raises(BusUnavailableError):
+        await one.control.held_requests("gw", ["r1"], 2.0)
+    with pytest.raises(BusUnavailableError):
+        await one.control.is_held("gw", "r1", 2.0)
+    nats_server.start()
+    await eventually(lambda: one.connected and two.connected)
+    assert await one.control.held_requests("gw", ["r1", "r2"], 0.2) == {"r1"}
+
+
 async def test_frames_flow_again_and_the_reader_is_told(
     buses: tuple[Bus, Bus], nats_server: NatsServer
 ) -> None:

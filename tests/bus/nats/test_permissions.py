@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import nats
 import pytest
 from nats.aio.client import Client
 
 from millrace.bus import subjects
+from millrace.bus.control import unless_forbidden
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats import accounts, connect
 from millrace.bus.nats.permissions import Part, inbox_of, service_inbox
+from millrace.bus.orphans import OrphanWatch
+from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import Cancel, NameLease
 from millrace.schemas.errors import BusForbiddenError
-from millrace.schemas.jobs import Job, JobResult, Tier
+from millrace.schemas.jobs import Job, JobResult, Source, Tier
 from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
@@ -49,12 +54,16 @@ TABLE = (
     (subjects.frames("shop", "r"), "SW", "GO"),
     (subjects.worker_commands("w"), "GSO", "W"),
     (subjects.cancel("r"), "GSO", "SW"),
+    (subjects.owner_cancel("acme", "r"), "A", "SW"),
+    (subjects.owner_cancel("shop", "r"), "", "SW"),
+    (subjects.result_request("acme", "r"), "OA", "S"),
+    (subjects.result_request("shop", "r"), "O", "S"),
     (subjects.ended("w"), "W", "S"),
     (subjects.prefilled("w"), "W", "S"),
     (subjects.pulled("w"), "W", "W"),
     (subjects.move_streams("w"), "O", "S"),
-    (subjects.resume("gw-1", "r"), "S", "GO"),
-    (subjects.resume("acme", "r"), "S", "GOA"),
+    (subjects.resume("gw-1", "r"), "SW", "GO"),
+    (subjects.resume("acme", "r"), "SW", "GOA"),
     (subjects.handover("gw-1", "r"), "G", "G"),
     (subjects.queue_status("m/1"), "S", "GWO"),
     (subjects.heartbeat("w"), "W", "GSTO"),
@@ -242,6 +251,27 @@ async def test_a_wrong_permission_says_so_at_once(
     await bus.close()
 
 
+async def test_without_the_permission_to_ask_no_request_is_an_orphan(
+    server: NatsWithUsers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for a worker under accounts that were made before workers asked."""
+    bus = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
+    jobs = [
+        Job(request_id=f"r{number}", model="m", prompt="", reply="gw-1", source=Source.HTTP)
+        for number in (1, 2)
+    ]
+    found: list[str] = []
+    watch = OrphanWatch(bus, SystemClock(), lambda: jobs, found.append)
+    watch.grace_s = 0.4
+    task = asyncio.create_task(watch.run())
+    await eventually(lambda: "no permission" in caplog.text)
+    await asyncio.sleep(1.0)
+    assert found == []
+    assert caplog.text.count("no permission") == 1
+    task.cancel()
+    await bus.close()
+
+
 async def test_a_user_in_the_place_of_another_part_is_told(server: NatsWithUsers) -> None:
     with pytest.raises(BusForbiddenError, match=r"subscribe to _INBOX\.gateway"):
         await connect(server.config_of("worker"), "test", part=Part.GATEWAY)
@@ -278,3 +308,86 @@ async def test_a_service_reads_its_own_results_only(server: NatsWithUsers) -> No
     with pytest.raises(BusForbiddenError):
         await service.jobs.publish(Job(request_id="x", model="m", prompt="x", tenant="shop"))
     await service.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"last_by_subj": "results.shop.secret"},
+        {"seq": 1},
+        {"multi_last": ["results.shop.*"]},
+        {"next_by_subj": "results.>", "seq": 1, "batch": 10},
+    ],
+)
+async def test_a_service_cannot_name_anothers_result_in_the_body_of_its_own_request(
+    server: NatsWithUsers, body: dict[str, Any]
+) -> None:
+    scheduler = await connect(server.config_of("scheduler"), "test", part=Part.SCHEDULER)
+    for tenant in ("shop", "acme"):
+        result = JobResult(request_id="secret", tenant=tenant, model="m", status="done")
+        await scheduler.results.store(result)
+    await scheduler.close()
+    client = await nats.connect(server.url_of(ACME.user), inbox_prefix=service_inbox("acme"))
+    inbox = await client.subscribe(f"{service_inbox('acme')}.x")
+    for subject in ("results.acme.secret", "results.acme.*"):
+        await client.publish(
+            f"{API}.DIRECT.GET.RESULTS.{subject}", json.dumps(body).encode(), reply=inbox.subject
+        )
+        answer = await inbox.next_msg(5.0)
+        assert b"shop" not in answer.data
+        assert (answer.headers or {}).get("Status") == "408"
+    await client.close()
+
+
+async def test_a_service_asks_for_its_results_and_cancels_by_requests_of_its_own_library(
+    server: NatsWithUsers,
+) -> None:
+    """With nothing but nats-py, as the service of a tenant."""
+    cancels: list[Cancel] = []
+    asked: list[tuple[str, str]] = []
+
+    async def find(tenant: str, request_id: str) -> JobResult:
+        asked.append((tenant, request_id))
+        return JobResult(request_id=request_id, tenant=tenant, model="m", status="done")
+
+    scheduler = await connect(server.config_of("scheduler"), "test", part=Part.SCHEDULER)
+    worker = await connect(server.config_of("worker"), "test", part=Part.WORKER)
+    await scheduler.control.serve_results(find)
+    for part in (scheduler, worker):
+        await part.control.subscribe_owner_cancels(cancels.append)
+        await part.control.subscribe_cancels(cancels.append)
+    errors: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        errors.append(str(error))
+
+    client = await nats.connect(
+        server.url_of(ACME.user), inbox_prefix=service_inbox("acme"), error_cb=on_error
+    )
+    answer = await client.request("ctl.result.acme.r%2E1", b"", 5.0)
+    assert json.loads(answer.data)["request_id"] == "r.1"
+    await scheduler.results.store(await find("acme", "direct"))
+    asked.clear()
+    stored = await client.jetstream().get_last_msg("RESULTS", "results.acme.direct", direct=True)
+    assert json.loads(stored.data or b"")["request_id"] == "direct"
+    refused = ("ctl.cancel.r1", "ctl.cancel.shop.r1", "ctl.result.shop.r1", "ctl.cancel.acme.r.1")
+    for subject in refused:
+        await client.publish(subject, b"", reply="_INBOX.service.acme.x")
+    await client.publish("ctl.cancel.acme.r%2E1", b"")
+    await eventually(lambda: len(cancels) == 2 and len(errors) == len(refused))
+    assert cancels == [Cancel(request_id="r.1", tenant="acme")] * 2
+    assert not asked, "the service itself reads what is stored"
+    assert sorted(error.split('"')[1] for error in errors) == sorted(refused)
+    await client.close()
+    for part in (scheduler, worker):
+        await part.close()
+
+
+async def test_permissions_of_an_earlier_version_let_a_scheduler_start(
+    server: NatsWithUsers, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = await connect(server.config_of("telemetry"), "test", part=Part.TELEMETRY)
+    hearing = telemetry.control.subscribe_owner_cancels(lambda _: None)
+    assert await unless_forbidden(hearing, "hear cancels of services") == []
+    assert "this process cannot hear cancels of services: no permission" in caplog.text
+    await telemetry.close()

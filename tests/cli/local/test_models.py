@@ -245,3 +245,28 @@ def test_a_model_may_be_at_rest(tmp_path: Path) -> None:
     changes = System(tmp_path).changes
     assert [one.state for one in changes.report(lambda _: 0, may_rest=True)] == ["at rest"]
     assert [one.state for one in changes.report(lambda _: 0, may_rest=False)] == ["no worker"]
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+@pytest.mark.parametrize("command", [None, "", "a/b.py:C", "llama-server"])
+def test_what_is_not_said_of_an_engine_stays_unsaid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: EngineKind, command: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-server").mkdir()  # a name is none of the current folder's files
+    asked: list[AddModelRequest] = []
+    monkeypatch.setattr(
+        "millrace.cli.operate.models.change", lambda _data, request: asked.append(request)
+    )
+    line = ["models", "add", "new", "--model", "demo", "--engine", kind]
+    line += [] if command is None else ["--engine-command", command]
+    is_served = kind is EngineKind.OPENAI
+    line += ["--engine-url", "http://127.0.0.1:1/v1"] if is_served else []
+    code = main(line)
+    if command and kind in (EngineKind.REAL, EngineKind.SIMULATED):
+        assert code == 2
+        return
+    expected = str(tmp_path / command) if command and "/" in command else command or ""
+    assert [(one.model, one.engine, one.engine_command) for one in asked] == [
+        ("demo", kind, expected)
+    ]

@@ -56,3 +56,14 @@ async def test_another_tenant_finds_nothing_cached(system: System, http: httpx.A
     # Without a key there is one tenant for all.
     assert await _num_cached(http, {}, prompt) == 0
     assert await _num_cached(http, {}, prompt) > 0
+
+
+async def test_a_prefix_cache_is_emptied(http: httpx.AsyncClient) -> None:
+    prompt = f"{uuid.uuid4()} " * 8
+    assert await _num_cached(http, {}, prompt) == 0
+    assert await _num_cached(http, {}, prompt) > 0
+    answer = await http.post("/reset_prefix_cache", params={"model": "demo"})
+    assert answer.status_code == 200, answer.text
+    assert {worker["model"] for worker in answer.json()["workers"]} == {"demo"}
+    assert await _num_cached(http, {}, prompt) == 0
+    assert await _num_cached(http, {}, prompt) > 0

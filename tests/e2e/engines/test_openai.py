@@ -93,7 +93,7 @@ class TestOpenAi(EngineAnswerChecks):
         answer = await http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert error["param"] == "grammar"
+        assert error["param"] == "tool_choice"
         assert error["message"].startswith("The openai engine of this model")
 
     async def test_streams_go_on_behind_their_text_when_the_server_was_killed(

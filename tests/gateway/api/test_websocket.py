@@ -17,7 +17,8 @@ from millrace.gateway.errors import NotFoundError, refusal_of
 from millrace.gateway.transport.http import refuse_handshake
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.frames import Failed, Queued, Shed
-from millrace.schemas.websocket import SUBPROTOCOL, ServerMessage
+from millrace.schemas.openai import ChatCompletionRequest
+from millrace.schemas.websocket import SUBPROTOCOL, Generate, ServerMessage
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 from tests.support.waiting import eventually
 
@@ -216,7 +217,61 @@ async def test_too_many_generations_are_refused() -> None:
         await socket.until("done", "b")
 
 
-async def test_an_oversized_message_closes_with_1009() -> None:
+_MIB = 1024 * 1024
+
+
+async def _send_and_read_on(socket: Socket, message: str | bytes | list[str]) -> None:
+    await socket.connection.send(message)
+    while True:
+        await socket.receive()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param("x" * (_MIB + 1), id="one-byte-more"),
+        pytest.param("\u00e9" * (_MIB // 2) + "x", id="in-utf-8"),
+        pytest.param(b"x" * (_MIB + 1), id="binary"),
+        pytest.param(["x" * (_MIB // 2)] * 2 + ["x"], id="in-fragments"),
+        pytest.param("x" * (20 * _MIB), id="much-more"),
+    ],
+)
+async def test_an_oversized_message_closes_with_1009(
+    front: RunningGateway, message: str | bytes | list[str]
+) -> None:
+    """What runs on the socket goes on, and is gone on with on the next one."""
+    async with opened(front) as socket:
+        front.worker.gate.clear()
+        await socket.send("generate", id="a", model=MODEL, prompt="a mill")
+        request_id = (await socket.until("accepted", "a"))[-1]["request_id"]
+        with pytest.raises(ConnectionClosed) as caught:
+            await _send_and_read_on(socket, message)
+        assert caught.value.rcvd is not None
+        assert caught.value.rcvd.code == 1009
+        assert f"exceeds limit of {_MIB} bytes" in caught.value.rcvd.reason
+    async with opened(front) as socket:
+        await socket.send("resume", id="b", request_id=request_id, next_index=0)
+        await socket.until("accepted", "b")
+        front.worker.gate.set()
+        messages = await socket.until("done", "b")
+    assert "".join(one["text"] for one in messages if one["type"] == "delta") == "a mill"
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+async def test_a_message_of_just_the_limit_is_read(
+    front: RunningGateway, num_fragments: int
+) -> None:
+    head = '{"type":"ping","padding":"'
+    text = head + "x" * (_MIB - len(head) - 2) + '"}'
+    size = _MIB // num_fragments
+    fragments = [text[start : start + size] for start in range(0, _MIB, size)]
+    async with opened(front) as socket:
+        await socket.connection.send(fragments)
+        error = await socket.receive()
+    assert (error["type"], error["param"]) == ("error", "padding")
+
+
+async def test_the_bound_of_a_message_is_a_setting() -> None:
     async with (
         running_gateway(GatewayConfig(max_ws_message_bytes=1_000)) as front,
         opened(front) as socket,
@@ -226,6 +281,73 @@ async def test_an_oversized_message_closes_with_1009() -> None:
             await socket.receive()
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1009
+
+
+_ELSEWHERE = {
+    "prompt_logprobs": 1,
+    "use_beam_search": True,
+    "return_token_ids": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+_CHAT_BODIES: dict[str, dict[str, Any]] = {
+    "openai": {"stream": True, "stream_options": {"include_usage": True}, "store": True, "n": 1},
+    "whole": {"stream": False, "store": False, "service_tier": "auto"},
+    "nulls": {"stream": None, "stream_options": None, "return_token_ids": None, "tools": None},
+    "vllm": {
+        "stream_options": {"include_usage": False, "include_obfuscation": False},
+        "return_token_ids": False,
+        "use_beam_search": False,
+        "min_tokens": 0,
+    },
+}
+
+
+def test_every_field_of_a_chat_completion_is_known() -> None:
+    assert set(ChatCompletionRequest.__struct_fields__) <= set(Generate.__struct_fields__)
+
+
+@pytest.mark.parametrize("body", _CHAT_BODIES.values(), ids=_CHAT_BODIES)
+async def test_a_chat_body_is_taken_as_it_is(front: RunningGateway, body: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "mill"}]
+    async with opened(front) as socket:
+        await socket.send("generate", id="a", model=MODEL, messages=messages, **body)
+        done = (await socket.until("done", "a"))[-1]
+    assert done["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize("field", _ELSEWHERE)
+async def test_fields_that_no_message_can_answer_are_named(
+    front: RunningGateway, field: str
+) -> None:
+    messages = [{"role": "user", "content": "mill"}]
+    async with opened(front) as socket:
+        fields = {field: _ELSEWHERE[field]}
+        await socket.send("generate", id="a", model=MODEL, messages=messages, **fields)
+        error = await socket.receive()
+    assert (error["type"], error["code"], error["id"]) == ("error", "invalid_parameter", "a")
+    assert error["param"].startswith(field)
+    assert "/v1/chat/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"include_usage": "yes"}, "stream_options.include_usage"),
+        ({"include_obfuscation": True}, "stream_options.include_obfuscation"),
+        ({"usage": True}, "stream_options.usage"),
+        ("include_usage", "stream_options"),
+    ],
+)
+async def test_bad_stream_options_are_named(
+    front: RunningGateway, options: object, param: str
+) -> None:
+    messages = [{"role": "user", "content": "mill"}]
+    async with opened(front) as socket:
+        await socket.send(
+            "generate", id="a", model=MODEL, messages=messages, stream_options=options
+        )
+        error = await socket.receive()
+    assert (error["type"], error["param"], error["id"]) == ("error", param, "a")
 
 
 async def test_a_socket_where_there_is_none_is_refused_in_words(front: RunningGateway) -> None:

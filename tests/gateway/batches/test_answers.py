@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 
+import pytest
+
 from millrace.bus import subjects
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.support.batches.batch_system import (
@@ -156,6 +158,23 @@ async def test_what_calls_are_not_held_to_is_said(front: BatchGateway, worker: B
     (answer,) = await front.lines((await front.end(await front.begin([line]))).output_file_id)
     (notice,) = answer["response"]["body"]["x-millrace-notice"]
     assert notice["detail"] == "clock.properties.zone.pattern"
+
+
+async def test_strict_calls_that_nothing_holds_are_checked_behind(
+    front: BatchGateway, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "millrace.registry.requests.unheld_calls.can_hold_calls", lambda _kind: False
+    )
+    call = '<tool_call>\n{"name": "clock", "arguments": {"zone": 7}}\n</tool_call>'
+    parameters = {"properties": {"zone": {"type": "string"}}}
+    function = {"name": "clock", "parameters": parameters, "strict": True}
+    tool = {"type": "function", "function": function}
+    line = chat_line("t", call, tools=[tool], parallel_tool_calls=False)
+    (answer,) = await front.lines((await front.end(await front.begin([line]))).output_file_id)
+    notices = answer["response"]["body"]["x-millrace-notice"]
+    assert [one["code"] for one in notices] == ["strict_not_enforced", "strict_violated"]
+    assert notices[1]["detail"] == "clock: $.zone: 7 is not of type 'string'"
 
 
 async def test_what_cannot_be_honoured_is_in_the_error_file(

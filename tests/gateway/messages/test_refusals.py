@@ -36,7 +36,7 @@ HELLO: dict[str, Any] = {
             {"messages": [{"role": "user", "content": "x" * 5_000}]},
             "invalid_request_error",
             anthropic.BadRequestError,
-            None,
+            "messages",
         ),
     ],
 )
@@ -46,7 +46,7 @@ async def test_a_request_that_cannot_be_honoured(
     fields: dict[str, Any],
     kind: str,
     error: type[anthropic.APIStatusError],
-    param: str | None,
+    param: str,
     stream: bool,
 ) -> None:
     with pytest.raises(error) as caught:

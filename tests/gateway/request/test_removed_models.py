@@ -77,7 +77,7 @@ async def test_over_a_socket(front: RunningGateway) -> None:
     ("code", "in_responses"),
     [
         ("grammar_invalid", "invalid_prompt"),
-        ("context_length_exceeded", "invalid_prompt"),
+        ("context_length_exceeded", "context_length_exceeded"),
         ("payload_too_large", "invalid_prompt"),
         ("queue_full", "rate_limit_exceeded"),
         ("invalid_api_key", "server_error"),
@@ -95,4 +95,5 @@ async def test_whose_fault_an_end_is(
     last = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))
     assert last["response"]["error"]["code"] == in_responses
     status = refusal_of_end(front.worker.end_with).status
-    assert (status in (400, 413)) == (in_responses == "invalid_prompt")
+    is_request_at_fault = in_responses in ("invalid_prompt", "context_length_exceeded")
+    assert (status in (400, 413)) == is_request_at_fault

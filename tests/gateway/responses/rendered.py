@@ -44,7 +44,7 @@ def request_of(**fields: Any) -> ResponsesRequest:
 def asked(**fields: Any) -> GenerationRequest:
     request = request_of(**fields)
     given = given_items(request.input)
-    return generation_request_of(request, items_of(request.input), given.notices)
+    return generation_request_of(request, items_of(request.input), given.notices, given.paths)
 
 
 def describe(entries: Sequence[TokenLogprob]) -> tuple[LogprobInfo, ...]:
@@ -64,6 +64,7 @@ def renderer_of(
         choices=[SimpleNamespace(had=())],
         request=generation_request_of(request, items),
         usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=9),
+        notices=(),
     )
     return ResponseRenderer(request, cast("ResponseReader", response), (), items, None, describe)
 

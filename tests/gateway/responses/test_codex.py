@@ -356,7 +356,7 @@ async def test_tools_among_the_items(front: RunningGateway, http: httpx.AsyncCli
     answer = await http.post("/v1/responses", json=body(item, user("x"), tools=None, stream=False))
     (call,) = answer.json()["output"]
     assert (call["name"], call["namespace"]) == ("exec_command", "functions")
-    where = "additional_tools.tools"
+    where = "input[1].tools"
     wanted = f'tool_left_out;param="{where}[1]";detail="web_search"'
     assert answer.headers[NOTICE_NAME] == wanted
     told = front.worker.jobs[-1].tools

@@ -160,7 +160,7 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
             {
                 "type": "custom_tool_call_output",
                 "call_id": "c",
-                "output": [{"type": "input_image"}],
+                "output": [{"type": "text", "text": "y"}],
             },
             "input[1].output[0].type",
         ),
@@ -176,15 +176,32 @@ def test_what_sdks_add_to_items_that_are_sent_back_is_ignored() -> None:
             {"type": "function_call_output", "call_id": "x", "output": [{"text": "y"}]},
             "input[1].output[0].type",
         ),
-        ({"type": "function_call_output", "call_id": "x", "output": "y"}, "input"),
-        ({"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}, "input"),
+        ({"type": "function_call_output", "call_id": "x", "output": "y"}, "input[1].call_id"),
+        (
+            {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+            "input[1].call_id",
+        ),
         ([], "input[1]"),
     ],
 )
 def test_a_bad_item_is_named(item: Any, param: str) -> None:
+    given = [{"role": "user", "content": "x"}, item]
     with pytest.raises(ParameterError) as caught:
-        messages_from([{"role": "user", "content": "x"}, item])
-    assert caught.value.param == param
+        asked(input=given)
+    error = caught.value
+    assert error.param == param
+    # The sentence spells the field in the same way.
+    assert error.message.startswith((f"{param} ", f"{param}:"))
+
+
+def test_a_field_is_named_behind_items_that_are_left_out() -> None:
+    left_out = {"type": "web_search_call", "id": "a", "status": "completed"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "y"}
+    tools = {"type": "additional_tools", "tools": [{"type": "function"}]}
+    for item, param in ((output, "input[2].call_id"), (tools, "input[2].tools[0].name")):
+        with pytest.raises(ParameterError) as caught:
+            asked(input=[{"role": "user", "content": "x"}, left_out, item])
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,9 @@ async def test_a_private_adapter_is_there_for_its_tenant_alone(
     assert seen["other"] == [(MODEL, None, [])]
     assert seen["acme"] == [(MODEL, None, ["sql"]), ("sql", MODEL, [])]
     for tenant, status in (("acme", 200), ("other", 404)):
+        version = {"anthropic-version": "2023-06-01"}
+        theirs = await http.get("/v1/models", headers=keys.of(tenant) | version)
+        assert [one["id"] for one in theirs.json()["data"]] == [one[0] for one in seen[tenant]]
         answer = await http.get("/v1/models/sql", headers=keys.of(tenant))
         assert answer.status_code == status
 

@@ -16,6 +16,7 @@ from millrace.bus.tenancy.errors import (
     TokensPerMinuteError,
     TooManyTokensError,
 )
+from millrace.gateway.errors import refusal_of
 from millrace.gateway.tenancy.caller import LOCAL
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.schemas.errors import MillraceError
@@ -70,7 +71,7 @@ async def test_more_tokens_at_once_than_the_limit_are_never_taken(bench: LimitBe
         await reserve(bench.limiter, caller, "r1")
     assert (refused.value.code, refused.value.retryable) == ("tokens_per_minute", False)
     assert refused.value.retry_after_s is None
-    assert header(refused.value.headers, "x-should-retry") == "false"
+    assert refusal_of(refused.value).should_retry is False
 
 
 async def test_more_tokens_than_set_aside_are_charged(bench: LimitBench) -> None:

@@ -286,6 +286,51 @@ async def test_a_socket_s_path_asks_for_its_handshake(front: RunningGateway) -> 
         assert answer.headers["upgrade"] == "websocket"
 
 
+_KEY = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+_VERSION = b"Sec-WebSocket-Version: 13\r\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "code", "param"),
+    [
+        (_KEY, 426, "upgrade_required", "sec-websocket-version"),
+        (_KEY + b"Sec-WebSocket-Version: 8\r\n", 426, "upgrade_required", "sec-websocket-version"),
+        (_KEY + _VERSION * 2, 426, "upgrade_required", "sec-websocket-version"),
+        (_VERSION, 400, "invalid_handshake", "sec-websocket-key"),
+        (
+            _VERSION + b"Sec-WebSocket-Key: short\r\n",
+            400,
+            "invalid_handshake",
+            "sec-websocket-key",
+        ),
+        (_VERSION + _KEY * 2, 400, "invalid_handshake", "sec-websocket-key"),
+        (
+            _VERSION + _KEY + b"Sec-WebSocket-Protocol: ,,\r\n",
+            400,
+            "invalid_handshake",
+            "sec-websocket-protocol",
+        ),
+        (
+            _VERSION + _KEY + b"A: " + b"b" * 20_000 + b"\r\n",
+            431,
+            "request_header_fields_too_large",
+            None,
+        ),
+        (_VERSION + _KEY + b"A: b\r\n" * 200, 431, "request_header_fields_too_large", None),
+    ],
+)
+async def test_a_bad_handshake_is_refused_in_the_form_of_all_errors(
+    front: RunningGateway, more: bytes, status: int, code: str, param: str | None
+) -> None:
+    head = b"GET /v1/ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    (answer,) = await exchanged(front, head + more + b"\r\n")
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"], error["param"]) == (status, code, param)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    assert answer.headers.get("sec-websocket-version") == ("13" if status == 426 else None)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_client_of_http_1_0_gets_no_chunks(
     front: RunningGateway, *, is_stream: bool

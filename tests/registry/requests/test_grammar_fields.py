@@ -248,3 +248,30 @@ def test_a_schema_that_is_no_json_is_refused(schema: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"guided_json":%b}' % schema
     with pytest.raises((ParameterError, InvalidJsonError)):
         parse_chat(decode(_CHAT, body))
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "value"),
+    [
+        ("regex", "guided_regex", "a+"),
+        ("ebnf", "guided_grammar", 'root ::= "a"'),
+        ("json_schema", "guided_json", _SCHEMA),
+        ("json_schema", "guided_json", msgspec.json.encode(_SCHEMA).decode()),
+    ],
+)
+def test_the_names_of_sglang(field: str, ours: str, value: Any) -> None:
+    assert chat(**{field: value}) == chat(**{ours: value}) is not None
+    assert chat(**{field: None}) is None
+    with pytest.raises(ParameterError, match="Only one grammar is taken") as caught:
+        chat(**{field: value, ours: value})
+    assert caught.value.param == field
+    for wrong in (7, ["a"]):
+        with pytest.raises(ParameterError) as caught:
+            chat(**{field: wrong})
+        assert caught.value.param == field
+
+
+def test_the_backend_of_grammars_is_a_hint() -> None:
+    for backend in ("xgrammar", "lm-format-enforcer:no-fallback", None):
+        assert chat(guided_regex="a", guided_decoding_backend=backend) == chat(guided_regex="a")
+        assert chat(guided_decoding_backend=backend) is None

@@ -151,6 +151,9 @@ def test_what_a_model_refuses_is_named_as_it_was_sent() -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"separate_reasoning": False}, "separate_reasoning"),
+        ({"stream_reasoning": False}, "stream_reasoning"),
+        ({"no_stop_trim": True, "include_stop_str_in_output": False}, "no_stop_trim"),
     ],
 )
 def test_refusals_name_the_field_that_was_sent(fields: dict[str, Any], param: str) -> None:
@@ -398,3 +401,11 @@ def test_completions_refuse_by_name_too(field: str) -> None:
 def test_what_is_not_json_is_said_to_be_so(body: bytes) -> None:
     with pytest.raises(InvalidJsonError):
         decode(_CHAT, body)
+
+
+@pytest.mark.parametrize("value", [None, False, True])
+def test_a_stop_string_is_kept_by_the_name_of_sglang(value: bool | None) -> None:
+    fields = {"no_stop_trim": value, "separate_reasoning": True, "stream_reasoning": True}
+    assert chat(**fields).sampling.include_stop_str_in_output is bool(value)
+    both = chat(no_stop_trim=True, include_stop_str_in_output=True)
+    assert both.sampling.include_stop_str_in_output

@@ -175,7 +175,10 @@ def test_what_cannot_fit_is_refused_without_tokenising_it(
 ) -> None:
     backend = counted(demo.tokenizer)
     job = Job(request_id="r", model="demo", sampling=SamplingParams(max_tokens=5), **fields)
-    with pytest.raises(ContextLengthError, match=r"at least [0-9]+ tokens in the prompt and 5"):
+    noun = "messages" if "messages" in fields else "prompt"
+    with pytest.raises(
+        ContextLengthError, match=rf"\(at least [0-9]+ in the {noun}, 5 in the completion\)"
+    ):
         demo.prepare(job, random.Random(1))
     assert backend.num_characters == 0
 
@@ -192,8 +195,17 @@ def test_what_does_not_fit_is_refused_at_the_window(tmp_path: Path) -> None:
     assert backend.num_characters < len(text) / 2
 
 
+@pytest.mark.parametrize("num_words", [3_000, 100_000])
+def test_a_text_of_some_length_is_counted_to_its_end(demo: ServedModel, num_words: int) -> None:
+    text = "a " * num_words
+    with pytest.raises(TextTooLongError) as refused:
+        demo.tokenizer.encode_content(text, max_tokens=9)
+    found = refused.value
+    assert (found.num_tokens, found.is_exact) == (len(demo.tokenizer.encode_content(text)), True)
+
+
 def test_token_ids_that_do_not_fit_are_refused_by_their_number(demo: ServedModel) -> None:
     window_tokens = demo.context_window_tokens
     job = Job(request_id="r", model="demo", prompt_token_ids=(5,) * (window_tokens + 1))
-    with pytest.raises(ContextLengthError, match=f"for {window_tokens + 1} tokens"):
+    with pytest.raises(ContextLengthError, match=f"resulted in {window_tokens + 1} tokens"):
         demo.prepare(job, random.Random(1))

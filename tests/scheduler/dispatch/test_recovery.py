@@ -112,7 +112,7 @@ async def test_a_cancel_that_overtook_the_dispatch_reaches_the_worker(world: Wor
     accepted = runner._accepted
 
     def cancel_first(scheduled: object) -> None:
-        world.schedulers[0].context.cancels.add("r1", CancelReason.CLIENT, 0.0)
+        world.schedulers[0].context.cancels.add(Cancel(request_id="r1"), 0.0)
         accepted(scheduled)  # type: ignore[arg-type]
 
     runner._accepted = cancel_first  # type: ignore[method-assign]

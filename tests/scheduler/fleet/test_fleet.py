@@ -9,7 +9,7 @@ from millrace.scheduler.jobs.resource_request import ResourceRequest
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from millrace.scheduler.queues.throughput import Throughput, eta_s, retry_after_s
-from millrace.schemas.control import CancelReason, WorkerStatus
+from millrace.schemas.control import Cancel, CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status, view_of
 from tests.scheduler.world import TENANT_QUEUE, job
 
@@ -103,14 +103,27 @@ def test_a_worker_that_reports_less_for_long_is_doubtful() -> None:
 
 def test_cancels_are_forgotten_in_time_and_bounded() -> None:
     memory = CancelMemory(10.0, max_remembered=2)
-    memory.add("a", CancelReason.CLIENT, 0.0)
-    memory.add("a", CancelReason.DEADLINE, 1.0)
-    assert memory.reason("a", 10.5) is CancelReason.CLIENT
-    assert memory.reason("a", 11.0) is None
+    memory.add(Cancel(request_id="a"), 0.0)
+    memory.add(Cancel(request_id="a", reason=CancelReason.DEADLINE), 1.0)
+    assert memory.reason("acme", "a", 10.5) is CancelReason.CLIENT
+    assert memory.reason("acme", "a", 11.0) is None
     for name in "bcd":
-        memory.add(name, CancelReason.CLIENT, 2.0)
+        memory.add(Cancel(request_id=name), 2.0)
     assert len(memory) == 2
-    assert memory.reason("b", 2.0) is None
+    assert memory.reason("acme", "b", 2.0) is None
+
+
+def test_cancels_of_a_tenant_count_for_its_jobs_and_push_out_its_own_only() -> None:
+    memory = CancelMemory(10.0, max_remembered=2)
+    memory.add(Cancel(request_id="a", tenant="acme"), 0.0)
+    memory.add(Cancel(request_id="b"), 0.0)
+    for name in "abcd":
+        memory.add(Cancel(request_id=name, tenant="shop"), 1.0)
+    assert memory.reason("acme", "a", 2.0) is CancelReason.CLIENT
+    assert memory.reason("acme", "d", 2.0) is None
+    assert memory.reason("acme", "b", 2.0) is CancelReason.CLIENT
+    assert memory.reason("shop", "d", 2.0) is CancelReason.CLIENT
+    assert memory.reason("shop", "a", 2.0) is None
 
 
 def test_throughput_over_the_last_seconds() -> None:

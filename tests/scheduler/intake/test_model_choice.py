@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.job_queue import LeasedJob, TenantQueue
+from millrace.registry.requests.job_bodies import read_body
 from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Route, Router
 from millrace.scheduler.intake.model_choice import ModelChooser
@@ -58,6 +60,17 @@ def test_a_job_gets_a_model_and_says_what_it_asked_for(router: ModelChooser) -> 
     assert (job.model, job.model_requested, job.route_reason) == ("s", "best", "short")
     assert set(router.names) == {"auto"}
     assert router.models_of("auto") == ("s", "l")
+
+
+def test_what_a_body_asks_counts(router: ModelChooser) -> None:
+    body = msgspec.json.encode({"model": "auto", "messages": [{"role": "user", "content": HARD}]})
+    job = Job(request_id="r", model="auto", body=body)
+    chosen = router.choose(_leased(job), read_body(job))
+    assert (chosen.model, chosen.route_reason, chosen.body) == ("l", "reason", body)
+    ids = msgspec.json.encode({"model": "auto", "prompt": [1, 2]})
+    job = Job(request_id="r", model="auto", body=ids)
+    with pytest.raises(ParameterError):
+        router.choose(_leased(job), read_body(job))
 
 
 def test_a_job_with_a_model_is_left_as_it_is(router: ModelChooser) -> None:

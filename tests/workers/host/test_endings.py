@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from millrace.bus import subjects
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import BusUnavailableError
@@ -147,6 +148,22 @@ async def test_cancelled(
         b.engine.emit("r1:1", [22])
         await b.settle(1.0)
         assert b.of()[-1] == frame
+
+
+async def test_cancelled_by_the_service_of_its_tenant_alone(demo: ServedModel) -> None:
+    async with bench(demo) as b:
+        await b.dispatch(b.job(tenant="acme"))
+        b.engine.emit("r1:1", [20, 21])
+        await b.settle(1.0)
+        for tenant in ("shop", "acme"):
+            assert not b.engine.cancelled
+            b.broker.publish(subjects.owner_cancel(tenant, "r1"), b"")
+            await b.settle(1.0)
+        assert await b.ended() == Cancelled(epoch=1, num_tokens=2)
+        # A cancel of a request that has ended changes nothing.
+        b.broker.publish(subjects.owner_cancel("acme", "r1"), b"")
+        await b.settle(1.0)
+        assert b.kinds().count("Cancelled") == 1
 
 
 async def test_cancelled_before_it_started(demo: ServedModel) -> None:

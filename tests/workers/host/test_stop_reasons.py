@@ -8,6 +8,7 @@ import pytest
 
 from millrace.registry.served import ServedModel
 from millrace.schemas.frames import Done, FinishReason
+from millrace.schemas.tools import ToolFormat
 from tests.workers.scripted import EOS, bench
 
 _TEXT = "go on, the END is near"
@@ -59,10 +60,32 @@ async def test_a_stop_token_is_told_but_no_end_of_sequence(
     assert (done.finish_reason, done.stop_reason) == (reason, stop_reason)
 
 
-@pytest.mark.parametrize(("stop", "is_watched"), [(("END",), True), ((), False)])
-async def test_an_engine_holds_no_token_of_a_request_that_a_string_may_stop(
-    demo: ServedModel, stop: tuple[str, ...], is_watched: bool
+@pytest.mark.parametrize(
+    ("sampling", "is_watched"),
+    [({"stop": ("END",)}, True), ({"one_call": ToolFormat.HERMES}, True), ({}, False)],
+)
+async def test_an_engine_holds_no_token_of_a_request_that_its_text_may_stop(
+    demo: ServedModel, sampling: dict[str, Any], is_watched: bool
 ) -> None:
     async with bench(demo) as b:
-        await b.dispatch(b.job(sampling={"stop": stop}))
+        await b.dispatch(b.job(sampling=sampling))
         assert b.engine.added["r1:1"].watched == is_watched
+
+
+@pytest.mark.parametrize("has", [0, 4])
+async def test_a_completion_of_one_call_ends_behind_it(demo: ServedModel, has: int) -> None:
+    call = '<tool_call>\n{"name": "a", "arguments": {"x": "}</tool_call>"}}'
+    token_ids = demo.tokenizer.encode(f"{call}\n</tool_call>\n<tool_call>\n{{", False)
+    sampling: dict[str, Any] = {"one_call": ToolFormat.HERMES, "max_tokens": 200, "stop": ("{{",)}
+    async with bench(demo) as b:
+        job = b.job(sampling=sampling, store_result=True)
+        await b.dispatch(job, resume_token_ids=tuple(token_ids[:has]))
+        for token_id in token_ids[has:]:
+            b.engine.emit("r1:1", [token_id])
+        done = await b.ended()
+        assert isinstance(done, Done)
+        assert (done.finish_reason, done.stop_reason) == (FinishReason.STOP, None)
+        stored = await b.bus.results.fetch(job.tenant, job.request_id)
+    assert stored is not None
+    assert stored.text == call
+    assert stored.usage.completion_tokens == len(stored.token_ids) < len(token_ids)

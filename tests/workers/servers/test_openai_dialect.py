@@ -24,7 +24,6 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.frames import FinishReason
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.dialect import RefusedByServerError, ServerStreamError
-from millrace.workers.servers.dialects.openai import OpenAiDialect
 from millrace.workers.servers.dialects.openai_answers import TextReader
 from millrace.workers.servers.dialects.same_model import PROBE_TEXT
 from millrace.workers.servers.server_engine import ServerEngine
@@ -165,14 +164,27 @@ async def test_what_cannot_be_promised_is_said_at_start(
     assert "stop_token_ids" in record.__dict__["refused"]
 
 
-def test_a_tokenizer_that_cannot_spell_every_text_is_refused(
-    model: ServedModel, tmp_path: Path
+@pytest.mark.parametrize(
+    ("pieces", "said", "code"),
+    [
+        (("the", " mill"), "the mill", None),
+        (("the mill ", "\N{PILE OF POO}"), "the mill", "text_not_spelled"),
+    ],
+)
+async def test_a_tokenizer_without_tokens_of_some_bytes_bars_only_what_it_cannot_spell(
+    model: ServedModel, tmp_path: Path, pieces: tuple[str, str], said: str, code: str | None
 ) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, metaspace(), eos="</s>"))
     other = ServedModel(model.entry, model.path, model.config, tokenizer)
-    config = EngineConfig(kind=EngineKind.OPENAI, url="http://localhost")
-    with pytest.raises(ConfigError, match="no tokens for some bytes"):
-        OpenAiDialect(other, config, owned=False)
+    transcript = _transcript(*map(_chunk, pieces), _chunk("", "stop"), b"[DONE]")
+    async with _attached(other, transcript) as engine:
+        heard = Heard(engine)
+        engine.add(request("r"))
+        await heard.ended("r")
+    end = heard.end("r")
+    assert end is not None
+    assert (end.error and end.error[0]) == code
+    assert tokenizer.decode((*PROMPT, *heard.tokens("r"))).endswith(said)
 
 
 # --- what it is asked ---

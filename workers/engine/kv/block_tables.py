@@ -323,6 +323,16 @@ class BlockTables:
             self._cache.remove(block)
             self.pool.drop_idle(block)
 
+    def forget_idle(self) -> None:
+        """Empty the prefix cache but for the blocks that are in use."""
+        for block in list(self.pool.idle_blocks()):
+            self.pool.drop_idle(block)
+            key = self._cache.key_of(block)
+            self._cache.remove(block)
+            self._cache.on_change(key)
+        if self.host is not None:
+            self.host.forget(list(self.host))
+
     def release(self, sequence: Sequence, now_s: float) -> None:
         """Take the table back. Cached blocks that others may find stay until their memory is
         needed."""

@@ -85,6 +85,7 @@ class DiskCache:
         self._num_readers: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         self._unsettled: list[bytes] = []
+        self._unwanted: set[bytes] = set()
         self._written: deque[_Written] = deque()
         self._is_full = False
         self.bytes_per_s = _ASSUMED_BYTES_PER_S
@@ -166,6 +167,11 @@ class DiskCache:
         key, slot, error = written
         del self._writing[key]
         self._host.unpin([key])
+        if key in self._unwanted:
+            self._unwanted.discard(key)
+            self._free.append(slot)
+            self._host.forget([key])
+            return
         if error is None:
             self._slot_of[key] = slot
             self.num_written_blocks += 1
@@ -225,6 +231,14 @@ class DiskCache:
             read_s = max(now_s - part.begun_s, 1e-9)
             measured = part.num_good * self._file.block_bytes / read_s
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
+
+    def forget_all(self) -> None:
+        """Keep nothing that is not being read now. What is being written is not kept either."""
+        self._host.unpin(self._unsettled)
+        self._unsettled.clear()
+        self._unwanted = set(self._writing)
+        for key in list(self._slot_of):
+            self._forget(key)
 
     def _forget(self, key: bytes) -> None:
         slot = self._slot_of.pop(key, None)

@@ -259,6 +259,14 @@ class HostCache:
                 del self._pins[key]
                 self._slot_of[key] = self._pinned.pop(key)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Keep those of ``keys`` no longer that are not pinned."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
+                self.on_change(key)
+
     def _measure(self, num_blocks: int, copy_s: float) -> None:
         known = self._memory.bytes_per_s
         if known is not None:

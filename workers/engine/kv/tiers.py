@@ -128,6 +128,13 @@ class Tiers:
             self.exchange.lending.settle()
         return self.arrivals.settle()
 
+    def forget_idle(self) -> None:
+        """Empty the prefix cache here, in host memory and on the disk but for what is in use. What
+        is in an object store stays: it is others', too."""
+        if self.disk is not None:
+            self.disk.forget_all()
+        self._tables.forget_idle()
+
     @property
     def is_busy(self) -> bool:
         """Whether there is something to settle before long."""

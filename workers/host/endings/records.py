@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -102,19 +103,23 @@ def job_result(generation: Generation) -> JobResult:
         outcome.error_message,
         generation.timing.done_ns,
     )
+    if generation.answer is not None:
+        texts = generation.answer.result_fields()
+    else:
+        ends = tuple(accumulate(map(len, generation.pieces)))
+        texts = {"text": "".join(generation.pieces), "text_ends": ends}
     return msgspec.structs.replace(
         result,
-        text="".join(generation.pieces),
+        **texts,
         token_ids=tuple(generation.token_ids),
-        text_ends=tuple(accumulate(map(len, generation.pieces))),
         logprobs=() if generation.num_resumed else tuple(generation.logprobs),
         prompt_logprobs=generation.prompt_logprobs,
         embedding=generation.embedding,
         beams=() if generation.beams is None else generation.beams.results(),
-        finish_reason=outcome.finish_reason,
+        finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         usage=generation.usage(),
-        notices=job.notices,
+        notices=generation.notices,
     )
 
 
@@ -124,11 +129,16 @@ def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
     result = msgspec.structs.replace(result, logprobs=(), prompt_logprobs=())
     yield result
     beams = tuple(msgspec.structs.replace(beam, token_ids=()) for beam in result.beams)
-    result = msgspec.structs.replace(result, token_ids=(), text_ends=(), beams=beams)
+    without_ends: dict[str, Any] = dict.fromkeys(
+        ("token_ids", "text_ends", "reasoning_ends", "tool_call_ends"), ()
+    )
+    result = msgspec.structs.replace(result, beams=beams, **without_ends)
     yield result
     yield msgspec.structs.replace(
         result,
         text="",
+        reasoning="",
+        tool_calls=(),
         embedding=b"",
         beams=(),
         status=Status.FAILED.value,

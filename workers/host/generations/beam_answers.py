@@ -37,6 +37,11 @@ class BeamAnswers:
         self._answers: list[_Answer] = []
         self._is_complete = False
 
+    @classmethod
+    def of(cls, job: Job, tokenizer: Tokenizer) -> BeamAnswers | None:
+        """Those of a job that searches; None for another one."""
+        return cls(tokenizer, job) if job.sampling.use_beam_search else None
+
     @property
     def num_tokens(self) -> int:
         """Of all answers; 0 until all are there."""

@@ -12,6 +12,8 @@ _MAX_NUMBERS = 4_000_000
 _MAX_FLOORS = 8_192
 # A log-probability is an object, with a pair for each alternative.
 _NUMBERS_PER_LOGPROB = 4
+# Each token of an answer that is told apart adds to content, to thoughts, and maybe to a call.
+_NUMBERS_PER_PART = 3
 
 
 class FinishedGenerations:
@@ -78,6 +80,7 @@ def _size(generation: Generation) -> int:
     return (
         len(generation.prompt_token_ids)
         + generation.num_completion_tokens
+        * (1 if generation.answer is None else 1 + _NUMBERS_PER_PART)
         + len(generation.embedding) // 4
         + _NUMBERS_PER_LOGPROB
         * (

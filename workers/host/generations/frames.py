@@ -53,7 +53,7 @@ def unanswered(outcome: GenerationOutcome, epoch: int, num_tokens: int) -> Termi
     """The terminal frame of a generation that did not end well; None if it did."""
     match outcome.status:
         case Status.CANCELLED:
-            return Cancelled(epoch=epoch, num_tokens=num_tokens)
+            return Cancelled(epoch=epoch, num_tokens=num_tokens, reason=outcome.cancel_reason)
         case Status.EXPIRED:
             return Expired(epoch=epoch, num_tokens=num_tokens)
         case Status.FAILED:

@@ -22,10 +22,12 @@ from millrace.schemas.frames import (
     Usage,
 )
 from millrace.schemas.jobs import Tier
+from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.records import Status
 from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
+from millrace.workers.host.generations.chat_answer import ChatAnswer
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
 from millrace.workers.host.generations.outcomes import GenerationOutcome
@@ -59,7 +61,8 @@ class Generation:
     client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has one entry
     for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
     each of the prompt. ``embedding`` is little-endian float32, empty until it is computed.
-    ``beams`` are a beam search's answers, beside which it has no tokens; None without. With
+    ``beams`` are a beam search's answers, beside which it has no tokens; None without. ``answer``
+    tells the parts of a chat's answer apart; None: its text is told as the model wrote it. With
     ``known_outcome`` an earlier attempt made all tokens, and only the prompt's log-probabilities
     are missing. ``resampled``: it was continued by an engine that draws other tokens then than its
     seed would have given. ``num_pulled_tokens`` of those that it began with, resumed ones included,
@@ -74,6 +77,7 @@ class Generation:
         "_num_found_tokens",
         "_stream",
         "adapter",
+        "answer",
         "beams",
         "delivery",
         "device_use",
@@ -111,6 +115,7 @@ class Generation:
         accepted_ns: int,
         now_s: float,
         beams: BeamAnswers | None = None,
+        answer: ChatAnswer | None = None,
         *,
         device_use: DeviceUse,
     ) -> None:
@@ -131,6 +136,7 @@ class Generation:
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding = b""
         self.beams = beams
+        self.answer = answer
         self.num_resumed = len(self.token_ids)
         self.num_cached_tokens = self._num_found_tokens = self.num_pulled_tokens = 0
         self.num_preemptions = 0
@@ -164,6 +170,9 @@ class Generation:
         """Nothing of it is computed any more."""
         self.outcome = outcome
         self._enter(Phase.ENDED, now_ns)
+        if self.answer is not None:
+            self.answer.read(self.pieces)
+            self.answer.finish(outcome.finish_reason, self.stop_reason)
 
     @property
     def request_id(self) -> str:
@@ -192,6 +201,24 @@ class Generation:
     def num_completion_tokens(self) -> int:
         """Of all that was made, by earlier attempts too."""
         return len(self.token_ids) if self.beams is None else self.beams.num_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How its reader is told that it ended, if it ended well."""
+        reason = None if self.outcome is None else self.outcome.finish_reason
+        if reason is None or self.answer is None:
+            return reason
+        return self.answer.finish_reason(reason)
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """How many of its tokens say all that they ever will: the end of a completion may add to
+        what its last token says."""
+        num_tokens = len(self.token_ids)
+        if self.answer is None or self.ended:
+            return num_tokens
+        self.answer.read(self.pieces)
+        return num_tokens if self.answer.is_certain else max(num_tokens - 1, 0)
 
     @property
     def text(self) -> str:
@@ -311,9 +338,10 @@ class Generation:
 
     def deltas(self, from_index: int) -> list[Frame]:
         """The tokens from ``from_index`` on, in frames of bounded size."""
+        num_tokens = self.num_certain_tokens
         return [
-            self._delta(start, min(start + MAX_TOKENS_PER_DELTA, len(self.token_ids)))
-            for start in range(from_index, len(self.token_ids), MAX_TOKENS_PER_DELTA)
+            self._delta(start, min(start + MAX_TOKENS_PER_DELTA, num_tokens))
+            for start in range(from_index, num_tokens, MAX_TOKENS_PER_DELTA)
         ]
 
     def pre_token_frames(self) -> list[Frame]:
@@ -329,7 +357,7 @@ class Generation:
         """What the listeners have not been handed yet; it counts as handed then."""
         delivery = self.delivery
         frames = self.deltas(delivery.num_flushed)
-        delivery.num_flushed = len(self.token_ids)
+        delivery.num_flushed = max(delivery.num_flushed, self.num_certain_tokens)
         if delivery.pre_token_flushed:
             return frames
         pre_token = self.pre_token_frames()
@@ -386,11 +414,25 @@ class Generation:
             kv_source=pulled_from(self.kv_source, self.num_pulled_tokens),
         )
 
+    @property
+    def notices(self) -> Notices:
+        """What the answer leaves out or does not keep, for its end."""
+        notices = self.job.notices
+        return notices if self.answer is None else bounded((*notices, *self.answer.notices))
+
     def _delta(self, start: int, end: int) -> Delta:
         skip = self.num_resumed
         logprobs = self.logprobs and self.logprobs[max(0, start - skip) : max(0, end - skip)]
-        tokens, pieces = self.token_ids[start:end], self.pieces[start:end]
-        return delta(self.epoch, start, tokens, pieces, logprobs)
+        tokens = self.token_ids[start:end]
+        if self.answer is None:
+            return delta(self.epoch, start, tokens, self.pieces[start:end], logprobs)
+        return Delta(
+            epoch=self.epoch,
+            index=start,
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            **self.answer.delta_fields(start, end),
+        )
 
     def _terminal_frame(self) -> TerminalFrame:
         outcome, num_tokens = self.outcome, len(self.token_ids)
@@ -398,14 +440,14 @@ class Generation:
         failure = unanswered(outcome, self.epoch, num_tokens)
         if failure is not None:
             return failure
-        assert outcome.finish_reason is not None
+        assert self.finish_reason is not None
         return Done(
             epoch=self.epoch,
-            finish_reason=outcome.finish_reason,
+            finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             num_tokens=num_tokens,
             num_prompt_logprobs=len(self.prompt_logprobs),
             embedding_bytes=len(self.embedding),
             beams=() if self.beams is None else self.beams.ends,
-            notices=self.job.notices,
+            notices=self.notices,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import ContextLengthError, GrammarError, ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Status
@@ -17,6 +18,12 @@ class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = ""
     error_message: str = ""
 
+    @property
+    def cancel_reason(self) -> str:
+        """What the terminal frame of a cancelled request says beside that."""
+        is_orphaned = self.error_code == CancelReason.ORPHANED.value
+        return self.error_code if is_orphaned else ""
+
 
 _REFUSALS = frozenset(kind.code for kind in (ContextLengthError, GrammarError, ParameterError))
 STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
@@ -29,6 +36,22 @@ EXPIRED = GenerationOutcome(
     error_code="deadline_exceeded",
     error_message="The deadline passed before the end.",
 )
+_ORPHANED = GenerationOutcome(
+    status=Status.CANCELLED,
+    error_code=CancelReason.ORPHANED.value,
+    error_message="The request's gateway was gone, and no client came back for it.",
+)
+
+
+def cancelled(reason: CancelReason) -> GenerationOutcome:
+    """The end of a request that was cancelled for ``reason``."""
+    match reason:
+        case CancelReason.DEADLINE:
+            return EXPIRED
+        case CancelReason.ORPHANED:
+            return _ORPHANED
+        case _:
+            return CANCELLED
 
 
 def failed(code: str, message: str) -> GenerationOutcome:

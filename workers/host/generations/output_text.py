@@ -1,4 +1,5 @@
-"""From a sequence's token ids to the text that its reader gets, cut at the first stop string."""
+"""From a sequence's token ids to the text that its reader gets, cut at the first stop string or
+behind the only tool call."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
+from millrace.registry.tool_formats.first_call import FirstCall
 
 if TYPE_CHECKING:
     from millrace.registry.tokenizers.tokenizer import Tokenizer
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class TextPiece(NamedTuple):
-    """The text that one token adds; ``stopped``: it completed a stop string, nothing follows."""
+    """The text that one token adds; ``stopped``: it completed a stop string or the only call that
+    the text may have, so nothing follows."""
 
     text: str
     stopped: bool
@@ -28,7 +31,8 @@ class TextStream:
 
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     The stop string that is complete first ends the text (of two that end together, the longer
-    one) and is itself not part of it. End-of-sequence and stop tokens add no text. With
+    one) and is itself not part of it. With ``one_call`` the text ends behind its first tool call,
+    if no stop string ends it earlier. End-of-sequence and stop tokens add no text. With
     ``include_stop_str_in_output`` both are in the text, and without ``skip_special_tokens`` special
     tokens are. What a token adds depends on the tokens before it alone, never on how they were
     grouped, so a stream that was primed with the first n tokens goes on exactly where another left
@@ -38,12 +42,14 @@ class TextStream:
     __slots__ = (
         "_beginnings",
         "_detokenizer",
+        "_first_call",
         "_held",
         "_includes_stop",
         "_longest_stop",
         "_silent",
         "_stops",
         "stop_string",
+        "stopped",
     )
 
     def __init__(
@@ -58,21 +64,20 @@ class TextStream:
         self._stops = sampling.stop
         self._beginnings = frozenset(stop[0] for stop in sampling.stop)
         self._longest_stop = max(map(len, sampling.stop), default=0)
+        self._first_call = None if sampling.one_call is None else FirstCall(sampling)
         self._held = ""
         self.stop_string: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was completed."""
-        return self.stop_string is not None
+        self.stopped = False
 
     def push(self, token_id: int) -> TextPiece:
         """The text that ``token_id`` makes certain."""
-        if self.stop_string is not None:
+        if self.stopped:
             return _STOPPED
         if token_id in self._silent:
             return TextPiece("", False)
         text = self._detokenizer.push(token_id)
+        if self._first_call is not None and text:
+            return self._up_to_first_call(self._first_call, text)
         return self._sift(text) if self._stops and text else TextPiece(text, False)
 
     def prime(self, token_ids: Iterable[int]) -> list[str]:
@@ -90,6 +95,14 @@ class TextStream:
         self._held = ""
         return text
 
+    def _up_to_first_call(self, first_call: FirstCall, text: str) -> TextPiece:
+        end = first_call.num_characters(text)
+        piece = self._sift(text[:end]) if self._stops else TextPiece(text[:end], False)
+        if end is None or piece.stopped:
+            return piece
+        self.stopped = True
+        return TextPiece(piece.text + self._held, True)
+
     def _sift(self, text: str) -> TextPiece:
         """``text`` and what was held before it, up to a stop string or the beginning of one."""
         if not self._held and self._beginnings.isdisjoint(text):
@@ -101,6 +114,7 @@ class TextStream:
         )
         if end >= 0:
             self.stop_string = text[start:end]
+            self.stopped = True
             self._held = ""
             return TextPiece(text[: end if self._includes_stop else start], True)
         num_held = self._num_held(text)

@@ -30,7 +30,7 @@ from millrace.workers.servers.dialect import (
 from millrace.workers.servers.dialects.completions_probe import check_completions
 from millrace.workers.servers.dialects.logit_bias import add_bias
 from millrace.workers.servers.dialects.openai_answers import TextReader
-from millrace.workers.servers.dialects.prompt_text import check_spelling, prompt_text
+from millrace.workers.servers.dialects.prompt_text import prompt_text
 from millrace.workers.servers.dialects.same_model import chosen_model
 
 _VERSION = "/v1"
@@ -47,7 +47,6 @@ class OpenAiDialect(Dialect):
         super().__init__(model, config, owned=owned)
         if owned:
             raise _no_url()
-        check_spelling(model, self.kind)
         is_versioned = config.url.rstrip("/").endswith(_VERSION)
         self._root = "" if is_versioned else _VERSION
         self._name = model.entry.name

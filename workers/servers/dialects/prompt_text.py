@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 from millrace.registry.tokenizers.tokenizer import Tokenizer
-from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.errors import ParameterError
 from millrace.workers.engine.types import EngineRequest
-
-
-def check_spelling(model: ServedModel, kind: EngineKind) -> None:
-    """Raise ConfigError for a model whose tokenizer has no token ids for some texts."""
-    if not model.tokenizer.spells_every_text:
-        raise ConfigError(
-            f"The tokenizer of {model.entry.name} has no tokens for some bytes, so that what a "
-            f"server of the kind {kind} writes has no token ids: use another engine."
-        )
 
 
 def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequence[int]) -> str:

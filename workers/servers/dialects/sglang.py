@@ -222,6 +222,10 @@ class SglangDialect(Dialect):
         sampling |= {"max_new_tokens": 1, "min_new_tokens": min(1, sampling["min_new_tokens"])}
         return call
 
+    @property
+    def reset_path(self) -> str:
+        return "/flush_cache"
+
     def abort(self, call: Call) -> Call | None:
         """Without it the request runs on for some seconds behind a closed connection."""
         return Call(_ABORT, {"rid": call.body["rid"]})

@@ -72,6 +72,11 @@ class VllmDialect(Dialect):
             "priority",
         )
 
+    @property
+    def reset_path(self) -> str:
+        """There if its variable VLLM_SERVER_DEV_MODE is 1, as it is of one that is started here."""
+        return "/reset_prefix_cache"
+
     def command(self, program: Path, address: ServerAddress) -> Command:
         return vllm_command(program, address.socket, self.model, self.config)
 

@@ -80,7 +80,8 @@ def _has_gpu(config: EngineConfig) -> bool:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # Its development mode has /reset_prefix_cache. No other user reaches its socket.
+    variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
     if config.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif config.device.startswith("cuda:"):

@@ -267,3 +267,21 @@ def test_a_folder_that_cannot_be_written_is_refused(world: World) -> None:
     with pytest.raises(ConfigError, match=r"disk_cache_path: .* cannot be used"):
         world.start()
     assert world.folder.is_file()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_emptied_cache_finds_nothing_on_disk(world: World, is_written: bool) -> None:
+    engine = world.start(host_cache_bytes=8 * BLOCK_BYTES, idle_offload_s=1.0)
+    tokens, _ = _ask(engine)
+    if is_written:
+        world.rest(engine)
+    else:
+        world.now_s += 100.0
+        engine.rest()
+    engine.reset_prefix_cache()
+    world.rest(engine)
+    disk = engine._tiers.disk
+    assert disk is not None
+    assert (len(disk), list(disk)) == (0, [])
+    assert _ask(engine) == (tokens, 0)
+    world.rest(engine)

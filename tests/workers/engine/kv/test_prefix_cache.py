@@ -15,6 +15,7 @@ from millrace.schemas.prefix import extend_keys, root_key
 from millrace.workers.engine.engine import Engine
 from millrace.workers.engine.kv.block_pool import BlockPool
 from millrace.workers.engine.kv.prefix_cache import PrefixCache
+from millrace.workers.engine.types import EngineOutput
 from tests.workers.engine.conftest import MakeEngine
 from tests.workers.engine.support import (
     drain,
@@ -56,6 +57,43 @@ def test_keys_grow_in_any_portions() -> None:
     for num_blocks in (0, 1, 1, 7, 16):
         extend_keys(keys, root_key(""), token_ids, num_blocks=num_blocks, block_size_tokens=4)
     assert keys == keys_of(token_ids)
+
+
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 22])
+def test_the_cache_is_emptied_but_for_what_runs(
+    make_engine: MakeEngine, host_cache_bytes: int
+) -> None:
+    engine = make_engine(host_cache_bytes=host_cache_bytes, idle_offload_s=0.0)
+
+    def num_cached(name: str, *token_ids: int) -> int:
+        engine.add(request(name, [*SYSTEM, *token_ids], max_tokens=2))
+        return last_by_request(drain(engine))[name].num_cached_tokens
+
+    num_cached("a", 5)
+    assert engine._pool.num_idle_blocks or host_cache_bytes
+    engine.pop_prefix_changes()
+    engine.reset_prefix_cache()
+    engine.check_integrity()
+    assert engine._pool.num_idle_blocks == 0
+    changes = engine.pop_prefix_changes()
+    assert changes is not None
+    assert len(changes.removed) >= 4 * 8
+    assert not changes.added
+    engine.add(request("b", [*SYSTEM, 6], max_tokens=200))
+    started = [output for _ in range(4) for output in engine.step()]
+    assert [one.num_cached_tokens for one in started if one.started] == [0]
+    engine.reset_prefix_cache()
+    engine.check_integrity()
+    engine.add(request("c", [*SYSTEM, 7], max_tokens=2))
+    outputs: list[EngineOutput] = []
+    while not any(one.request_id == "c" and one.finished for one in outputs):
+        outputs += engine.step()
+    assert max(one.num_cached_tokens for one in outputs if one.request_id == "c") == 64
+    engine.cancel("b")
+    drain(engine)
+    engine.reset_prefix_cache()
+    engine.check_integrity()
+    assert num_cached("d", 8) == 0
 
 
 def test_the_longest_idle_block_is_evicted_first() -> None:

@@ -27,7 +27,8 @@ from tests.workers.servers.stand_ins.listening import event_stream, listening
 class SglangServer:
     """Draws at random: at temperature 0 a token follows from the last one, otherwise from seed and
     place. ``disjoint``: each event has the new tokens only. ``calls`` are what ``/generate`` was
-    asked, ``aborted`` the ids of calls that were aborted."""
+    asked, ``aborted`` the ids of calls that were aborted, ``num_cached`` how many
+    tokens of each prompt it finds, until its cache is emptied."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -40,6 +41,7 @@ class SglangServer:
     num_running: int = 0
     calls: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    num_cached: int = 16
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         is_open = request.path in ("/health", "/metrics")
@@ -69,6 +71,9 @@ class SglangServer:
                 return web.json_response({"object": "list", "data": [model]})
             case "/abort_request":
                 self.aborted.append((await request.json())["rid"])
+                return web.Response()
+            case "/flush_cache":
+                self.num_cached = 0
                 return web.Response()
             case "/generate":
                 return await self._generate(request)
@@ -108,6 +113,7 @@ class SglangServer:
             event = self._event(body, prompt, shown, len(made), finish)
             await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
             await asyncio.sleep(self.token_s)
+        self.num_cached = 16
         await response.write(b"data: [DONE]\n\n")
 
     def _event(
@@ -123,7 +129,7 @@ class SglangServer:
             "finish_reason": finish,
             "prompt_tokens": len(prompt),
             "completion_tokens": num_made,
-            "cached_tokens": 16,
+            "cached_tokens": self.num_cached,
             "weight_version": "default",
             "e2e_latency": 0.1,
         }

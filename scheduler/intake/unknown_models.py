@@ -14,7 +14,7 @@ from millrace.schemas.errors import ModelNotFoundError
 _MAX_AT_ONCE = 64
 
 
-class OrphanReaper:
+class UnknownModelJobs:
     """``known_models`` is the whole catalogue, which may change."""
 
     def __init__(self, context: SchedulerContext, known_models: Collection[str]) -> None:

@@ -1,0 +1,83 @@
+"""Items of a Responses request in the form in which they are kept and told."""
+
+from __future__ import annotations
+
+import msgspec
+
+from millrace.gateway.responses.thoughts import opened
+from millrace.schemas.chat.unreadable import UnreadPart
+from millrace.schemas.errors import ParameterError
+from millrace.schemas.responses.items import (
+    Content,
+    EchoedRefusal,
+    EchoedText,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    GivenAgentMessage,
+    GivenCall,
+    GivenCallOutput,
+    GivenMessage,
+    GivenReasoning,
+    InputText,
+    Item,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
+
+
+def said(text: str) -> MessageItem:
+    """Return the message of a user."""
+    return MessageItem(id="", role="user", content=(InputText(text),))
+
+
+def normalised(
+    given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | GivenAgentMessage,
+) -> Item:
+    """Return the item as it is kept. Raises ParameterError for a field that is not honoured."""
+    if getattr(given, "phase", None) is not None:
+        raise ParameterError("phase", "phase is not supported; leave it out.")
+    status = given.status or "completed"
+    if isinstance(given, GivenReasoning):
+        content = tuple(ReasoningText(part.text) for part in given.content or ())
+        if not content and given.encrypted_content:
+            content = (ReasoningText(opened(given.encrypted_content) or ""),)
+        return ReasoningItem(id=given.id or "", content=content, status=status)
+    if isinstance(given, GivenAgentMessage):
+        text = "".join(part.text for part in given.content)
+        told = said(f"{given.author} to {given.recipient}: {text}")
+        return msgspec.structs.replace(told, id=given.id or "")
+    if isinstance(given, GivenCall):
+        return FunctionCallItem(
+            id=given.id or "",
+            call_id=given.call_id,
+            name=given.name,
+            arguments=given.arguments,
+            status=status,
+            namespace=given.namespace or msgspec.UNSET,
+        )
+    if isinstance(given, GivenCallOutput):
+        output = given.output or ""
+        return FunctionCallOutputItem(
+            id=given.id or "",
+            call_id=given.call_id,
+            output=output if isinstance(output, str) else "".join(part.text for part in output),
+            status=status,
+        )
+    return MessageItem(id=given.id or "", role=given.role, content=_content(given), status=status)
+
+
+def _content(given: GivenMessage) -> tuple[Content, ...]:
+    content = given.content or ""
+    if isinstance(content, str):
+        return (OutputText(content) if given.role == "assistant" else InputText(content),)
+    return tuple(map(_piece, content))
+
+
+def _piece(part: InputText | EchoedText | EchoedRefusal | UnreadPart) -> Content:
+    if isinstance(part, UnreadPart):
+        return OutputText(part.text)
+    if isinstance(part, EchoedRefusal):
+        return OutputText(part.refusal)
+    return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part

@@ -1,0 +1,166 @@
+"""From a generation request to a job that a worker can run: prompt, tools, grammar and token ids.
+
+The gateway does this for requests over HTTP and WebSocket, the scheduler for jobs from NATS."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol, Self
+
+from msgspec.structs import replace
+
+from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.requests.message_fields import in_words, respelled
+from millrace.registry.requests.unheld_calls import is_unheld, unheld_calls
+from millrace.registry.tool_formats import Dropped, call_grammar
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.errors import ContextLengthError, ParameterError
+from millrace.schemas.jobs import Job
+from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
+from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.tools import ToolDefinition, ToolFormat, ToolMode
+
+PROMPT = "prompt"
+# The field that refusals of an answer's schema name, whatever field the caller wrote it in.
+_RESPONSE_FORMAT = "response_format"
+
+
+class PreparingModel(Protocol):
+    """The part of ``registry.served.ServedModel`` that makes jobs ready."""
+
+    @property
+    def engine_kind(self) -> EngineKind: ...
+
+    @property
+    def tool_format(self) -> ToolFormat | None: ...
+
+    def with_chat_template(self, source: str) -> Self:
+        """The same with the template of a request. Raises ParameterError("chat_template")."""
+
+    def prepare(self, job: Job, seed_source: random.Random) -> Job:
+        """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+
+
+def check_template(source: str | None, *, is_trusted: bool) -> None:
+    """Raises ParameterError("chat_template") for one, unless requests may bring theirs."""
+    if source is not None and not is_trusted:
+        raise ParameterError(
+            "chat_template",
+            "chat_template is not taken from requests here, unless the gateway's setting "
+            "trust_request_chat_template is on.",
+        )
+
+
+def with_prompt(job: Job, request: GenerationRequest) -> Job:
+    """The job with the prompt of a request, and what says how to read it."""
+    return replace(
+        job,
+        prompt=request.prompt,
+        messages=request.messages,
+        prompt_token_ids=request.prompt_token_ids,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        prediction=request.prediction,
+        notices=request.notices,
+    )
+
+
+def with_tools(
+    job: Job,
+    request: GenerationRequest,
+    model: PreparingModel,
+    tools: tuple[ToolDefinition, ...],
+) -> Job:
+    """The job with the ``tools`` that the model is told of, and with the sampling options that the
+    request asks for; its notices name the constraints that its calls are not held to. Raises
+    ParameterError."""
+    if request.truncate_prompt_tokens is not None:
+        job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
+    if tools and request.chat_template is not None and model.tool_format is None:
+        raise ParameterError(
+            "tools", "tools need a model with a chat template, not only one of the request's."
+        )
+    try:
+        sampling, notices = _sampling(request, model, tools)
+    except ParameterError as error:
+        if error.param != _RESPONSE_FORMAT or not request.grammar_field:
+            raise
+        raise ParameterError(request.grammar_field, error.message) from error
+    notices = tuple(one for one in notices if one not in job.notices)
+    if notices:
+        job = replace(job, notices=bounded((*job.notices, *notices)))
+    told = tools if job.messages is not None else ()
+    if told is not job.tools or sampling is not job.sampling:
+        job = replace(job, sampling=sampling, tools=told)
+    return job
+
+
+def prepared(
+    job: Job, request: GenerationRequest, model: PreparingModel, seed_source: random.Random
+) -> Job:
+    """The job with token ids, within the model's window. Takes long for a long prompt. Raises
+    MillraceError; a ParameterError names the field as the request's caller calls it."""
+    # Token ids come in the field that also takes text.
+    words = {"prompt_token_ids": PROMPT, "grammar": request.demand_field, **request.words}
+    try:
+        if request.chat_template is not None:
+            model = model.with_chat_template(request.chat_template)
+        ready = model.prepare(job, seed_source)
+    except ContextLengthError as error:
+        error.param = in_words(error.param, request.words)
+        raise
+    except ParameterError as error:
+        raise respelled(error, words) from error
+    return _with_own_names(ready, job.notices, words)
+
+
+def _with_own_names(job: Job, earlier: Notices, words: Mapping[str, str]) -> Job:
+    """The job whose notices beyond ``earlier`` name fields as the caller does."""
+    if job.notices == earlier:
+        return job
+    named = [
+        one if one in earlier else replace(one, param=in_words(one.param, words))
+        for one in job.notices
+    ]
+    return replace(job, notices=tuple(named))
+
+
+def of_one_job(sampling: SamplingOptions) -> SamplingOptions:
+    """The sampling options of each of the jobs that a request's choices are."""
+    is_one = sampling.n == sampling.num_answers
+    return sampling if is_one else replace(sampling, n=1)
+
+
+def _sampling(
+    request: GenerationRequest, model: PreparingModel, tools: tuple[ToolDefinition, ...]
+) -> tuple[SamplingOptions, Notices]:
+    """Return the sampling options of one job, and notices of the constraints that they do not keep.
+    A forced call becomes a grammar, and so does the format of a custom tool. The format is not
+    kept if the tools together have no grammar."""
+    sampling = of_one_job(request.sampling)
+    if not tools or model.tool_format is None:
+        return sampling, ()
+    if is_unheld(request, model.engine_kind):
+        return unheld_calls(sampling, model.tool_format, request, model.engine_kind)
+    choice, parallel = request.tool_choice, request.parallel_tool_calls
+    patterns, answer = request.freeform_tools, sampling.grammar
+    make = partial(call_grammar, model.tool_format, tools, choice, parallel, answer)
+    notices: list[Notice] = []
+    dropped = Dropped()
+    try:
+        grammar = make(patterns, dropped)
+    except ParameterError as error:
+        without = dict.fromkeys(patterns, "")
+        if choice.mode is not ToolMode.AUTO or patterns == without:
+            raise
+        dropped = Dropped()
+        grammar = make(without, dropped)
+        notices.append(notice(NoticeCode.GRAMMAR_NOT_KEPT, error.param, error.message))
+    notices += (
+        notice(NoticeCode.SCHEMA_KEYWORD_DROPPED, "tools", str(keyword))
+        for keyword in dropped.keywords
+    )
+    return sampling if grammar is None else replace(sampling, grammar=grammar), tuple(notices)

@@ -1,0 +1,172 @@
+"""What serializers of other languages write otherwise than a decoder of typed messages wants it.
+
+Those of Java, C# and Go write ``null`` for what was not set. Those of JavaScript and of numbers
+without a type write a whole number as a float.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+from msgspec import inspect
+
+from millrace.schemas.errors import ParameterError
+
+_LISTS = (
+    inspect.ListType,
+    inspect.VarTupleType,
+    inspect.SetType,
+    inspect.FrozenSetType,
+    inspect.CollectionType,
+)
+
+
+def tolerated(value: Any, kind: Any, where: str = "") -> Any:
+    """``value``, which is made of what a decoder gives without a type, as a decoder of the type
+    ``kind`` takes it: without null where something may be left out, and with whole numbers where
+    integers are wanted. Parts that have no type stay as they are.
+
+    Raises ParameterError, naming the field by its path from ``where``, for a number that is not
+    whole, or not finite, and for what no JSON can hold.
+    """
+    return _read(value, _info(kind), where)
+
+
+def whole(value: Any, where: str) -> Any:
+    """A number with nothing behind its point as an integer; what is no float as it is. Raises
+    ParameterError for any other float."""
+    if not isinstance(value, float):
+        return value
+    if not value.is_integer():
+        raise ParameterError(where, f"{where} must be a whole number, got {value:g}.")
+    return int(value)
+
+
+def whole_items(value: Any, where: str) -> Any:
+    """``whole`` of all numbers in lists, however deep; other values are checked alone."""
+    if isinstance(value, list):
+        if set(map(type, value)) == {int}:
+            return value
+        return [whole_items(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    return whole(check_plain(value, where), where)
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the fields that are null, however deep."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def check_plain(value: Any, where: str) -> Any:
+    """``value`` itself. Raises ParameterError for what MessagePack has and JSON has not: bytes,
+    times, extensions, NaN and infinity, and names of fields that are none."""
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ParameterError(where, f"{where} must be a finite number, got {value}.")
+        return value
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            check_plain(item, f"{where}[{i}]")
+        return value
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, (str, int)):
+                raise ParameterError(where, f"{where} must have names of fields that are text.")
+            check_plain(item, _path(where, name))
+        return value
+    what = "a time" if isinstance(value, datetime) else "binary data"
+    raise ParameterError(where, f"{where} must be a value of JSON, not {what}.")
+
+
+@cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+@cache
+def _fields(struct: type) -> Mapping[str, inspect.Field]:
+    kind = inspect.type_info(struct)
+    assert isinstance(kind, inspect.StructType)
+    return {field.encode_name: field for field in kind.fields}
+
+
+def _read(value: Any, kind: inspect.Type, where: str) -> Any:
+    if isinstance(kind, inspect.UnionType):
+        return _read_union(value, kind, where)
+    if isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        return _read_struct(value, kind, where)
+    if isinstance(kind, inspect.DictType) and isinstance(value, dict):
+        return _read_dict(value, kind, where)
+    if isinstance(kind, _LISTS) and isinstance(value, list):
+        if isinstance(kind.item_type, inspect.IntType) and set(map(type, value)) <= {int}:
+            return value
+        return [_read(item, kind.item_type, f"{where}[{i}]") for i, item in enumerate(value)]
+    check_plain(value, where)
+    return whole(value, where) if isinstance(kind, inspect.IntType) else value
+
+
+def _read_union(value: Any, kind: inspect.UnionType, where: str) -> Any:
+    """As the one type that fits what the value is."""
+    fitting: list[inspect.Type] = []
+    if isinstance(value, dict):
+        fitting = [one for one in kind.types if isinstance(one, inspect.DictType)]
+        fitting += [one for one in kind.types if _is_struct_of(one, value)]
+    elif isinstance(value, list):
+        fitting = [one for one in kind.types if isinstance(one, _LISTS)]
+    elif isinstance(value, float):
+        fitting = [one for one in kind.types if isinstance(one, inspect.IntType)]
+        if any(isinstance(one, inspect.FloatType) for one in kind.types):
+            fitting = []
+    if not fitting:
+        return check_plain(value, where)
+    return _read(value, fitting[0], where)
+
+
+def _is_struct_of(kind: inspect.Type, value: dict[Any, Any]) -> bool:
+    if not isinstance(kind, inspect.StructType):
+        return False
+    return kind.tag_field is None or value.get(kind.tag_field) == kind.tag
+
+
+def _read_struct(value: dict[Any, Any], kind: inspect.StructType, where: str) -> dict[Any, Any]:
+    fields = _fields(kind.cls)
+    read: dict[Any, Any] = {}
+    for name, item in value.items():
+        field = fields.get(name)
+        if item is None and (field is None or not field.required):
+            continue
+        path = _path(where, name)
+        read[name] = check_plain(item, path) if field is None else _read(item, field.type, path)
+    return read
+
+
+def _read_dict(value: dict[Any, Any], kind: inspect.DictType, where: str) -> dict[Any, Any]:
+    value_type = kind.value_type
+    takes_null = isinstance(value_type, (inspect.AnyType, inspect.NoneType, inspect.UnionType))
+    wants_integers = isinstance(kind.key_type, inspect.IntType)
+    return {
+        _integer(name) if wants_integers else name: _read(item, value_type, _path(where, name))
+        for name, item in value.items()
+        if takes_null or item is not None
+    }
+
+
+def _integer(name: Any) -> Any:
+    """The name of a field as an integer, if it is one: objects of JavaScript have no other names
+    than texts."""
+    if isinstance(name, str) and name.removeprefix("-").isdecimal():
+        return int(name)
+    return whole(name, str(name))
+
+
+def _path(where: str, name: Any) -> str:
+    return f"{where}.{name}" if where else str(name)

@@ -1,0 +1,57 @@
+"""Looks up stored results for the services of tenants, and says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.intake.puller import Puller
+from millrace.schemas.errors import (
+    ResultNotFoundError,
+    ResultNotFoundYetError,
+    ResultNotReadyError,
+    ResultNotStoredError,
+)
+from millrace.schemas.jobs import JobResult
+
+
+class ResultLookup:
+    """``pullers`` know by model how many jobs wait in the queue, where ids cannot be seen."""
+
+    def __init__(self, context: SchedulerContext, pullers: Mapping[str, Puller]) -> None:
+        self._context = context
+        self._pullers = pullers
+
+    async def find(self, tenant: str, request_id: str) -> JobResult:
+        """The stored result of a tenant's request.
+
+        Raises ResultNotReadyError while the request waits or runs, ResultNotStoredError after it
+        ended without a result, ResultNotFoundError if no such request is known, and
+        BusUnavailableError.
+        """
+        # First where the request is, then the result: it may end between the two.
+        is_here = self._is_here(tenant, request_id)
+        has_ended = await self._context.running_requests.has_ended(tenant, request_id)
+        result = await self._context.bus.results.fetch(tenant, request_id)
+        if result is not None:
+            return result
+        if has_ended:
+            raise ResultNotStoredError(request_id)
+        if is_here or has_ended is not None:
+            raise ResultNotReadyError(request_id)
+        num_waiting = self._num_waiting(tenant)
+        if num_waiting:
+            raise ResultNotFoundYetError(request_id, num_waiting)
+        raise ResultNotFoundError(request_id)
+
+    def _is_here(self, tenant: str, request_id: str) -> bool:
+        scheduled = self._context.job_table.get(request_id)
+        return scheduled is not None and scheduled.job.tenant == tenant
+
+    def _num_waiting(self, tenant: str) -> int:
+        return sum(
+            puller.backlog.num_waiting(tenant_queue)
+            for puller in self._pullers.values()
+            for tenant_queue in puller.backlog.tenant_queues()
+            if tenant_queue.tenant == tenant
+        )

@@ -1,0 +1,80 @@
+"""Jobs as services publish them: the body of a chat or completion, and a job's own fields beside
+its fields, on one level."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import msgspec
+
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS, Source, Tier
+from millrace.schemas.notices import NOTICE_NAME, Notices
+from millrace.schemas.openai import ChatCompletionRequest, CompletionRequest
+
+REQUEST_ID = (
+    f"request_id must be a string of 1 to {MAX_NAME_CHARACTERS} characters; keep ids of your own "
+    "that are numbers as strings"
+)
+
+
+class JobFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a job that are not its body's. Those of ``Job`` mean the same there.
+
+    ``deadline`` is the time of ``deadline_ns`` in ISO 8601 with an offset from UTC. A tier or
+    tenant that is not given is the subject's.
+    """
+
+    request_id: str
+    reply: str = ""
+    batch_frames: bool = False
+    frames_as_json: bool = False
+    store_result: bool = False
+    tenant: str = "local"
+    tier: Tier = Tier.FREE
+    source: Source = Source.NATS
+    model_requested: str = ""
+    route_reason: str = ""
+    received_ns: int = 0
+    deadline_ns: int | None = None
+    deadline: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    traceparent: str = ""
+    keep_transcript: bool = False
+    key_id: str = ""
+    adapter: str = ""
+    adapter_version: str = ""
+    notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
+
+
+def _published(name: str, doc: str, body: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """``body`` with the fields of ``JobFields`` beside its own."""
+    fields: list[Any] = [
+        (one.name, one.type, msgspec.field(name=one.encode_name, default=one.default))
+        for one in msgspec.structs.fields(JobFields)
+    ]
+    return msgspec.defstruct(
+        name,
+        fields,
+        bases=(body,),
+        namespace={"__doc__": doc},
+        frozen=True,
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+ChatJob = _published(
+    "ChatJob",
+    """A job whose body is that of ``POST /v1/chat/completions``. ``model`` is the subject's;
+    ``stream`` and ``stream_options`` change nothing. Its answer comes apart: content, thoughts and
+    tool calls. ``n`` above 1, ``use_beam_search``, ``server_tools``, ``session_id``,
+    ``session_keep`` and ``return_token_ids`` are refused by name.""",
+    ChatCompletionRequest,
+)
+CompletionJob = _published(
+    "CompletionJob",
+    """A job whose body is that of ``POST /v1/completions``, with one prompt. ``max_tokens`` is what
+    the model's window leaves if it is not given. ``n`` above 1, ``use_beam_search``, ``echo`` and
+    ``return_token_ids`` are refused by name.""",
+    CompletionRequest,
+)

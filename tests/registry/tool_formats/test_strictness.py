@@ -1,0 +1,89 @@
+"""Calls that no grammar held, checked against the schemas of strict tools."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from millrace.registry.tool_formats.strictness import violations
+from millrace.schemas.tools import ToolCall, ToolDefinition
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "integer", "minimum": 1}},
+}
+
+
+def faults(
+    arguments: str, schema: dict[str, Any] | None = None, *, strict: bool = True
+) -> list[str]:
+    tool = ToolDefinition(name="w", parameters=schema or CITY, strict=strict)
+    call = ToolCall(id="", name="w", arguments=arguments)
+    return [one.detail for one in violations([call], [tool])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ('{"city": "Oslo", "unit": "C", "days": [1, 2]}', None),
+        ("{}", "w: $: 'city' is a required property"),
+        ("", "w: $: 'city' is a required property"),
+        ('{"city": 1}', "w: $.city: 1 is not of type 'string'"),
+        ('{"city": "O", "unit": "K"}', "w: $.unit: 'K' is not one of ['C', 'F']"),
+        ('{"city": "O", "days": [1, 0]}', "w: $.days[1]: 0 is less than the minimum of 1"),
+        ('{"city": "O", "at": 1}', "w: $: Additional properties are not allowed"),
+        ('{"city": "O"', "w: the arguments are no JSON"),
+        ('["O"]', "w: the arguments are no JSON object"),
+        ("[" * 100_000, "w: the arguments are no JSON"),
+    ],
+)
+def test_the_first_fault_is_told(arguments: str, fault: str | None) -> None:
+    told = faults(arguments)
+    assert [one[: len(fault or "")] for one in told] == ([] if fault is None else [fault])
+    assert faults(arguments, strict=False) == []
+
+
+def test_calls_of_other_tools_are_not_checked() -> None:
+    tool = ToolDefinition(name="w", parameters=CITY, strict=True)
+    assert not list(violations([ToolCall(id="", name="v", arguments="{}")], [tool]))
+
+
+def _doubling(depth: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{depth}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        (_doubling(40), {}),
+        ({"$ref": "#"}, {}),
+        ({"type": "no such type"}, {}),
+        ({"required": 3}, {"a": 1}),
+        ({"$ref": "https://example.com/schema"}, {}),
+        ({"$ref": "#/$defs/none"}, {}),
+        ({"patternProperties": {"(a+)+$": {}}, "additionalProperties": False}, {"a" * 40 + "!": 1}),
+        ({"properties": {"a": {"pattern": "(a+)+$"}}}, {"a": "a" * 40 + "!"}),
+        ({"properties": {"a": {"uniqueItems": True}}}, {"a": list(range(20_000))}),
+        ({"properties": {"a": {"items": {"enum": list(range(2_000))}}}}, {"a": [-1] * 2_000}),
+    ],
+)
+def test_a_schema_that_cannot_be_checked_in_time_is_not(
+    schema: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    started_s = time.process_time()
+    told = faults(json.dumps(arguments), schema)
+    assert time.process_time() - started_s < 2.0
+    assert told == [] or "is not one of" in told[0]
