@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +69,22 @@ class ScriptedModel:
 
     A prompt without tools is answered with ``aside``: agents ask for titles and summaries beside
     their loop. ``result`` begins each tool's result in a prompt. If a tool is not offered, or a
-    result is not what its call says, the model's answer names the fault. ``prompts`` has all
-    prompts since the last ``plays``.
+    result is not what its call says, the model's answer names the fault.
     """
 
     calls: Sequence[Call] = ()
     answer: str = ""
     aside: str = ASIDE
     result: str = RESULT
-    prompts: list[str] = field(default_factory=list)
 
     def plays(
         self, calls: Sequence[Call], answer: str, *, aside: str = ASIDE, result: str = RESULT
     ) -> None:
         """Begin another script."""
         self.calls, self.answer, self.aside, self.result = calls, answer, aside, result
-        self.prompts.clear()
 
     def says(self, prompt: str) -> str:
-        """The script of an OpenAiServer."""
-        self.prompts.append(prompt)
+        """Return what the model writes behind ``prompt``: the script of an OpenAiServer."""
         tools, has_tools, talk = prompt.partition("</tools>")
         if not has_tools:
             return self.aside

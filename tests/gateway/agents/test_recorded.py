@@ -2,12 +2,13 @@
 
 A file of ``recorded`` has the path, the headers that matter, and the body, whose long texts are
 cut. ``calls`` are the tools that its history has called, ``result`` stands in the last tool's
-result, and ``notices`` are what the answer says of the request.
+result, and ``notices`` are codes and fields that the answer names, by kind of engine.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,48 +18,16 @@ import httpx
 import pytest
 
 from millrace.gateway.models import Models
-from millrace.schemas.chat.reasoning import ReasoningFormat
-from millrace.schemas.jobs import ChatMessage
+from millrace.registry.catalogue import load_catalogue
+from millrace.registry.served import ServedModel
+from millrace.schemas.engines import EngineKind
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.notices import NOTICE_NAME
-from millrace.schemas.tools import ToolDefinition
-from tests.gateway.request.test_tool_calls import says
-from tests.support.running_gateway import (
-    MODEL,
-    ByteModel,
-    ByteTokenizer,
-    RunningGateway,
-    running_gateway,
-)
+from tests.clients.scripted_model import RESULT, Call, ScriptedModel, write_model
+from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 
 _RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 _ANSWER = "All four steps are done."
-_THOUGHT = "One at a time."
-
-
-class Listener(ByteTokenizer):
-    """Keeps the last conversation, in place of a template."""
-
-    messages: Sequence[ChatMessage] = ()
-
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[ToolDefinition] = (),
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        arguments: Mapping[str, Any] = {},
-    ) -> list[int]:
-        self.messages = messages
-        return list(b"prompt")
-
-
-class ThinkingModel(ByteModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokenizer: Listener = Listener()
-        self.reasoning_format = ReasoningFormat(start="<think>", end="</think>")
 
 
 @dataclass
@@ -71,50 +40,62 @@ class Told:
     reason: str = ""
 
 
-@pytest.fixture
-def thinker() -> ThinkingModel:
-    return ThinkingModel()
+@pytest.fixture(scope="module", params=[EngineKind.REAL, EngineKind.OPENAI])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """A model that thinks and calls tools, on an engine that holds calls to a grammar, and on one
+    that does not."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder / "scripted")
+    text = f"models: {{{MODEL}: {{source: ./scripted, engine: {{kind: {request.param}}}}}}}"
+    (folder / "models.yaml").write_text(text)
+    return ServedModel.load(load_catalogue(str(folder / "models.yaml")), MODEL)
 
 
 @pytest.fixture
-async def front(
-    thinker: ThinkingModel, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[RunningGateway]:
-    # Agents ask for 32,000 tokens.
-    monkeypatch.setattr("tests.support.running_gateway.CONTEXT_WINDOW_TOKENS", 65_536)
-    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    async with running_gateway(models=Models({MODEL: card}, lambda _name: thinker)) as running:
+async def front(model: ServedModel) -> AsyncIterator[RunningGateway]:
+    card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=model.context_window_tokens)
+    async with running_gateway(models=Models({MODEL: card}, lambda _name: model)) as running:
         yield running
 
 
 @pytest.mark.parametrize("file", _RECORDED, ids=lambda file: file.stem)
 async def test_a_recorded_request_gets_a_call_and_an_answer(
-    file: Path, thinker: ThinkingModel, front: RunningGateway, http: httpx.AsyncClient
+    file: Path, model: ServedModel, front: RunningGateway, http: httpx.AsyncClient
 ) -> None:
     recorded = json.loads(file.read_text())
-    heard = thinker.tokenizer
-    tool = (recorded["calls"] or ["final_answer"])[0]
-    arguments = '{"path": "notes.txt"}'
-    front.worker.script = lambda _job: f"<think>{_THOUGHT}</think>{says(tool, arguments)}"
-    told = await _ask(http, recorded)
-    assert told.calls == [(tool, arguments)]
-    assert (told.text, told.reason) == ("", "tool")
-    assert told.thoughts in (_THOUGHT, "")
-    front.worker.script = lambda _job: f"<think>{_THOUGHT}</think>{_ANSWER}"
-    told = await _ask(http, recorded)
+    names, notices = recorded["calls"], recorded["notices"][model.engine_kind]
+    script, prompts = ScriptedModel(), []
+    mark = RESULT if names else "<|user|>Observation:\n"
+    made = [Call(name, {}) for name in names or ["shell"] * 4]
+    made[-1] = Call(made[-1].name, {}, recorded["result"])
+
+    def says(job: Any) -> str:
+        prompts.append(model.tokenizer.decode(job.prompt_token_ids, skip_special_tokens=False))
+        return script.says(prompts[-1])
+
+    front.worker.script = says
+    script.plays(made, _ANSWER, result=mark)
+    told = await _ask(http, recorded, notices)
     assert (told.text, told.calls, told.reason) == (_ANSWER, [], "end")
+    told_names = re.findall(r'<tool_call>\n\{"name": "(\w+)"', prompts[-1].partition("</tools>")[2])
+    assert told_names == names
 
-    assert [call.name for one in heard.messages for call in one.tool_calls] == recorded["calls"]
-    results = [one.content for one in heard.messages if one.role == "tool"]
-    assert len(results) == len(recorded["calls"])
-    assert recorded["result"] in (results or [heard.messages[-1].content])[-1]
-    assert tool in [one.name for one in front.worker.jobs[-1].tools]
+    script.plays([*made, Call(made[0].name, {"path": "notes.txt"})], _ANSWER, result=mark)
+    told = await _ask(http, recorded, notices)
+    assert told.calls == [(made[0].name, '{"path": "notes.txt"}')]
+    assert (told.text, told.reason) == ("", "tool")
+    hidden = recorded["body"].get("thinking", {}).get("display") == "omitted"
+    thinks = "messages" not in recorded["url"] or "thinking" in recorded["body"]
+    assert told.thoughts == ("One at a time." if thinks and not hidden else "")
 
 
-async def _ask(http: httpx.AsyncClient, recorded: Mapping[str, Any]) -> Told:
+async def _ask(
+    http: httpx.AsyncClient, recorded: Mapping[str, Any], notices: Sequence[Sequence[str]]
+) -> Told:
     answer = await http.post(recorded["url"], json=recorded["body"], headers=recorded["headers"])
     assert answer.status_code == 200, answer.text
-    assert answer.headers.get(NOTICE_NAME, "") == recorded["notices"]
+    told = answer.headers.get(NOTICE_NAME, "")
+    assert re.findall(r'(\w+);param="([^"]+)"', told) == [tuple(one) for one in notices]
     path = recorded["url"].partition("?")[0]
     read = {"/v1/chat/completions": _chat, "/v1/messages": _message, "/v1/responses": _response}
     return read[path](_events(answer.text) if recorded["body"].get("stream") else [answer.json()])
