@@ -117,7 +117,7 @@ def test_a_python_library_runs_its_tools(
     (room.work / "configured.py").write_text(room.code)
     for name in ("frameworks.py", "tools.py"):
         shutil.copy(_HERE / name, room.work)
-    name = re.split(r"[[=]", library.packages[0])[0]
+    name = re.split(r"[=\[]", library.packages[0])[0]
     said = room.run(library.command, python_packages(name, *library.packages))
     assert _ANSWER in said
     room.check()
