@@ -63,7 +63,7 @@ class GatewayAlerts:
             )
             yield _over("MillraceQueueOld", queue.model, queue.interactive_wait_s)
             if queue.bound:
-                share = queue.num_queued / queue.bound
+                share = queue.num_bounded / queue.bound
                 yield _over("MillraceQueueNearlyFull", queue.model, share)
         yield from store_conditions((NATS, REDIS), self._stores.troubles(), self._stores.free)
 

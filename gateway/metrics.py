@@ -171,6 +171,12 @@ class _Queues(Collector):
         queued = GaugeMetricFamily(
             "millrace_queued_jobs", "Jobs that wait in a model's queue", labels=["model"]
         )
+        published = GaugeMetricFamily(
+            "millrace_published_jobs",
+            "Jobs that wait in a model's queue and that its bound does not count: services "
+            "published them",
+            labels=["model"],
+        )
         bound = GaugeMetricFamily(
             "millrace_queue_bound", "Jobs over which the queue refuses more", labels=["model"]
         )
@@ -187,6 +193,7 @@ class _Queues(Collector):
         )
         for status in self._fleet.queues():
             queued.add_metric([status.model], status.num_queued)
+            published.add_metric([status.model], status.num_published)
             bound.add_metric([status.model], status.bound)
             oldest.add_metric([status.model], status.oldest_wait_s)
             wanted = self._fleet.desired_workers(status.model)
@@ -194,7 +201,7 @@ class _Queues(Collector):
                 desired.add_metric([status.model], wanted)
             for tier, ttft_ms in status.ttft_ms.items():
                 ttft.add_metric([status.model, tier.value], ttft_ms / 1e3)
-        yield from (queued, bound, desired, oldest, ttft)
+        yield from (queued, published, bound, desired, oldest, ttft)
 
 
 class _Losses(Collector):

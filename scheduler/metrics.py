@@ -60,6 +60,12 @@ class SchedulerMetrics(Collector):
             ["model", "tier"],
             self._by_tier(lambda one, tier: one.queue.num_here(tier)),
         )
+        yield _gauge(
+            "millrace_scheduler_limited_jobs",
+            "Waiting jobs of services whose tenants' limits admit no more now",
+            ["model"],
+            self._by_model(lambda one: estimates[one.model].num_blocked),
+        )
         running = Counter(
             scheduled.job.model
             for scheduled in self._scheduler.context.job_table

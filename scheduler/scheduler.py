@@ -92,6 +92,7 @@ class Scheduler:
             admission,
             is_foreign_reply,
         )
+        self.context.lines.on_places = self._on_places
         bus.jobs.guard_replies(is_foreign_reply)
         self.models = ServedModels(self.context, model_cache, catalogue, directories)
         # The same while models come and go.
@@ -141,6 +142,7 @@ class Scheduler:
             loops = [self._services.spawn(self.models.run(), "serve models")]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
+            loops.append(self._services.spawn(self.context.lines.run(), "admit jobs"))
             recover = self._lease_recovery.run
             self._services.keep(recover, self.context.clock, "recover leases")
             self._services.keep(self.orphans.run, self.context.clock, "watch orphans")
@@ -264,6 +266,11 @@ class Scheduler:
         if puller is not None:
             puller.published(tenant_queue)
 
+    def _on_places(self, models: Sequence[str]) -> None:
+        for model in models:
+            if (puller := self.pullers.get(model)) is not None:
+                puller.wake()
+
     def _on_departed(self, departed: Sequence[Departed]) -> None:
         if departed:
             self._queue_watch.wake()
@@ -324,6 +331,7 @@ class Scheduler:
         for served in ended.served:
             if (scheduled := self.context.job_table.get(served.request_id)) is not None:
                 scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
+        self._free_places(ended)
         released = frozenset(ended.released)
         num_answered = 0
         for request_id in ended.request_ids:
@@ -346,6 +354,15 @@ class Scheduler:
             dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
             dispatcher.dispatch_ready()
 
+    def _free_places(self, ended: Ended) -> None:
+        """The worker says whose requests have ended, but for those that never ran."""
+        tenants = {served.request_id: served.tenant for served in ended.served}
+        for request_id in ended.request_ids:
+            scheduled = self.context.job_table.get(request_id)
+            tenant = tenants.get(request_id) or ("" if scheduled is None else scheduled.job.tenant)
+            if tenant:
+                self.context.lines.freed(tenant)
+
     def _on_found_finished(self, scheduled: ScheduledJob) -> None:
         dispatcher = self.models.dispatcher_of(scheduled.job.model)
         dispatcher.runner.complete(scheduled)
@@ -364,7 +381,7 @@ class Scheduler:
         if scheduled is None:
             self.context.kept_cancels.note(cancel)
             return
-        if scheduled.phase is not Phase.WAITING:
+        if scheduled.phase not in (Phase.HELD, Phase.WAITING):
             return
         reason = self.context.cancel_reason(scheduled)
         if reason is not None:
@@ -381,6 +398,7 @@ class Scheduler:
         self._on_cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
     def _finish_unwanted(self) -> None:
+        self.context.lines.finish_unwanted(self.context.why_unwanted)
         for dispatcher in self.models.all_dispatchers():
             dispatcher.finish_unwanted()
 

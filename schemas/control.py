@@ -360,14 +360,16 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a model's queue stands, from the schedulers to the gateways a few times a second.
 
-    ``ttft_ms`` is what a job of each tier that comes now is predicted to wait for its first token
-    (absent: unknown), ``tenant_ttft_ms`` that of tenants for whom it is longer, since they
-    have jobs waiting. ``oldest_wait_s`` is of all tiers, ``interactive_wait_s`` of those but batch.
-    ``desired_workers`` is the autoscaler's number."""
+    ``num_queued`` are all that wait, ``num_published`` those of them that services published on the
+    bus: the ``bound`` is for the others. ``ttft_ms`` is what a job of each tier that comes now is
+    predicted to wait for its first token (absent: unknown), ``tenant_ttft_ms`` that of tenants for
+    whom it is longer, since they have jobs waiting. ``oldest_wait_s`` is of all tiers,
+    ``interactive_wait_s`` of those but batch. ``desired_workers`` is the autoscaler's number."""
 
     model: str
     num_queued: int
     bound: int
+    num_published: int = 0
     retry_after_s: float = 0.0
     num_workers: int = 0
     eta_s: float | None = None
@@ -377,6 +379,15 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     interactive_wait_s: float = 0.0
     desired_workers: int = 0
     sent_ns: int = 0
+
+    @property
+    def num_bounded(self) -> int:
+        """The waiting jobs that count against the bound."""
+        return self.num_queued - self.num_published
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bounded >= self.bound
 
     def ttft_ms_of(self, tier: Tier, tenant: str) -> float | None:
         """What is predicted for a job of a tenant; None: unknown."""

@@ -222,7 +222,7 @@ class TextRank(msgspec.Struct, frozen=True, kw_only=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
     """Document ``index`` of the request; the score is a cosine between -1 and 1, or what a
     cross-encoder says. ``document`` is an object of the request as it was given, or has a text of
     the request as ``text``."""
@@ -237,6 +237,6 @@ class RerankList(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    results: tuple[RerankResult, ...]
+    results: tuple[RankedDocument, ...]
     usage: EmbeddingUsage
     notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)

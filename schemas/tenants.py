@@ -20,7 +20,13 @@ MAX_LIMIT = 10**9
 MAX_BUDGET = Decimal(9_000_000)
 
 _TENANT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
-_COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
+_COUNTS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent_requests",
+    "context_tokens",
+    "max_waiting_jobs",
+)
 _URGENCY = (Tier.BATCH, Tier.FREE, Tier.PRO, Tier.ENTERPRISE)
 
 
@@ -58,6 +64,9 @@ class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     monthly_budget: Decimal | None = None
     """Money, in the prices' currency, of a UTC month."""
 
+    max_waiting_jobs: int | None = None
+    """Jobs of one tier that services published on the bus and that wait."""
+
     def __post_init__(self) -> None:
         check_limits(self)
 
@@ -72,6 +81,7 @@ class LimitOverrides(
     concurrent_requests: int | msgspec.UnsetType | None = msgspec.UNSET
     context_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
     monthly_budget: Decimal | msgspec.UnsetType | None = msgspec.UNSET
+    max_waiting_jobs: int | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -97,24 +107,28 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tokens_per_minute=200_000,
         concurrent_requests=8,
         context_tokens=32_768,
+        max_waiting_jobs=1_000,
     )
     pro: LimitSet = LimitSet(
         requests_per_minute=600,
         tokens_per_minute=2_000_000,
         concurrent_requests=64,
         context_tokens=65_536,
+        max_waiting_jobs=1_000,
     )
     enterprise: LimitSet = LimitSet(
         requests_per_minute=6_000,
         tokens_per_minute=20_000_000,
         concurrent_requests=512,
         context_tokens=131_072,
+        max_waiting_jobs=1_000,
     )
     batch: LimitSet = LimitSet(
         requests_per_minute=6_000,
         tokens_per_minute=10_000_000,
         concurrent_requests=128,
         context_tokens=131_072,
+        max_waiting_jobs=1_000_000,
     )
 
     def of(self, tier: Tier) -> LimitSet:
@@ -158,6 +172,15 @@ def unknown_tenant(tenant: str) -> TenantRecord:
 def limits_of(record: TenantRecord | KeyRecord, tiers: TierLimits) -> LimitSet:
     """The limits of all that a tenant does, over all its keys, or those of a key within them."""
     return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
+
+
+def max_waiting_jobs_of(record: TenantRecord, tiers: TierLimits, tier: Tier) -> int | None:
+    """How many jobs that a tenant published in a tier may wait: as many as its record says for all
+    tiers, else as many as that tier has, whatever the tenant's own; None: no limit."""
+    given = record.limits.max_waiting_jobs
+    if given is not msgspec.UNSET:
+        return given
+    return None if record.tier is None else tiers.of(tier).max_waiting_jobs
 
 
 def effective_tier(key: KeyRecord, tenant: TenantRecord) -> Tier:

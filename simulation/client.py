@@ -24,9 +24,11 @@ from millrace.schemas.frames import (
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingOptions
+from millrace.schemas.tenants import own_reply
 from millrace.simulation.outcomes import REPLY, Outcomes, RequestOutcome
 from millrace.simulation.policies import Policy
 from millrace.simulation.traces.texts import Texts
+from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.workers.context import Spawn
 
 _NS_PER_S = 1e9
@@ -66,11 +68,20 @@ class Clients:
         self._spawn = spawn
 
     async def listen(self) -> None:
-        self._subscriptions = [
-            await self._bus.frames.subscribe(REPLY, self._on_frame),
-            await self._bus.control.serve_resume_points(REPLY, self._resume_point),
-            await self._bus.control.subscribe_queue_status(self._on_queue),
-        ]
+        queues = await self._bus.control.subscribe_queue_status(self._on_queue)
+        self._subscriptions = [queues]
+        for reply in {self._reply(outcome.request) for outcome in self._outcomes} | {REPLY}:
+            self._subscriptions += [
+                await self._bus.frames.subscribe(reply, self._on_frame),
+                await self._bus.control.serve_resume_points(reply, self._resume_point),
+            ]
+
+    def _reply(self, request: TraceRequest) -> str:
+        """A service can name no listener but one of its own."""
+        if not request.published:
+            return REPLY
+        tenant, _ = self._policy.who(request.tenant, request.tier)
+        return own_reply(tenant, REPLY)
 
     def _on_queue(self, status: QueueStatus) -> None:
         self._queues[status.model] = status
@@ -97,7 +108,7 @@ class Clients:
         if queue is not None:
             outcome.predicted_ttft_ms = queue.ttft_ms_of(job.tier, job.tenant)
         try:
-            await self._bus.jobs.publish(job, reserved=True)
+            await self._bus.jobs.publish(job, reserved=not outcome.request.published)
         except QueueFullError as error:
             self._end(outcome, Status.SHED, error.code)
             return
@@ -122,7 +133,7 @@ class Clients:
             sampling=SamplingOptions(
                 max_tokens=request.max_tokens or request.output_tokens, seed=0, ignore_eos=True
             ),
-            reply=REPLY,
+            reply=self._reply(request),
             batch_frames=True,
             received_ns=now_ns,
             deadline_ns=deadline_ns,

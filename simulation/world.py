@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import UNPRICED
 from millrace.runtime.virtual_time import VirtualClock, run_virtual
 from millrace.scheduler.intake.served_models import ModelCatalogue
@@ -85,6 +86,7 @@ async def _simulate(
         clock,
         ModelCatalogue(models, lambda _: _AsIs()),
         SimulatedGenerationIndex(outcomes),
+        limits=LimitKeeper(None, settings.config.gateway.tiers, clock, remembers=True),
     )
     stopping = asyncio.Event()
     spawned: dict[asyncio.Task[None], None] = {}

@@ -76,8 +76,10 @@ class Service:
         max_tokens: int,
         *,
         tier: Tier = Tier.FREE,
+        reserved: bool = True,
     ) -> Answer:
-        """Publish a job; returns when it is stored."""
+        """Publish a job, as a gateway does if it is ``reserved``, else as a tenant's service does,
+        whose limits count; returns when it is stored."""
         self._num_sent += 1
         request_id = f"{self._reply}-{self._num_sent}"
         answer = Answer(tenant, len(prompt_token_ids))
@@ -96,12 +98,17 @@ class Service:
             received_ns=time.time_ns(),
         )
         answer.sent_s = time.perf_counter()
-        # As a gateway does: what is measured is not what the limits of tenants let through.
-        await self._bus.jobs.publish(job, reserved=True)
+        await self._bus.jobs.publish(job, reserved=reserved)
         return answer
 
     async def send_many(
-        self, tenant: str, prompts: Sequence[tuple[int, ...]], max_tokens: tuple[int, int]
+        self,
+        tenant: str,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: tuple[int, int],
+        *,
+        tier: Tier = Tier.FREE,
+        reserved: bool = True,
     ) -> list[Answer]:
         """Publish a backlog for completions of random lengths, in its order as near as several at
         once can."""
@@ -110,7 +117,12 @@ class Service:
         for start in range(0, len(prompts), _AT_ONCE):
             batch = prompts[start : start + _AT_ONCE]
             answers += await asyncio.gather(
-                *(self.send(tenant, prompt, chance.randint(*max_tokens)) for prompt in batch)
+                *(
+                    self.send(
+                        tenant, prompt, chance.randint(*max_tokens), tier=tier, reserved=reserved
+                    )
+                    for prompt in batch
+                )
             )
         return answers
 

@@ -1,5 +1,5 @@
-"""All that is between a published job and its tokens, as processes of their own, on engines that
-compute nothing: nats-server, Redis, schedulers, and workers in one process."""
+"""All that is between a published job and its tokens, as processes of their own: nats-server,
+Redis, schedulers, and workers in one process, whose engines compute nothing by default."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig, WorkerConfig
 from millrace.schemas.control import WorkerStatus
+from millrace.schemas.engines import EngineKind
 from tests.support.servers import NatsServer, RedisServer, die_with_parent
 from tests.support.waiting import eventually
 
@@ -62,9 +63,9 @@ class SimulatedSystem:
         """After it was killed."""
         self.schedulers[number] = self._start("millrace.scheduler", number, ())
 
-    async def start_workers(self, count: int) -> None:
+    async def start_workers(self, count: int, engine: EngineKind = EngineKind.SIMULATED) -> None:
         """``count`` of them in one process; returns when all have announced themselves."""
-        options = ("--engine", "simulated", "--count", str(count))
+        options = ("--engine", engine.value, "--count", str(count))
         self._workers.append(self._start("millrace.workers", len(self._workers), options))
         await self.bus.workers.watch(self._note)
         await eventually(lambda: len(self.statuses) >= count, timeout_s=_START_TIMEOUT_S)
@@ -101,7 +102,9 @@ class SimulatedSystem:
 
 @contextlib.asynccontextmanager
 async def simulated_system(
-    scheduler: SchedulerConfig | None = None, worker: WorkerConfig | None = None
+    scheduler: SchedulerConfig | None = None,
+    worker: WorkerConfig | None = None,
+    max_queued_jobs: int = _MAX_QUEUED,
 ) -> AsyncIterator[SimulatedSystem]:
     """The servers, and schedulers and workers as far as the block starts them. Their files and
     logs go when it ends."""
@@ -114,7 +117,7 @@ async def simulated_system(
             nats=NatsConfig(url=nats_server.url, max_stored_jobs=_MAX_QUEUED),
             redis=RedisConfig(url=f"{redis_server.url}/0"),
             scheduler=msgspec.structs.replace(
-                scheduler or SchedulerConfig(), models=(MODEL,), max_queued_jobs=_MAX_QUEUED
+                scheduler or SchedulerConfig(), models=(MODEL,), max_queued_jobs=max_queued_jobs
             ),
             worker=worker or WorkerConfig(),
         )

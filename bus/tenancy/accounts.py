@@ -82,7 +82,8 @@ class AccountUsage(NamedTuple):
 
 class Charge(NamedTuple):
     """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
-    that one of its several prompts and its completion may have, None if it has but one."""
+    that one of its several prompts and its completion may have, None if it has but one.
+    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait."""
 
     request_id: str
     model: str
@@ -92,6 +93,7 @@ class Charge(NamedTuple):
     cost_nano: int
     lapse_ms: int
     longest_tokens: int | None = None
+    in_line: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +179,17 @@ async def read_account_usage(
 def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
     """What is left in a bucket after a while; nothing is ever in one without a limit."""
     return 0 if per_minute is None else max(0, ticks - elapsed_ms * per_minute)
+
+
+def num_places(account: Account, usage: AccountUsage) -> int | None:
+    """How many more requests the account's counts admit now, whatever their tokens; None: any
+    number."""
+    limits, places = account.limits, list[int]()
+    if limits.concurrent_requests is not None:
+        places.append(limits.concurrent_requests - usage.num_running)
+    if limits.requests_per_minute is not None:
+        places.append((limits.requests_per_minute * TICKS - usage.requests) // TICKS)
+    return max(0, min(places)) if places else None
 
 
 def month_of(now_ns: int) -> str:

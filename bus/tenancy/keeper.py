@@ -7,7 +7,9 @@ tenants whose services publish jobs themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Protocol
@@ -40,13 +42,22 @@ from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.redis.protocol import Argument
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LOCAL_TENANT, LimitSet, TierLimits, to_nano
+from millrace.schemas.tenants import (
+    LOCAL_TENANT,
+    LimitSet,
+    TenantRecord,
+    TierLimits,
+    max_waiting_jobs_of,
+    to_nano,
+    unknown_tenant,
+)
 
 _RESERVE = Script(Path(__file__).with_name("reserve.lua").read_text(encoding="utf-8"))
 
 _MS_PER_S = 1_000
 _NS_PER_MS = 1_000_000
 _MAX_KNOWN = 10_000
+_FRESH_S = 5.0
 
 
 class Holder(Protocol):
@@ -89,7 +100,8 @@ class LimitKeeper:
     unreachable.
 
     Every reservation is settled once, by whoever comes first; one that nobody settles
-    frees its place and its share of the budget at its deadline. ``num_refusals`` counts by limit,
+    frees its place and its share of the budget at its deadline. Without a ``link`` the limits are
+    this process's own for good. ``num_refusals`` counts by limit,
     ``num_degraded`` reservations made without Redis. Owns ``settlements``; ``close`` ends them.
     ``redis_time``: buckets and deadlines go by Redis' clock, which all processes share.
     ``remembers``: what is settled may be set aside or settled once more, which does nothing then.
@@ -112,6 +124,7 @@ class LimitKeeper:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._local = LocalLimits(clock)
         self.settlements = Settlements(link, clock, redis_time=redis_time)
+        self._records: dict[str, tuple[float, TenantRecord]] = {}
         self.num_refusals: Counter[str] = Counter()
         self.num_degraded = 0
 
@@ -127,13 +140,15 @@ class LimitKeeper:
         deadline_s: float,
         tier: Tier | None = None,
         longest_tokens: int | None = None,
+        in_line: bool = False,
     ) -> Taken:
         """Set aside tokens (of all prompts and choices together), money and a place.
 
         ``longest_tokens`` is what one prompt with one completion may have, if there are several.
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
-        own, if it is not the holder's. The same ``request_id`` again takes nothing more. Raises
+        own, if it is not the holder's. The same ``request_id`` again takes nothing more.
+        ``in_line`` is as for ``Charge``. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
         LimitsUnreachableError for a batch while Redis is unreachable.
         """
@@ -146,6 +161,7 @@ class LimitKeeper:
             cost_nano=to_nano(cost_upper),
             lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
             longest_tokens=longest_tokens,
+            in_line=in_line,
         )
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -208,6 +224,34 @@ class LimitKeeper:
         )
         return list(zip(accounts, usages, strict=True))
 
+    async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
+        """How many jobs that each tenant published in a tier may wait; None: no limit. A change
+        counts within ``_FRESH_S``. While Redis is unreachable, what was read last counts."""
+        stale_s = self._clock.monotonic() - _FRESH_S
+        stale = {
+            tenant
+            for tenant, _ in whose
+            if (read := self._records.get(tenant)) is None or read[0] <= stale_s
+        }
+        if stale:
+            await asyncio.gather(*map(self._read_record, stale))
+        found: list[int | None] = []
+        for tenant, tier in whose:
+            read = self._records.get(tenant)
+            record = unknown_tenant(tenant) if read is None else read[1]
+            found.append(max_waiting_jobs_of(record, self._tiers, tier))
+        while len(self._records) > _MAX_KNOWN:
+            del self._records[next(iter(self._records))]
+        return found
+
+    async def _read_record(self, tenant: str) -> None:
+        read = self._records.pop(tenant, None)
+        record = unknown_tenant(tenant) if read is None else read[1]
+        if self._link is not None:
+            with contextlib.suppress(RedisUnreachableError):
+                record = (await TenantStore(self._link).tenant(tenant)).record
+        self._records[tenant] = (self._clock.monotonic(), record)
+
     async def close(self, timeout_s: float) -> None:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
         await self.settlements.close(timeout_s)
@@ -245,7 +289,11 @@ class LimitKeeper:
         if known is None:
             known = _Known(self._accounts_unseen(holder))
         accounts = known.accounts
-        if charge.tier is Tier.BATCH and any(account.is_limited for account in accounts):
+        if (
+            self._link is not None
+            and charge.tier is Tier.BATCH
+            and any(account.is_limited for account in accounts)
+        ):
             raise LimitsUnreachableError
         _check(holder, charge, known)
         usages = known.usages if known.month == month else ()
@@ -297,6 +345,7 @@ class LimitKeeper:
             KEEP_MS,
             charge.num_tokens,
             charge.cost_nano,
+            int(charge.in_line),
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]

@@ -3,8 +3,13 @@
 -- KEYS: the reservation; then for each account its record, buckets, running requests, holds and
 -- what it has spent this month.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
--- is left of it, tokens, cost in billionths; then for each account the version of its record,
--- requests and tokens per minute, concurrent requests and budget (empty: no limit).
+-- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line; then for each
+-- account the version of its record, requests and tokens per minute, concurrent requests and budget
+-- (empty: no limit).
+--
+-- A job that waits in line takes each place that becomes free, so that requests of its account that
+-- cannot wait would find none. Once one of these is refused, jobs leave them a quarter of each limit,
+-- and one place at least, until no such request has come for YIELD_MS.
 --
 -- A bucket holds what was used and has not drained yet, in ticks: one request or token is as many
 -- as a minute has ms, so that a limit of n a minute drains n ticks each ms, and all of it is whole.
@@ -20,6 +25,7 @@
 local TICKS = 60000
 local MAX_LAPSED = 1000
 local DAY_MS = 86400000
+local YIELD_MS = 5000
 
 local now = tonumber(ARGV[1])
 if not now then
@@ -28,11 +34,12 @@ if not now then
 end
 local request, lapse_ms, keep_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local tokens, cost = tonumber(ARGV[5]), tonumber(ARGV[6])
+local is_in_line = ARGV[7] == '1'
 
 local accounts = {}
 local changed = false
 for i = 1, (#KEYS - 1) / 5 do
-  local k, a = 5 * i - 4, 5 * i + 1
+  local k, a = 5 * i - 4, 5 * i + 2
   accounts[i] = {
     record = KEYS[k + 1], buckets = KEYS[k + 2], running = KEYS[k + 3], holds = KEYS[k + 4],
     spent_key = KEYS[k + 5],
@@ -74,9 +81,10 @@ end
 local function load(account)
   release_lapsed(account)
   local kept = redis.call('HMGET', account.buckets, 'at', 'requests', 'tokens', 'requests_taken',
-    'tokens_taken')
+    'tokens_taken', 'yields_until')
   account.requests_taken = tonumber(kept[4]) or 0
   account.tokens_taken = tonumber(kept[5]) or 0
+  account.yields = now < (tonumber(kept[6]) or 0)
   account.at = math.max(tonumber(kept[1]) or 0, now)
   local elapsed = math.max(0, now - (tonumber(kept[1]) or now))
   account.requests = drained(kept[2], account.rpm, elapsed)
@@ -95,20 +103,30 @@ local function refuse(account, name, ms)
   if refused == 0 or rank > worst then refused, limit, wait = account, name, ms end
 end
 
-local function check_bucket(i, name, used, wanted, per_minute)
+-- What is left to others of a limit.
+local function share(account, limit)
+  return is_in_line and account.yields and math.max(1, math.floor(limit / 4)) or 0
+end
+
+local function check_bucket(i, account, name, used, wanted, per_minute)
   if not per_minute then return end
   local capacity = per_minute * TICKS
   if wanted * TICKS > capacity then
     refuse(i, name, -2)
-  elseif used + wanted * TICKS > capacity then
+    return
+  end
+  -- A job that alone is more than its share waits until the bucket is empty.
+  capacity = math.max(capacity - share(account, per_minute) * TICKS, wanted * TICKS)
+  if used + wanted * TICKS > capacity then
     refuse(i, name, math.ceil((used + wanted * TICKS - capacity) / per_minute))
   end
 end
 
 local function check(i, account)
-  check_bucket(i, 'requests_per_minute', account.requests, 1, account.rpm)
-  check_bucket(i, 'tokens_per_minute', account.tokens, tokens, account.tpm)
-  if account.concurrent and account.num_running >= account.concurrent then
+  check_bucket(i, account, 'requests_per_minute', account.requests, 1, account.rpm)
+  check_bucket(i, account, 'tokens_per_minute', account.tokens, tokens, account.tpm)
+  local concurrent = account.concurrent
+  if concurrent and account.num_running >= concurrent - share(account, concurrent) then
     refuse(i, 'concurrent_requests', 1000)
   end
   if account.budget and cost > 0 then
@@ -124,6 +142,11 @@ local function live_for(key, ms)
   if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
 end
 
+local function keep_yielding(account)
+  redis.call('HSET', account.buckets, 'yields_until', now + YIELD_MS)
+  live_for(account.buckets, YIELD_MS)
+end
+
 local function take(account)
   account.requests = account.rpm and account.requests + TICKS or 0
   account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
@@ -134,6 +157,7 @@ local function take(account)
   redis.call('HSET', account.buckets, 'at', account.at, 'requests', account.requests,
     'tokens', account.tokens, 'requests_taken', account.requests_taken,
     'tokens_taken', account.tokens_taken)
+  if account.yields and not is_in_line then keep_yielding(account) end
   -- As long as any reservation, which refers to it.
   live_for(account.buckets, lapse_ms + keep_ms)
   redis.call('ZADD', account.running, now + lapse_ms, request)
@@ -160,6 +184,8 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
       }
     end
     redis.call('SET', KEYS[1], cmsgpack.pack(made), 'PX', lapse_ms + keep_ms)
+  elseif not is_in_line and wait >= 0 then
+    keep_yielding(accounts[refused])
   end
 end
 

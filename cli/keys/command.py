@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,9 @@ _T = TypeVar("_T")
 TIERS = ("enterprise", "pro", "free", "batch")
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
 _BUDGET = "monthly_budget"
+# What a tenant's services publish comes without a key, so that a key cannot bound it.
+_WAITING = "max_waiting_jobs"
+_LIMITS = (*_COUNTS, _BUDGET, _WAITING)
 _NAMES_TIERS = "MILLRACE_GATEWAY__TIERS__"
 _NONE = "none"
 _DEFAULT = "default"
@@ -49,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     create.add_argument("--name", default="", metavar="N", help="what the key is for")
     create.add_argument("--tier", choices=TIERS, help="of a tenant that is new; else of this key")
     create.add_argument("--admin", action="store_true", help="may see other tenants' figures")
-    _add_limits(create)
+    _add_limits(create, _COUNTS)
     add_store_arguments(create, _create)
 
     listing = commands.add_parser("list", help="keys, without their secrets")
@@ -69,13 +72,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("on", "off"),
         help="whether the words of its requests and answers are kept for analytics, for 30 days",
     )
-    _add_limits(tenant)
+    _add_limits(tenant, (*_COUNTS, _WAITING))
     add_store_arguments(tenant, _tenant)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
+def _add_limits(parser: argparse.ArgumentParser, counts: Sequence[str]) -> None:
     group = parser.add_argument_group("limits", "a number, none, or default: what the tier says")
-    for name in _COUNTS:
+    for name in counts:
         group.add_argument(
             f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
         )
@@ -251,7 +254,7 @@ def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
     """The limits that the arguments set. Raises ParameterError."""
     from millrace.schemas.tenants import LimitOverrides
 
-    given = {name: getattr(arguments, name) for name in (*_COUNTS, _BUDGET)}
+    given = {name: getattr(arguments, name, None) for name in _LIMITS}
     try:
         return LimitOverrides(
             **{
@@ -265,7 +268,7 @@ def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
 
 
 def _back_to_default(arguments: argparse.Namespace) -> set[str]:
-    return {name for name in (*_COUNTS, _BUDGET) if getattr(arguments, name) == _DEFAULT}
+    return {name for name in _LIMITS if getattr(arguments, name, None) == _DEFAULT}
 
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:

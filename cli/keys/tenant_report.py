@@ -63,7 +63,7 @@ def as_text(report: TenantReport) -> str:
     for name, size in msgspec.structs.asdict(report.limits).items():
         origin = "set for this tenant" if name in report.set_here else "by its tier"
         line = f"  {name:<20} {_shown(size):>12}"
-        if report.usage is not None:
+        if report.usage is not None and hasattr(report.usage.remaining, name):
             line += f"  {_shown(getattr(report.usage.remaining, name)):>12} left"
         lines.append(f"{line}  ({origin})" if size is not None else line)
     lines.append(f"  {'keep_transcripts':<20} {'yes' if report.keep_transcripts else 'no':>12}")

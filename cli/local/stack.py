@@ -29,6 +29,13 @@ from millrace.cli.local.private_files import (
     write_private,
 )
 from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.records.record_keeping import (
+    KAFKA,
+    NICENESS,
+    START_TIMEOUT_S,
+    TELEMETRY,
+    RecordKeeping,
+)
 from millrace.cli.local.scrape_targets import (
     FILE_NAME,
     ScrapeTargets,
@@ -37,13 +44,12 @@ from millrace.cli.local.scrape_targets import (
 )
 from millrace.cli.local.server_files import nats_config, redis_config
 from millrace.cli.local.store_recovery import StoreRecovery, with_folders
-from millrace.cli.local.supervisor import Process, StartError, Supervisor
+from millrace.cli.local.supervisor import Process, Supervisor
 from millrace.cli.local.worker_pool import WorkerPool
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.process import python_command
 from millrace.runtime.redis.link import RedisLink
-from millrace.runtime.tasks import first_error
 from millrace.schemas.config import Config, RedisConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
@@ -56,11 +62,8 @@ _NATS_ACCESS = (
 )
 # What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
-# Records can wait: an engine that shares its cores with them would make tokens more slowly.
-_ANALYTICS_NICENESS = 10
-# Other programs of a busy machine come before these parts, so their start may take a minute. The
-# limit is for a part that hangs: the end of a part's process is noticed at once.
-_ANALYTICS_START_TIMEOUT_S = 120.0
+# Most starts have records soon after they serve: commands that read them work from the first then.
+_RECORDS_GRACE_S = 10.0
 # What a worker may take to end when it has drained.
 _GOODBYE_S = 4.0
 # Puts nothing in the place of what the catalogue says of a model's engine.
@@ -126,9 +129,20 @@ class Stack:
         processes = TargetedProcesses(self.supervisor, self._targets)
         self._pool = WorkerPool(processes, self._worker, self.plan.data / "run", self.say)
         self.live.pool = self._pool
+        self.records = RecordKeeping(
+            self.supervisor,
+            self.plan.data / "run",
+            self.system_state,
+            self._read_config,
+            self._write_config,
+            self._write_endpoints,
+            SystemClock(),
+            self.say,
+        )
 
     async def start(self) -> Endpoints:
-        """Bring everything up and return once a request was really served. Raises StartError."""
+        """Bring everything up that serving needs, and return once a request was really served;
+        ``records`` may come later. Raises StartError."""
         config = self._choose_addresses()
         self._write_config(config)
         self.live.changes.write()
@@ -142,13 +156,8 @@ class Stack:
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
         self._store_recovery.start()
-        try:
-            async with asyncio.TaskGroup() as group:
-                records = group.create_task(self._start_records(config))
-                group.create_task(self._start_parts(config))
-        except* (StartError, OSError) as failed:
-            raise first_error(failed) from None
-        kafka = records.result()
+        self.records.start(self._telemetry(config))
+        await self._start_parts(config)
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
         if config.scheduler.autoscale.max_workers:
@@ -160,11 +169,12 @@ class Stack:
             http=front_url(config.gateway),
             nats=config.nats.url,
             redis=config.redis.url,
-            kafka=kafka,
+            kafka=self.system_state.addresses.get(KAFKA, ""),
             clickhouse=store.replace("://", f"://{user}@"),
         )
         self._write_endpoints(self.system_state.endpoints)
         self.system_state.phase = "running"
+        await self.records.wait(_RECORDS_GRACE_S)
         return self.system_state.endpoints
 
     async def close(self) -> None:
@@ -173,6 +183,7 @@ class Stack:
         (self.plan.data / "run" / ENDPOINTS_FILE).unlink(missing_ok=True)
         remove_access_files(self.plan.data / "run")
         self._targets.close()
+        await self.records.close()
         if self._store_recovery is not None:
             await self._store_recovery.close()
         await self._pool.close()
@@ -224,7 +235,7 @@ class Stack:
         self.system_state.addresses |= {
             "nats": f"{LOOPBACK}:{nats}",
             "redis": f"{LOOPBACK}:{redis}",
-            "telemetry-1": store,
+            TELEMETRY: store,
         }
         for i in range(1, self.plan.num_gateways + 1):
             self.system_state.addresses[f"gateway-{i}"] = f"{wanted.gateway.host}:{gateway_port}"
@@ -257,57 +268,16 @@ class Stack:
             )
         )
 
-    async def _start_kafka(self) -> str:
-        """The in-memory cluster picks its own ports, so a new life has a new address."""
-        file = self.plan.data / "run" / "kafka.bootstrap"
-
-        async def ready() -> bool:
-            return file.exists() and file.stat().st_size > 0
-
-        async def follow() -> None:
-            config, address = self._read_config(), file.read_text().strip()
-            self.system_state.addresses["kafka"] = address
-            kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address)
-            self._write_config(msgspec.structs.replace(config, kafka=kafka))
-            if self.system_state.endpoints is not None:
-                self.system_state.endpoints = msgspec.structs.replace(
-                    self.system_state.endpoints, kafka=address
-                )
-                self._write_endpoints(self.system_state.endpoints)
-            await self.supervisor.restart("telemetry-1")
-
-        await self.supervisor.start(
-            Process(
-                name="kafka",
-                command=python_command(
-                    "millrace.telemetry.kafka.embedded", "--write-bootstrap", str(file)
-                ),
-                ready=ready,
-                before_start=lambda: file.unlink(missing_ok=True),
-                on_restart=follow,
-                start_timeout_s=_ANALYTICS_START_TIMEOUT_S,
-                niceness=_ANALYTICS_NICENESS,
-            )
-        )
-        self.system_state.addresses["kafka"] = file.read_text().strip()
-        return self.system_state.addresses["kafka"]
-
-    async def _start_records(self, config: Config) -> str:
-        """What keeps records; the address of Kafka, of which the other parts know nothing."""
-        address = await self._start_kafka()
-        kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address, partitions=1)
-        self._write_config(msgspec.structs.replace(config, kafka=kafka))
+    def _telemetry(self, config: Config) -> Process:
         clickhouse = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
-        telemetry = self._part(
-            "telemetry-1",
+        return self._part(
+            TELEMETRY,
             "telemetry",
             ready=lambda: answers(f"{clickhouse}/ping"),
             stage=_TELEMETRY,
-            start_timeout_s=_ANALYTICS_START_TIMEOUT_S,
-            niceness=_ANALYTICS_NICENESS,
+            start_timeout_s=START_TIMEOUT_S,
+            niceness=NICENESS,
         )
-        await self.supervisor.start(telemetry)
-        return address
 
     async def _offer_adapters(self, config: Config) -> None:
         link = RedisLink(config.redis)

@@ -300,7 +300,7 @@ async def _run(plan: Plan) -> int:
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            log.say(greeting(starting.result(), plan))
+            log.say(greeting(starting.result(), plan, stack.records.why_not_ready))
             log.note(f"ready at {starting.result().http}")
             await stopping
     except (StartError, OSError, TimeoutError) as error:
@@ -321,8 +321,9 @@ async def _run(plan: Plan) -> int:
     return 0
 
 
-def greeting(endpoints: Endpoints, plan: Plan) -> str:
-    """What to tell whoever started it: where everything is, and a first request to try."""
+def greeting(endpoints: Endpoints, plan: Plan, without_records: str = "") -> str:
+    """What to tell whoever started it: where everything is, and a first request to try;
+    ``without_records`` says why telemetry is not there yet."""
     from millrace.cli.local.scrape_targets import FILE_NAME
     from millrace.gateway.tenancy.identity import demands_keys
 
@@ -336,6 +337,7 @@ def greeting(endpoints: Endpoints, plan: Plan) -> str:
             f"               millrace keys create --tenant NAME --data {data}\n"
         )
         header = " -H 'Authorization: Bearer mr-…'"
+    late = f"\n  {without_records}\n" if without_records else ""
     return f"""
 Millrace is ready.
 
@@ -348,7 +350,7 @@ Millrace is ready.
   analytics    ClickHouse at {without_user(endpoints.clickhouse)}
                (user and password: {_shown(plan.data / "run" / CLICKHOUSE_ENV_FILE)})
                its tables: {endpoints.http}/ops/tables.html
-{keys}
+{late}{keys}
   curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
     -d '{body}'
 

@@ -22,7 +22,7 @@ from millrace.schemas.tenants import LimitSet, check_tenant, from_nano
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of each limit of a ``LimitSet``; None: no limit."""
+    """What is left of each limit of a ``LimitSet`` that requests use up; None: no limit."""
 
     requests_per_minute: int | None
     tokens_per_minute: int | None

@@ -28,10 +28,10 @@ from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version
 from millrace.schemas.chat.tokenizing import (
+    DetokenizeAnswer,
     DetokenizeRequest,
-    DetokenizeResponse,
+    TokenizeAnswer,
     TokenizeRequest,
-    TokenizeResponse,
 )
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
@@ -194,7 +194,7 @@ def _encoded(value: object) -> tuple[object, bytes]:
     return value, msgspec.json.encode(value)
 
 
-def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeResponse:
+def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeAnswer:
     if (asked.prompt is None) == (asked.messages is None):
         raise ParameterError("prompt", "Give exactly one of prompt and messages.")
     notices: Notices = ()
@@ -216,7 +216,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
                 raise ParameterError(name, f"{name} goes with messages, not with prompt.")
         tokens = model.tokenizer.encode(asked.prompt or "", asked.add_special_tokens)
     spellings = map(model.tokenizer.spelling, tokens)
-    return TokenizeResponse(
+    return TokenizeAnswer(
         tokens=tuple(tokens),
         count=len(tokens),
         max_model_len=model.context_window_tokens,
@@ -225,7 +225,7 @@ def _tokenized(asked: TokenizeRequest, model: ServedModelLike) -> TokenizeRespon
     )
 
 
-def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> DetokenizeResponse:
+def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> DetokenizeAnswer:
     for token_id in asked.tokens:
         if not 0 <= token_id < model.vocab_size:
             raise ParameterError(
@@ -233,9 +233,7 @@ def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> Detokenize
                 f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
             )
     skips = asked.skip_special_tokens
-    return DetokenizeResponse(
-        prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips)
-    )
+    return DetokenizeAnswer(prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips))
 
 
 class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):

@@ -178,7 +178,7 @@ class LineRunner:
         who wait; StoreFullError while the store of the queue has no room."""
         self._gateway.stores.check()
         queue = self._gateway.fleet.queue(model)
-        if queue is not None and queue.num_queued >= queue.bound * _QUEUE_SHARE:
+        if queue is not None and queue.num_bounded >= queue.bound * _QUEUE_SHARE:
             raise QueueFullError("The queue is half full.", queue.retry_after_s)
 
     async def _finish(

@@ -7,8 +7,9 @@ docs/websocket.schema.json anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,21 +20,34 @@ from starlette.routing import Route
 
 from millrace.bus import asyncapi
 from millrace.gateway.api.system import HEALTH_PATHS
-from millrace.gateway.openapi.fields import REF, refine
+from millrace.gateway.openapi.fields import refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
+from millrace.gateway.openapi.portable import REF, Components, Use, pascal
 from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
+from millrace.schemas.anthropic.answers import MessageEvent
 from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.json_schema import Schema, document_text, without_discriminators
 from millrace.schemas.openai import ErrorBody
-from millrace.schemas.responses.items import GivenItem
+from millrace.schemas.responses.events import ResponseEvent
+from millrace.schemas.responses.items import GivenItem, Item
 from millrace.schemas.responses.tools import ResponseTool
 from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _SSE = "text/event-stream"
 _DEFINITION = "#/$defs/{name}"
-_NAMES = {ClientMessage: "ClientMessage", ServerMessage: "ServerMessage"}
+# Unions that go by a name of their own.
+_NAMES = {
+    ClientMessage: "ClientMessage",
+    ServerMessage: "ServerMessage",
+    Item: "Item",
+    MessageEvent: "MessageEvent",
+    ResponseEvent: "ResponseEvent",
+}
+
+_ASKED = Use(is_asked=True, is_answered=False)
+_ANSWERED = Use(is_asked=False, is_answered=True)
 
 _DESCRIPTION = f"""\
 OpenAI's API, and Anthropic's Messages API, on a message bus. Fields that are not honoured are \
@@ -58,7 +72,8 @@ _ERRORS = {
     504: "The answer was not there in time.",
 }
 _STREAMED = (
-    "Done. With stream: true, events: the data of each is an x-event, [DONE] or an error's body."
+    "Done. With stream: true, server-sent events: the data of each is as the schema of "
+    "text/event-stream says, [DONE] or an error's body."
 )
 _STRING: Schema = {"type": "string"}
 _RATE_LIMITS: dict[str, Schema] = {
@@ -151,19 +166,15 @@ def routes() -> list[Route]:
 
 def openapi_document() -> Schema:
     """The whole document, ready for JSON."""
-    kinds: list[Any] = [
-        *(ErrorBody, *get_args(GivenItem), *get_args(ChatTool), *get_args(ResponseTool))
-    ]
-    for one in OPERATIONS:
-        for kind in (one.body, one.answer, one.event, one.refused):
-            if kind is not None and not isinstance(kind, Media) and kind not in kinds:
-                kinds.append(kind)
-    schemas, components = _components(kinds, REF)
-    schema_of = dict(zip(kinds, schemas, strict=True))
+    asked = [one.body for one in OPERATIONS]
+    answered = [kind for one in OPERATIONS for kind in (one.answer, one.event, one.refused)]
+    schema_of, components = _components(
+        asked, answered, get_args(GivenItem), get_args(ChatTool), get_args(ResponseTool)
+    )
     paths: dict[str, Any] = {}
     for tag, operations in BY_TAG.items():
         for one in operations:
-            paths.setdefault(one.path, {})[one.method] = _operation(tag, one, schema_of)
+            paths.setdefault(one.path, {})[one.method] = _operation(tag, one, schema_of, components)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -175,7 +186,7 @@ def openapi_document() -> Schema:
         "servers": [{"url": "/"}],
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": components.schemas,
             "responses": {
                 _error_name(refused, status): _error(status, schema_of[refused])
                 for refused in dict.fromkeys(one.refused for one in OPERATIONS)
@@ -197,49 +208,88 @@ def openapi_document() -> Schema:
 def websocket_schema() -> Schema:
     """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
     the whole accepts either."""
-    kinds = [ClientMessage, ServerMessage]
-    schemas, components = _components([*kinds, *get_args(ChatTool)], _DEFINITION)
-    unions = dict(zip(map(_NAMES.__getitem__, kinds), schemas, strict=False))
-    return {
+    schema_of, components = _components([ClientMessage], [ServerMessage], get_args(ChatTool))
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Messages of /v1/ws, subprotocol {SUBPROTOCOL}",
-        "anyOf": [{"$ref": _DEFINITION.format(name=name)} for name in unions],
-        "$defs": without_discriminators(components | unions),
+        "anyOf": [schema_of[kind] for kind in (ClientMessage, ServerMessage)],
+        "$defs": without_discriminators(components.schemas),
     }
+    text = msgspec.json.encode(schema).decode()
+    text = text.replace(REF.format(name=""), _DEFINITION.format(name=""))
+    return msgspec.json.decode(text, type=Schema)
 
 
-def _components(kinds: list[Any], template: str) -> tuple[tuple[Schema, ...], dict[str, Schema]]:
-    schemas, components = msgspec.json.schema_components(kinds, ref_template=template)
-    refined = {name: refine(name, schema) for name, schema in components.items()}
-    text = msgspec.json.encode(refined).decode()
-    return schemas, msgspec.json.decode(text.replace(REF.format(name=""), template.format(name="")))
+def _components(
+    asked: Iterable[Any], answered: Iterable[Any], *named: Sequence[Any]
+) -> tuple[dict[Any, Schema], Components]:
+    """Return the schema of each type that clients send or are answered, and the components that
+    these refer to. ``named`` are the types that only ``refine`` refers to."""
+    asked, answered = (
+        [kind for kind in kinds if kind is not None and not isinstance(kind, Media)]
+        for kinds in (asked, answered)
+    )
+    kinds = list(dict.fromkeys((*asked, *answered, *chain.from_iterable(named))))
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=REF)
+    schema_of = dict(zip(kinds, schemas, strict=True))
+    unions = {name: schema_of[kind] for kind, name in _NAMES.items() if kind in schema_of}
+    schema_of |= {kind: {"$ref": REF.format(name=_NAMES[kind])} for kind in kinds if kind in _NAMES}
+    refined = {name: refine(name, schema) for name, schema in (components | unions).items()}
+    in_requests = _reachable([schema_of[kind] for kind in asked], refined)
+    in_answers = _reachable([schema_of[kind] for kind in answered], refined)
+    return schema_of, Components(refined, in_requests, in_answers)
 
 
-def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema:
+def _reachable(node: Any, components: dict[str, Schema]) -> set[str]:
+    """Return the names of the components that ``node`` refers to, directly or through others."""
+    found: set[str] = set()
+    left = [node]
+    while left:
+        here = left.pop()
+        if isinstance(here, list):
+            left += here
+        elif isinstance(here, dict):
+            left += here.values()
+            name = str(here.get("$ref", "")).rpartition("/")[-1]
+            if name and name not in found:
+                found.add(name)
+                left.append(components[name])
+    return found
+
+
+def _operation(
+    tag: str, one: Operation, schema_of: dict[Any, Schema], components: Components
+) -> Schema:
+
+    def content_of(kind: Any, what: str, use: Use) -> dict[str, Schema]:
+        """By media type, what a body of that kind is."""
+        if not isinstance(kind, Media):
+            return {JSON: {"schema": schema_of[kind]}}
+        title = pascal(one.name) + what
+        return {kind.type: {"schema": components.portable(kind.schema, title, use)}}
+
     operation: Schema = {"operationId": one.name, "tags": [tag], "summary": one.summary}
     if one.description:
         operation["description"] = one.description
-    if not one.is_open:
-        operation["security"] = [{"key": []}, {}]
-    parameters = _parameters(one)
+    operation["security"] = [] if one.is_open else [{"key": []}, {}]
+    parameters = _parameters(one, components)
     if parameters:
         operation["parameters"] = parameters
     if one.body is not None:
-        content = _content(one.body, schema_of)
+        content = content_of(one.body, "Form", _ASKED)
         if one.example is not None:
             content[JSON]["example"] = one.example
         operation["requestBody"] = {"required": True, "content": content}
-    content = _content(one.answer, schema_of)
+    content = content_of(one.answer, "Result", _ANSWERED)
     if one.event is not None:
-        # Before OpenAPI 3.2 a schema can tell of the whole stream only.
-        content[_SSE] = {"x-event": schema_of[one.event]}
+        content[_SSE] = {"schema": schema_of[one.event]}
     headers = list(_IDS)
     if tag in {"generation", "embeddings"}:
         headers += _RATE_LIMITS
     if tag == "generation":
         headers += _ROUTED
     answer = {
-        "description": _STREAMED if one.is_generation else "Done.",
+        "description": "Done." if one.event is None else _STREAMED,
         "headers": _references("headers", headers),
         "content": content,
     }
@@ -249,24 +299,22 @@ def _operation(tag: str, one: Operation, schema_of: dict[Any, Schema]) -> Schema
     return operation
 
 
-def _content(kind: Any, schema_of: dict[Any, Schema]) -> dict[str, Schema]:
-    """By media type, what a body of that kind is."""
-    if isinstance(kind, Media):
-        return {kind.type: {"schema": kind.schema}}
-    return {JSON: {"schema": schema_of[kind]}}
-
-
 def _references(section: str, names: Iterable[str]) -> dict[str, Schema]:
     return {name: {"$ref": f"#/components/{section}/{name}"} for name in names}
 
 
-def _parameters(one: Operation) -> list[Schema]:
+def _parameters(one: Operation, components: Components) -> list[Schema]:
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in one.path_parameters
     ]
     in_query = [
-        {"name": q.name, "in": "query", "description": q.description, "schema": q.schema}
+        {
+            "name": q.name,
+            "in": "query",
+            "description": q.description,
+            "schema": components.portable(q.schema, pascal(one.name) + pascal(q.name), _ANSWERED),
+        }
         for q in one.query
     ]
     return [*in_path, *in_query, *(_GENERATION_HEADERS if one.is_generation else [])]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
+from millrace.gateway.openapi.portable import REF
 from millrace.gateway.responses import input as responses_input
-from millrace.registry.requests import grammar_fields, message_fields, parsing
+from millrace.registry.requests import grammar_fields
 from millrace.schemas.anthropic.blocks import ServerResult
 from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.chat.tools import ChatTool
@@ -32,18 +33,12 @@ from millrace.schemas.sampling import (
 )
 from millrace.schemas.tools import MAX_TOOLS
 
-REF = "#/components/schemas/{name}"
-
-_UNHONOURED = "Known, but not honoured: leave it out, or give a value that asks for nothing."
-# By field: the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = (
-    responses_input.NEUTRAL
-    | message_fields.NEUTRAL_IN_MESSAGE
-    | grammar_fields.NEUTRAL
-    | parsing.NEUTRAL
-)
+# A field that is known but not honoured is Any, null if it is not given. It is not in the document.
+_UNHONOURED: Schema = {"default": None}
 _STRING: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}
+_REFUSAL: Schema = {"anyOf": [_STRING, _NULL]}
+_LIST_OR_NULL: Schema = {"anyOf": [{"type": "array", "items": {"type": "object"}}, _NULL]}
 _JSON_SCHEMA: Schema = {"type": "object", "description": "A JSON Schema."}
 _JSON_SCHEMA_OR_TEXT: Schema = {"anyOf": [_JSON_SCHEMA, _STRING]}
 _TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -65,14 +60,10 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
     }
 
 
-def _tools(kinds: tuple[Any, ...], left_out: str) -> Schema:
-    """Tools of ``kinds``, and tools that are left out."""
-    told: list[Schema] = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
-    other: Schema = {"type": "object", "required": ["type"], "properties": {"type": _STRING}}
-    return {
-        "maxItems": MAX_TOOLS,
-        "items": {"anyOf": [*told, {**other, "description": left_out}]},
-    }
+def _tools(kinds: tuple[Any, ...]) -> Schema:
+    """Tools of ``kinds``. Others that are left out of a request are not in the document."""
+    told = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
+    return {"maxItems": MAX_TOOLS, "items": {"anyOf": told}}
 
 
 def _tool_choice(named: Schema, allowed: Callable[[Schema], Schema]) -> Schema:
@@ -92,14 +83,16 @@ def _allowed_in_responses(some: Schema) -> Schema:
 
 
 _OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
-_LEFT_OUT = "A tool that only a provider's server can run: it is left out."
+_CHOSEN: Schema = {"title": "ChosenName"} | closed_object({"name": _STRING})
 _IN_CHAT: Schema = {
+    "title": "ChosenTool",
     "anyOf": [
-        closed_object({"type": {"enum": [kind]}, kind: closed_object({"name": _STRING})})
+        {"title": f"Chosen{kind.capitalize()}"}
+        | closed_object({"type": {"enum": [kind]}, kind: _CHOSEN})
         for kind in ("function", "custom")
-    ]
+    ],
 }
-_IN_RESPONSES: Schema = closed_object(
+_IN_RESPONSES: Schema = {"title": "ChosenResponseTool"} | closed_object(
     dict.fromkeys(("type", "name", "namespace", "server_label"), _STRING), "type"
 )
 
@@ -146,7 +139,7 @@ _CHAT: dict[str, Schema] = _GENERATION | {
     "thinking_token_budget": {"minimum": 0},
     "top_logprobs": _LOGPROBS,
     "messages": {"minItems": 1},
-    "tools": _tools(get_args(ChatTool), _LEFT_OUT),
+    "tools": _tools(get_args(ChatTool)),
     "tool_choice": _tool_choice(_IN_CHAT, _allowed_in_chat),
 }
 _INPUTS: Schema = {"maxItems": MAX_INPUTS, "minItems": 1, "minLength": 1}
@@ -194,7 +187,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "thinking_token_budget": {"minimum": 0},
         "input": {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": {"anyOf": _ITEMS}}]},
         "include": {"items": {"enum": list(responses_input.INCLUDABLE)}},
-        "tools": _tools(get_args(ResponseTool), _LEFT_OUT),
+        "tools": _tools(get_args(ResponseTool)),
         "tool_choice": _tool_choice(_IN_RESPONSES, _allowed_in_responses),
     },
     "MessagesRequest": {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p")}
@@ -210,6 +203,10 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
     },
     "EchoedMessage": _READ,
+    # Always null here; these are the types that OpenAI and Anthropic give them.
+    "AssistantMessage": {"refusal": _REFUSAL},
+    "ChoiceLogprobs": {"refusal": _LIST_OR_NULL},
+    "Text": {"citations": _LIST_OR_NULL},
     **{
         result.__name__: {"content": {"description": "Text, or what the tool gave."}}
         for result in get_args(ServerResult)
@@ -230,10 +227,8 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
         "parameters": {"anyOf": [_JSON_SCHEMA, _NULL]},
     },
     "ToolSearchTool": {"parameters": {"anyOf": [_JSON_SCHEMA, _NULL]}},
-    "NamespaceTool": {
-        "tools": _tools((FlatFunctionTool, FlatCustomTool), "No other type is taken here.")
-    },
-    "TokenizeRequest": {"tools": _tools(get_args(ChatTool), _LEFT_OUT)},
+    "NamespaceTool": {"tools": _tools((FlatFunctionTool, FlatCustomTool))},
+    "TokenizeRequest": {"tools": _tools(get_args(ChatTool))},
     "JsonSchema": {"schema": _JSON_SCHEMA_OR_TEXT},
     "SchemaFormat": {"schema": _JSON_SCHEMA_OR_TEXT},
     "EmbeddingRequest": _EMBEDDING,
@@ -250,7 +245,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
-    "Response": {"tool_choice": {"description": "As it was asked for."}},
+    "ResponseAnswer": {"tool_choice": {"description": "As it was asked for."}},
 }
 
 # Items that may be sent back with null for what they do not have.
@@ -275,8 +270,9 @@ def refine(name: str, component: Schema) -> Schema:
     if "properties" in refined:
         known = FIELDS.get(name, {})
         refined["properties"] = {
-            field: _refined(field, schema, known.get(field))
+            field: _refined(schema, known.get(field))
             for field, schema in refined["properties"].items()
+            if field in known or schema != _UNHONOURED
         }
         if name in _GIVEN_BACK:
             for field in refined["properties"].keys() - {"type", *refined.get("required", ())}:
@@ -284,9 +280,7 @@ def refine(name: str, component: Schema) -> Schema:
     return refined
 
 
-def _refined(field: str, schema: Schema, more: Schema | None) -> Schema:
-    if more is None and schema == {"default": None}:
-        return {"enum": list(_NEUTRAL.get(field, (None,))), "description": _UNHONOURED, **schema}
+def _refined(schema: Schema, more: Schema | None) -> Schema:
     if more is None:
         return schema
     if not more.keys() & _KEYWORDS:

@@ -59,7 +59,7 @@ class Operation:
 
     @property
     def is_generation(self) -> bool:
-        return self.event is not None
+        return self.event is not None and self.method == "post"
 
     @property
     def path_parameters(self) -> list[str]:
@@ -91,5 +91,5 @@ def page(most: int, *more: Query) -> tuple[Query, ...]:
 
 get, post, delete = (partial(Operation, method) for method in ("get", "post", "delete"))
 generate = partial(post, own_errors=(404, 409, 429, 500, 504))
-_order = {"enum": ["asc", "desc"], "default": "desc"}
+_order = {"title": "Order", "enum": ["asc", "desc"], "default": "desc"}
 ORDER = Query("order", _order, "asc: the oldest first; desc: the newest first.")

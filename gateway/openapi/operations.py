@@ -49,10 +49,10 @@ from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
 from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
 from millrace.schemas.chat.completions import ChatCompletion
 from millrace.schemas.chat.tokenizing import (
+    DetokenizeAnswer,
     DetokenizeRequest,
-    DetokenizeResponse,
+    TokenizeAnswer,
     TokenizeRequest,
-    TokenizeResponse,
 )
 from millrace.schemas.embeddings import (
     ClassifyList,
@@ -73,7 +73,7 @@ from millrace.schemas.openai import (
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import Response, ResponsesRequest
+from millrace.schemas.responses.items import ResponseAnswer, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
 from millrace.schemas.sessions import SessionHistory
 
@@ -96,7 +96,7 @@ def _tokenize(path: str, name: str) -> Operation:
         path,
         name,
         "The token ids of a prompt, or of messages as the chat template renders them",
-        TokenizeResponse,
+        TokenizeAnswer,
         body=TokenizeRequest,
         example={"model": "demo", "prompt": "Hello!"},
         own_errors=(404, 500),
@@ -141,7 +141,7 @@ def _detokenize(path: str, name: str) -> Operation:
         path,
         name,
         "The text of token ids",
-        DetokenizeResponse,
+        DetokenizeAnswer,
         body=DetokenizeRequest,
         example={"model": "demo", "tokens": [72, 105]},
         own_errors=(404, 500),
@@ -186,7 +186,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses",
             "createResponse",
             "Answer in the shape of OpenAI's Responses API",
-            Response,
+            ResponseAnswer,
             body=ResponsesRequest,
             example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
             event=ResponseEvent,
@@ -221,11 +221,12 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses/{response_id}",
             "getResponse",
             "An answer that was kept, or is made in the background",
-            Response,
+            ResponseAnswer,
             query=(
                 Query("stream", _FLAG, "Its events; only of an answer in the background."),
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
             ),
+            event=ResponseEvent,
             description="With stream=true it is a stream of events, as of createResponse.",
         ),
         post(
@@ -241,7 +242,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "/v1/responses/{response_id}/cancel",
             "cancelResponse",
             "Have an answer in the background end",
-            Response,
+            ResponseAnswer,
             own_errors=(400,),
         ),
         delete(

@@ -87,7 +87,7 @@ class ModelChoice:
             state,
             num_workers=len(workers),
             ttft_ms=queue.ttft_ms_of(tier, tenant),
-            is_full=queue.num_queued >= queue.bound,
+            is_full=queue.is_full,
         )
 
     def _at_rest(self, model: str, _tier: Tier) -> ModelState:

@@ -44,7 +44,7 @@ from millrace.schemas.responses.items import (
     InputTokensDetails,
     Item,
     OutputTokensDetails,
-    Response,
+    ResponseAnswer,
     ResponsesRequest,
     ResponseStatus,
     ResponseUsage,
@@ -165,7 +165,7 @@ class ResponseRenderer:
                 extra={"request_id": self._response_stream.request_id},
             )
 
-    def queued(self) -> Response:
+    def queued(self) -> ResponseAnswer:
         """The answer before anything of it is there."""
         return self._response("queued")
 
@@ -202,7 +202,7 @@ class ResponseRenderer:
                 extra={"request_id": response.request_id},
             )
 
-    def _ended(self) -> Response:
+    def _ended(self) -> ResponseAnswer:
         refusal = self._response_stream.refusal
         if refusal is None:
             return self._final()
@@ -214,11 +214,11 @@ class ResponseRenderer:
         choice = self._response_stream.choices[0]
         return bool(self.request.background) and isinstance(choice.end, Cancelled)
 
-    def _cancelled(self) -> Response:
+    def _cancelled(self) -> ResponseAnswer:
         usage = _usage(self._response_stream.usage)
         return msgspec.structs.replace(self._response("cancelled"), usage=usage)
 
-    def _failed(self, refusal: Refusal) -> Response:
+    def _failed(self, refusal: Refusal) -> ResponseAnswer:
         error = FailureInfo(code=_error_code(refusal), message=refusal.message)
         return msgspec.structs.replace(self._response("failed"), error=error)
 
@@ -227,7 +227,7 @@ class ResponseRenderer:
             events = list(events_after(events, self._after))
         return bytes_of(events)
 
-    def _final(self) -> Response:
+    def _final(self) -> ResponseAnswer:
         reason = self._items.incomplete
         return msgspec.structs.replace(
             self._response("completed" if reason is None else "incomplete"),
@@ -235,10 +235,10 @@ class ResponseRenderer:
             incomplete_details=None if reason is None else IncompleteDetails(reason=reason),
         )
 
-    def _response(self, status: ResponseStatus) -> Response:
+    def _response(self, status: ResponseStatus) -> ResponseAnswer:
         request, response = self.request, self._response_stream
         sampling, defaults = response.request.sampling, response.model.sampling_defaults
-        return Response(
+        return ResponseAnswer(
             id=response.request_id,
             created_at=response.created_s,
             status=status,

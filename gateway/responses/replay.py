@@ -49,10 +49,10 @@ from millrace.schemas.responses.items import (
     MessageItem,
     OutputText,
     ReasoningItem,
-    Response,
+    ResponseAnswer,
 )
 
-_decode = msgspec.json.Decoder(Response).decode
+_decode = msgspec.json.Decoder(ResponseAnswer).decode
 
 
 def replayed(response: bytes, after: int) -> list[ResponseEvent]:
@@ -60,7 +60,7 @@ def replayed(response: bytes, after: int) -> list[ResponseEvent]:
     return list(events_after(_events(_decode(response)), after))
 
 
-def _events(response: Response) -> Iterator[ResponseEvent]:
+def _events(response: ResponseAnswer) -> Iterator[ResponseEvent]:
     begun = replace(
         response,
         status="in_progress",
@@ -90,7 +90,7 @@ def _events(response: Response) -> Iterator[ResponseEvent]:
     yield ResponseFailed(sequence_number=items.number(), response=response)
 
 
-def _end_of(response: Response) -> ChoiceEnd:
+def _end_of(response: ResponseAnswer) -> ChoiceEnd:
     why, last = response.incomplete_details, response.output[-1]
     reason = LENGTH if why is not None and why.reason == "max_output_tokens" else "stop"
     is_call = isinstance(last, FunctionCallItem | CustomToolCallItem | BuiltInCallItem)

@@ -18,7 +18,7 @@ from millrace.runtime.tasks import in_thread_if
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS
-from millrace.schemas.responses.items import Item, Response, ResponsesRequest, ResponseStatus
+from millrace.schemas.responses.items import Item, ResponseAnswer, ResponsesRequest, ResponseStatus
 from millrace.schemas.responses.kept import StoredResponse
 
 _log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class ResponseStore:
             raise PayloadTooLargeError(num_bytes, self._max_bytes)
         await self._insist("PING")
 
-    async def put(self, tenant: str, response: Response, items: tuple[Item, ...]) -> None:
+    async def put(self, tenant: str, response: ResponseAnswer, items: tuple[Item, ...]) -> None:
         """Keep an answer and the items before it, unless it is kept already: who tells of its end
         again may know of more items than there were before it. Raises RedisUnreachableError."""
         packed = await _pack(response, items, None)
@@ -114,7 +114,7 @@ class ResponseStore:
     async def begin(
         self,
         tenant: str,
-        response: Response,
+        response: ResponseAnswer,
         items: tuple[Item, ...],
         request: ResponsesRequest,
         num_earlier: int,
@@ -126,7 +126,11 @@ class ResponseStore:
         await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
 
     async def end(
-        self, tenant: str, response: Response, items: tuple[Item, ...], request: ResponsesRequest
+        self,
+        tenant: str,
+        response: ResponseAnswer,
+        items: tuple[Item, ...],
+        request: ResponsesRequest,
     ) -> None:
         """Keep the end of an answer in the background, unless that was forgotten or another end is
         kept. Raises RedisUnreachableError."""
@@ -165,7 +169,7 @@ async def insist(call: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def _pack(
-    response: Response,
+    response: ResponseAnswer,
     items: tuple[Item, ...],
     request: ResponsesRequest | None,
     num_earlier: int = 0,

@@ -90,9 +90,9 @@ class FleetView:
         """Raises QueueFullError while the model's queue is over its bound. That it has no workers
         just now is no reason: jobs wait for the first, which the schedulers want for them."""
         status = self.queue(model)
-        if status is not None and status.num_queued >= status.bound:
+        if status is not None and status.is_full:
             raise QueueFullError(
-                f"{status.num_queued} requests for {model!r} are waiting and the bound is "
+                f"{status.num_bounded} requests for {model!r} are waiting and the bound is "
                 f"{status.bound}. Try again later.",
                 max(status.retry_after_s, _MIN_RETRY_AFTER_S),
             )

@@ -13,6 +13,7 @@ from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.kept_cancels import KeptCancels
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
@@ -50,6 +51,7 @@ class SchedulerContext:
         self.job_table = JobTable()
         self.tasks = Tasks()
         self.kept_cancels = KeptCancels(running_requests, self.cancels, clock, self.tasks)
+        self.lines = TenantLines(admission, clock, self.tasks)
         self.withdrawn_models: set[str] = set()  # not served any more
 
     def cancel_reason(self, scheduled: ScheduledJob) -> CancelReason | None:

@@ -222,6 +222,7 @@ class JobRunner:
         if scheduled.suspicion.detector is not None:
             scheduled.suspicion.detector.report(scheduled.suspicion, progressed=True)
         context.job_table.remove(scheduled, error)
+        context.lines.leave(scheduled)
         if context.admission is not None:
             context.admission.release_local(scheduled)
         self._on_removed()
@@ -255,6 +256,8 @@ class JobRunner:
     async def _answer(self, scheduled: ScheduledJob, answering: Coroutine[Any, Any, None]) -> None:
         try:
             await answering
+            if scheduled.reservation is not None:
+                self._context.lines.freed(scheduled.job.tenant)
         except BusUnavailableError as error:
             logger.warning(
                 "a job will be answered when it is delivered again",

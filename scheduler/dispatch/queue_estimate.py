@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from millrace.registry.routing.router import ModelState
 from millrace.scheduler.dispatch.context import SchedulerContext
@@ -33,12 +34,16 @@ _MAX_TENANTS_TOLD = 256
 class QueueEstimate:
     """Predicts from the order of the queue and from how fast the workers are, or as long as they
     have measured nothing, from how fast it moves. ``num_queued`` jobs waited in all when they were
-    last counted, ``waiting`` of them in the queue, by whose they are."""
+    last counted, ``waiting`` of them in the queue, by whose they are. Of all ``num_published`` are
+    services', which ``max_queued_jobs`` does not bound, and ``num_blocked`` wait for the limits of
+    their tenants."""
 
     def __init__(self, context: SchedulerContext, dispatcher: Dispatcher) -> None:
         self._context = context
         self._dispatcher = dispatcher
         self.num_queued = 0
+        self.num_published = 0
+        self.num_blocked = 0
         self.waiting: dict[Tenant, int] = {}
 
     async def run(self) -> None:
@@ -52,7 +57,8 @@ class QueueEstimate:
 
     def look(self) -> None:
         """Tell those who wait where they stand, and refuse what would come too late for its
-        tier."""
+        tier. Jobs that are held for their tenants' limits stand behind those that may be sent, and
+        nobody can say when they will be; what services published waits however long."""
         per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
         is_known = per_s > 0 and self._is_settled()
         # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
@@ -64,15 +70,24 @@ class QueueEstimate:
                 wait_s = least_s = forecast.starts_s.get(scheduled, wait_s)
             if is_known and least_s is not None and self._refuse_if_too_slow(scheduled, least_s):
                 continue
-            announced = scheduled.client.announced_position
-            if scheduled.job.reply and (
-                announced is None or position <= announced // 2 < announced
-            ):
-                scheduled.client.announced_position = position
-                frame = Queued(position=position, eta_s=wait_s)
-                self._context.tasks.spawn(
-                    self._publish_position(scheduled, frame), f"queued {scheduled.request_id}"
-                )
+            self._announce(scheduled, position, wait_s)
+        num_before = Counter[str]()
+        for scheduled in self._context.lines.held():
+            if scheduled.job.model == self._dispatcher.model:
+                tenant = scheduled.job.tenant
+                position = len(self._dispatcher.queue) + num_before[tenant]
+                self._announce(scheduled, position, None)
+                num_before[tenant] += 1
+
+    def _announce(self, scheduled: ScheduledJob, position: int, wait_s: float | None) -> None:
+        """Say at first, and again each time that the position has halved."""
+        announced = scheduled.client.announced_position
+        if scheduled.job.reply and (announced is None or position <= announced // 2 < announced):
+            scheduled.client.announced_position = position
+            frame = Queued(position=position, eta_s=wait_s)
+            self._context.tasks.spawn(
+                self._publish_position(scheduled, frame), f"queued {scheduled.request_id}"
+            )
 
     def _is_settled(self) -> bool:
         """Whether what ended lately was done by the workers that there are now: without one, or
@@ -94,7 +109,8 @@ class QueueEstimate:
         policy = self._policy(scheduled.job.tier)
         bound_s = policy.ttft_bound_ms / 1e3
         waited_s = (self._context.clock.now_ns() - scheduled.job.received_ns) / 1e9
-        if not policy.shed or not bound_s or scheduled.ran_before or waited_s + wait_s <= bound_s:
+        is_bound = policy.shed and bound_s > 0 and scheduled.lease.tenant_queue.reserved
+        if not is_bound or scheduled.ran_before or waited_s + wait_s <= bound_s:
             return False
         self._dispatcher.runner.finish(scheduled, too_slow(waited_s + wait_s, bound_s))
         return True
@@ -159,7 +175,7 @@ class QueueEstimate:
         return ModelState(
             num_workers=fleet.num_accepting(model),
             ttft_ms=tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier)),
-            is_full=self.num_queued >= self._context.config.max_queued_jobs,
+            is_full=self.num_queued - self.num_published >= self._context.config.max_queued_jobs,
             context_window_tokens=placement.longest_tokens(fleet.of_model(model)),
         )
 

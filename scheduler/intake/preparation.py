@@ -14,7 +14,7 @@ from millrace.scheduler.intake.adapter_choice import AdapterChooser
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.repeated_jobs import RepeatedJobs
 from millrace.scheduler.jobs.running_requests import last_worker
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from millrace.schemas.errors import ForeignReplyError, MillraceError
 from millrace.schemas.jobs import Job
@@ -37,6 +37,7 @@ class Preparation:
         """Answer for a job from now on."""
         context = self._context
         context.job_table.add(scheduled)
+        context.lines.undecided(scheduled)
         dispatcher.queue.expect(scheduled)
         if context.traces is not None:
             scheduled.job, scheduled.trace = context.traces.start(
@@ -60,6 +61,8 @@ class Preparation:
             message = f"The job could not be prepared: {type(error).__name__}."
             terminal_status = failed(MillraceError.code, message, retryable=False)
             dispatcher.runner.finish(scheduled, terminal_status)
+        finally:
+            self._context.lines.decided(scheduled)
 
     async def _prepare(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         context = self._context
@@ -81,14 +84,36 @@ class Preparation:
         if terminal_status is None and scheduled.lease.is_uncertain and not scheduled.ran_before:
             known = await context.running_requests.lookup(scheduled.request_id)
             scheduled.ran_before = known is not None
-        if terminal_status is None and context.admission is not None:
-            terminal_status = await context.admission.admit(scheduled)
         if terminal_status is not None:
             dispatcher.runner.finish(scheduled, terminal_status)
-        elif scheduled.ran_before:
-            await self._resume(scheduled, dispatcher)
-        elif not scheduled.is_ended:
-            dispatcher.enqueue(scheduled)
+        else:
+            await self._admit(scheduled, dispatcher)
+
+    async def _admit(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
+        """A job that was delivered before may be answered, or run somewhere still."""
+        context = self._context
+        worker_id: str | None = ""
+        if scheduled.ran_before:
+            worker_id = await last_worker(context.running_requests, scheduled)
+            if scheduled.is_ended:
+                return
+            scheduled.interrupted = bool(worker_id)
+        if worker_id is None:
+            dispatcher.runner.acknowledge(scheduled)
+            return
+
+        def decided(terminal_status: TerminalStatus | None) -> None:
+            if terminal_status is not None:
+                dispatcher.runner.finish(scheduled, terminal_status)
+            elif worker_id and context.fleet.get(worker_id) is not None:
+                dispatcher.continue_where_it_runs(scheduled, worker_id)
+            elif not scheduled.is_ended:
+                dispatcher.enqueue(scheduled)
+
+        await context.lines.admit(scheduled, decided)
+        if scheduled.phase is Phase.HELD:
+            # It takes no place of the window, in which other tenants' jobs wait.
+            dispatcher.queue.remove(scheduled)
 
     async def _why_forbidden(self, scheduled: ScheduledJob) -> TerminalStatus | None:
         """Why its frames must not go where it says; the tenant's own listener is told so then."""
@@ -99,16 +124,3 @@ class Preparation:
             return None
         scheduled.job = replace(job, reply=job.tenant)
         return refused(ForeignReplyError(job.tenant))
-
-    async def _resume(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
-        """A job that was delivered before may be answered, or run somewhere still."""
-        worker_id = await last_worker(self._context.running_requests, scheduled)
-        if scheduled.is_ended:
-            return
-        scheduled.interrupted = bool(worker_id)
-        if worker_id is None:
-            dispatcher.runner.acknowledge(scheduled)
-        elif worker_id and self._context.fleet.get(worker_id) is not None:
-            dispatcher.continue_where_it_runs(scheduled, worker_id)
-        else:
-            dispatcher.enqueue(scheduled)

@@ -89,6 +89,10 @@ class Puller:
             self._want(tenant_queue)
             self._wake.set()
 
+    def wake(self) -> None:
+        """More jobs may be pulled than a moment ago."""
+        self._wake.set()
+
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
@@ -149,6 +153,7 @@ class Puller:
             if num_wanted > 0:
                 self._num_asked[tenant_queue.tier] += num_wanted
                 self.backlog.pulling(tenant_queue)
+                self._context.lines.pulling(tenant_queue, num_wanted)
                 pull = self._pulls.spawn(
                     self._pull(tenant_queue, num_wanted), f"pull {tenant_queue}"
                 )
@@ -173,10 +178,13 @@ class Puller:
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
         """How many jobs of a tenant queue to pull now: as many as there is capacity for beside what
-        is here already, and a few to choose from."""
+        is here already, and a few to choose from, as far as the limits of its tenant admit."""
         per_tenant = self._context.config.window_jobs_per_tenant
         of_tenant = per_tenant + limits.capacity - pullable.num_here
-        return min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
+        num_wanted = min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
+        if num_wanted <= 0:
+            return 0
+        return min(num_wanted, self._context.lines.num_wanted(pullable.tenant_queue))
 
     async def _pull(self, tenant_queue: TenantQueue, num_wanted: int) -> None:
         context = self._context
@@ -188,6 +196,7 @@ class Puller:
             self._resting_until_s = context.clock.monotonic() + _RETRY_S
         finally:
             self._num_asked[tenant_queue.tier] -= num_wanted
+            context.lines.pulling(tenant_queue, -num_wanted)
             if pulled or (pulled is not None and context.bus.connected):
                 self.backlog.pulled(
                     tenant_queue, num_wanted, len(pulled), context.clock.monotonic()
@@ -203,6 +212,8 @@ class Puller:
         """Nothing of the tenant queue is in the queue, and a job that came now would be sent at
         once."""
         if self.backlog.num_waiting(tenant_queue) or not self._context.bus.connected:
+            return False
+        if not self._context.lines.num_wanted(tenant_queue):
             return False
         return self._limits(tenant_queue.tier).capacity > 0
 
@@ -236,11 +247,14 @@ class Puller:
         self._wake.set()
 
     def _want(self, tenant_queue: TenantQueue) -> None:
-        """Tell the queues who has jobs behind those that are here, where the tenant queue says
-        so."""
+        """Tell the queues who has jobs behind those that are here that could be sent, where the
+        tenant queue says so."""
         if tenant_queue.tenant is None:
             return
-        has_more = any(map(self.backlog.num_waiting, (tenant_queue, tenant_queue.twin)))
+        has_more = any(
+            self.backlog.num_waiting(one) and not self._context.lines.is_blocked(one)
+            for one in (tenant_queue, tenant_queue.twin)
+        )
         for dispatcher in self._dispatchers:
             dispatcher.queue.want(Tenant.of(tenant_queue), has_more, self.model)
 

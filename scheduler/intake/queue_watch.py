@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from millrace.bus.job_queue import TenantQueue
@@ -17,13 +17,14 @@ from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
 from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.intake.served_models import ServedModels
-from millrace.scheduler.jobs.scheduled_job import Tenant
-from millrace.scheduler.jobs.terminal_status import shed
+from millrace.scheduler.jobs.scheduled_job import Phase, Tenant
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.throughput import eta_s, retry_after_s
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import LOCAL_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -108,50 +109,71 @@ class QueueWatch:
         # Models come and go while we wait.
         for model, dispatcher in list(self._dispatchers.items()):
             if self._dispatchers.get(model) is dispatcher:
-                is_too_much |= await self._look_at(model, dispatcher, sum(totals[model].values()))
+                is_too_much |= await self._look_at(model, dispatcher, totals[model])
+        is_too_much |= await self._shed_over_limits()
         await self._forget_idle()
         await self._unknown_models.look(chain.from_iterable(totals.values()))
         return is_too_much
 
-    async def _look_at(self, model: str, dispatcher: Dispatcher, total: int) -> bool:
+    async def _look_at(
+        self, model: str, dispatcher: Dispatcher, totals: Mapping[TenantQueue, int]
+    ) -> bool:
         context, bound = self._context, self._context.config.max_queued_jobs
         waiting: dict[TenantQueue, int] = {}
+        num_published = 0
         num_elsewhere = 0  # under names that leave the model, or its version, open
+        num_bounded = sum(count for one, count in totals.items() if one.reserved)
         for name, puller in self._pullers.items():
             if self._models.waits_for(puller) is dispatcher:
                 of_name = puller.backlog.waiting()
                 waiting |= of_name
-                num_elsewhere += sum(of_name.values()) if name != model else 0
+                num_published += puller.backlog.num_published()
+                if name != model:
+                    num_elsewhere += sum(of_name.values())
+                    num_bounded += sum(count for one, count in of_name.items() if one.reserved)
         if self._models.has_versions(model):
             # Of the jobs under its name some are at the workers of other versions, and it has some
             # that came under other names.
             num_here = sum(dispatcher.num_here(is_batch=is_batch) for is_batch in (False, True))
             num_queued = sum(waiting.values()) + num_here
         else:
-            num_queued = max(0, total - context.fleet.num_held(model)) + num_elsewhere
+            num_held = context.fleet.num_held(model)
+            num_queued = max(0, sum(totals.values()) - num_held) + num_elsewhere
+            # Other schedulers hold some that services published, which are not counted above.
+            num_published = max(num_published, num_queued - num_bounded)
         queue_estimate = self._queue_estimates[model]
         by_tenant: Counter[Tenant] = Counter()
+        num_blocked = 0
         for tenant_queue, count in waiting.items():
-            by_tenant[Tenant.of(tenant_queue)] += count
+            if context.lines.is_blocked(tenant_queue):
+                num_blocked += count  # they come before no other tenant's jobs
+            else:
+                by_tenant[Tenant.of(tenant_queue)] += count
         queue_estimate.waiting = by_tenant
         per_s = queue_estimate.per_s()
         num_shed = 0
-        if num_queued > bound:
-            num_shed = await self._shed(model, waiting, num_queued, per_s)
+        num_published = min(num_published, num_queued)
+        if num_queued - num_published > bound:
+            bounded = {one: count for one, count in waiting.items() if one.reserved}
+            num_shed = await self._shed(model, bounded, num_queued - num_published, per_s)
             num_queued -= num_shed
-        queue_estimate.num_queued = num_queued
+        num_bounded = num_queued - num_published
+        queue_estimate.num_queued, queue_estimate.num_published = num_queued, num_published
         queue_estimate.look()
         ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
         waits_s = queue_estimate.oldest_waits_s()
         oldest_wait_s = max(waits_s.values())
+        # More workers would not help those whose tenants' limits keep them.
+        queue_estimate.num_blocked = num_blocked
+        num_sendable = max(0, num_queued - num_blocked)
         signals = Signals(
             num_workers=context.fleet.num_accepting(model),
-            num_queued=num_queued,
+            num_queued=num_sendable,
             num_held=context.fleet.num_held(model),
             num_slots=context.fleet.num_slots(model),
             kv_share=context.fleet.kv_share(model),
             per_s=per_s,
-            wait_s=eta_s(num_queued, per_s),
+            wait_s=eta_s(num_sendable, per_s),
             oldest_wait_s=oldest_wait_s,
         )
         await context.bus.control.publish_queue_status(
@@ -159,7 +181,8 @@ class QueueWatch:
                 model=model,
                 num_queued=num_queued,
                 bound=bound,
-                retry_after_s=retry_after_s(num_queued, bound, per_s),
+                num_published=num_published,
+                retry_after_s=retry_after_s(num_bounded, bound, per_s),
                 num_workers=context.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
                 ttft_ms=ttft_ms,
@@ -172,7 +195,7 @@ class QueueWatch:
                 sent_ns=context.clock.now_ns(),
             )
         )
-        return num_shed > 0 and num_queued > bound
+        return num_shed > 0 and num_bounded > bound
 
     def _desired_workers(self, model: str, signals: Signals) -> int:
         """A version that is to get requests has a worker before they come."""
@@ -188,7 +211,7 @@ class QueueWatch:
         self, model: str, waiting: dict[TenantQueue, int], num_queued: int, per_s: float
     ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
-        context, bound = self._context, self._context.config.max_queued_jobs
+        bound = self._context.config.max_queued_jobs
         num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
         while waiting and num_shed < num_to_shed:
@@ -197,18 +220,67 @@ class QueueWatch:
                 key=lambda tenant_queue: waiting[tenant_queue] / self._weights[tenant_queue.tier],
             )
             count = min(num_to_shed - num_shed, waiting[tenant_queue])
-            jobs = await context.bus.jobs.shed_newest(tenant_queue, count)
             terminal_status = shed(retry_after_s(num_queued, bound, per_s))
-            for job in jobs:
-                self._answers.spawn(
-                    context.finalizer.finish_shed(job, terminal_status), f"shed {job.request_id}"
-                )
-            num_shed += len(jobs)
-            waiting[tenant_queue] -= len(jobs)
-            if not jobs or not waiting[tenant_queue]:
+            num_jobs = await self._shed_newest(tenant_queue, count, terminal_status)
+            num_shed += num_jobs
+            waiting[tenant_queue] -= num_jobs
+            if not num_jobs or not waiting[tenant_queue]:
                 del waiting[tenant_queue]
         logger.info("shed the newest jobs", extra={"model": model, "num_shed": num_shed})
         return num_shed
+
+    async def _shed_newest(
+        self, tenant_queue: TenantQueue, count: int, terminal_status: TerminalStatus
+    ) -> int:
+        jobs = await self._context.bus.jobs.shed_newest(tenant_queue, count)
+        for job in jobs:
+            self._answers.spawn(
+                self._context.finalizer.finish_shed(job, terminal_status), f"shed {job.request_id}"
+            )
+        return len(jobs)
+
+    async def _shed_over_limits(self) -> bool:
+        """Shed the newest jobs of each tenant that has published more in a tier than may wait;
+        whether there are more."""
+        context = self._context
+        if context.admission is None:
+            return False
+        lines: defaultdict[Tenant, dict[TenantQueue, int]] = defaultdict(dict)
+        for puller in self._pullers.values():
+            for tenant_queue, count in puller.backlog.waiting_published().items():
+                name = tenant_queue.tenant or LOCAL_TENANT
+                lines[Tenant(tenant_queue.tier, name)][tenant_queue] = count
+        if not lines:
+            return False
+        bounds = await context.admission.max_waiting_jobs(
+            [(tenant.name, tenant.tier) for tenant in lines]
+        )
+        is_too_much = False
+        for (tenant, counts), bound in zip(lines.items(), bounds, strict=True):
+            if bound is not None and sum(counts.values()) + context.lines.num_held > bound:
+                is_too_much |= await self._shed_line(tenant, list(counts), bound)
+        return is_too_much
+
+    async def _shed_line(
+        self, tenant: Tenant, tenant_queues: Sequence[TenantQueue], bound: int
+    ) -> bool:
+        """Shed of what waits over a tenant's bound, as the queue itself counts it: other schedulers
+        may hold some of the jobs. Whether there is more."""
+        jobs, waiting = self._context.bus.jobs, dict[TenantQueue, int]()
+        for tenant_queue in tenant_queues:
+            waiting[tenant_queue] = (await jobs.depth(tenant_queue)).num_queued
+        held = self._context.lines.held_of(tenant)
+        num_over = sum(waiting.values()) + len(held) - bound
+        terminal_status = over_waiting_jobs(tenant.name, tenant.tier, bound)
+        num_to_shed = min(num_over, _MAX_SHED_AT_ONCE)
+        while num_to_shed > 0 and waiting:
+            longest = max(waiting, key=waiting.__getitem__)
+            count = min(num_to_shed, waiting.pop(longest))
+            num_to_shed -= await self._shed_newest(longest, count, terminal_status)
+        for scheduled in held[len(held) - max(num_to_shed, 0) :]:
+            if scheduled.phase is Phase.HELD:
+                self._context.lines.end(scheduled, terminal_status)
+        return num_over > _MAX_SHED_AT_ONCE
 
     async def _forget_idle(self) -> None:
         now_s = self._context.clock.monotonic()
@@ -217,3 +289,4 @@ class QueueWatch:
             for tenant_queue in idle[:_MAX_FORGOTTEN_AT_ONCE]:
                 if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):
                     puller.backlog.forget(tenant_queue)
+                    self._context.lines.forget(tenant_queue)

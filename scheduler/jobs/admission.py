@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
-from millrace.bus.tenancy.accounts import month_of
-from millrace.bus.tenancy.errors import RateLimitError
+from millrace.bus.tenancy.accounts import Account, AccountUsage, month_of, num_places
+from millrace.bus.tenancy.errors import LimitsUnreachableError, RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import PriceBook, cost
 from millrace.runtime.clock import Clock
@@ -24,6 +25,25 @@ from millrace.schemas.jobs import Job, Tier
 _LAPSE_S = 3_600.0
 _SHORTEST_LAPSE_S = 1.0
 _NS_PER_S = 1_000_000_000
+
+
+# Limits whose places come back when requests end, and not by themselves.
+_FREED_BY_ENDS = frozenset({"concurrent_requests", "monthly_budget"})
+
+
+class NotYet(NamedTuple):
+    """The limits of a job's tenant have no place for it now: ask again in ``wait_s``, or earlier
+    when a request of the tenant ends, if ``ends_free_it``."""
+
+    wait_s: float
+    ends_free_it: bool
+
+
+class OnPlaces(Protocol):
+    """Told how many more jobs of a tenant its limits admit now (None: any number), after one of
+    them was granted its place or not."""
+
+    def __call__(self, tenant: str, num_places: int | None, *, is_granted: bool) -> None: ...
 
 
 class _Publisher(msgspec.Struct, frozen=True):
@@ -44,13 +64,15 @@ class JobAdmission:
         self, keeper: LimitKeeper, prices: Callable[[str], PriceBook], clock: Clock
     ) -> None:
         """``prices`` of a model that is loaded."""
+        self.on_places: OnPlaces | None = None
         self._keeper = keeper
         self._prices = prices
         self._clock = clock
 
-    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | None:
-        """Why a prepared job must not run, if so. One that ran before goes on whatever its tenant
-        has used since."""
+    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | NotYet | None:
+        """None for a prepared job that may run; else how it ends, because it never fits or this
+        month's budget is used up, or when to ask again. One that was interrupted goes on whatever
+        its tenant has used since."""
         if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
         job = scheduled.job
@@ -62,14 +84,37 @@ class JobAdmission:
         )
         try:
             is_local = await self._reserve(reservation_id, job, now_ns)
-        except RateLimitError as error:
-            return None if scheduled.ran_before else self._refuse(scheduled, over_limit(error))
         except MillraceError as error:
-            return None if scheduled.ran_before else self._refuse(scheduled, refused(error))
+            if scheduled.interrupted:
+                return None
+            # Nothing was set aside.
+            scheduled.reservation = None
+            return self._refusal(job, error)
         scheduled.is_reserved_here = is_local
         if scheduled.is_ended:
             self.release_local(scheduled)
+            await self.release(scheduled)
         return None
+
+    def _refusal(self, job: Job, error: MillraceError) -> TerminalStatus | NotYet:
+        if isinstance(error, LimitsUnreachableError):
+            return NotYet(error.retry_after_s, ends_free_it=False)
+        if not isinstance(error, RateLimitError):
+            return refused(error)
+        if not error.comes_back:
+            return over_limit(error)
+        self._tell(job.tenant, error.accounts[0], error.usages[0], is_granted=False)
+        return NotYet(error.retry_after_s or 0.0, error.limit in _FREED_BY_ENDS)
+
+    def _tell(
+        self, tenant: str, account: Account, usage: AccountUsage, *, is_granted: bool
+    ) -> None:
+        if self.on_places is not None:
+            self.on_places(tenant, num_places(account, usage), is_granted=is_granted)
+
+    async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
+        """How many jobs that each tenant published in a tier may wait; None: no limit."""
+        return await self._keeper.max_waiting_jobs(whose)
 
     async def release(self, scheduled: ScheduledJob) -> None:
         """No worker answers it: nothing is charged. Returns once Redis knows, or is unreachable."""
@@ -98,13 +143,10 @@ class JobAdmission:
             max_tokens=max_tokens,
             cost_upper=self._cost_upper(job.model, num_prompt_tokens, max_tokens),
             deadline_s=lapse_s,
+            in_line=True,
         )
+        self._tell(job.tenant, taken.accounts[0], taken.usages[0], is_granted=True)
         return taken.degraded
 
     def _cost_upper(self, model: str, num_prompt_tokens: int, max_tokens: int) -> Decimal:
         return cost(self._prices(model), num_prompt_tokens, 0, max_tokens)
-
-    def _refuse(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> TerminalStatus:
-        """Nothing was set aside."""
-        scheduled.reservation = None
-        return terminal_status

@@ -97,7 +97,7 @@ class Finalizer:
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
         self._count(job, terminal_status)
-        record = record_of(job, terminal_status.status, terminal_status.code, 0, now_ns)
+        record = _record_of(job, terminal_status, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
@@ -137,11 +137,7 @@ class Finalizer:
         none, and the row has no prompt tokens; what is known of the time that they took was ours to
         pay."""
         job = scheduled.job
-        record = record_of(
-            job, terminal_status.status, terminal_status.code, scheduled.next_epoch, now_ns
-        )
-        if terminal_status.limit:
-            record = replace(record, error_code=terminal_status.code)
+        record = _record_of(job, terminal_status, scheduled.next_epoch, now_ns)
         if not scheduled.attempts:
             return record
         scheduled.attempts.close(now_ns)
@@ -178,6 +174,12 @@ class Finalizer:
     async def _insist(self, step: Callable[[], Awaitable[None]]) -> None:
         delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         await retry(step, delays, self._clock.sleep, retried=_is_unavailable)
+
+
+def _record_of(job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int) -> RequestRecord:
+    record = record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
+    # Which limit it was that shed a job.
+    return replace(record, error_code=terminal_status.code) if terminal_status.limit else record
 
 
 def _is_unavailable(error: Exception) -> bool:

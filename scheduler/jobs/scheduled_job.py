@@ -28,6 +28,7 @@ class Phase(Enum):
     """Where a job is. This scheduler extends the lease, until a worker runs the job."""
 
     PREPARING = auto()  # pulled; its prompt is tokenized, its admission checked
+    HELD = auto()  # its tenant's limits have no place for it now
     WAITING = auto()  # in the fair queue
     DISPATCHING = auto()  # on its way to a worker
     RUNNING = auto()  # a worker has it, and extends the lease
@@ -35,7 +36,8 @@ class Phase(Enum):
 
 
 _NEXT_PHASES = {
-    Phase.PREPARING: (Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
+    Phase.PREPARING: (Phase.HELD, Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
+    Phase.HELD: (Phase.WAITING, Phase.ENDED),
     Phase.WAITING: (Phase.DISPATCHING, Phase.ENDED),
     Phase.DISPATCHING: (Phase.RUNNING, Phase.WAITING, Phase.ENDED),
     Phase.RUNNING: (Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
@@ -167,7 +169,7 @@ class ScheduledJob:
     @property
     def holds_lease(self) -> bool:
         """The lease is ours to extend."""
-        return self.phase in (Phase.PREPARING, Phase.WAITING, Phase.DISPATCHING)
+        return self.phase in (Phase.PREPARING, Phase.HELD, Phase.WAITING, Phase.DISPATCHING)
 
     @property
     def is_ended(self) -> bool:

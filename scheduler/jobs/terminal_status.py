@@ -8,7 +8,10 @@ from millrace.bus.tenancy.errors import RateLimitError
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
 from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
+from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
+
+_RETRY_OVER_LIMIT_S = 5.0
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,19 @@ def over_limit(error: RateLimitError) -> TerminalStatus:
         retryable=error.comes_back,
         retry_after_s=error.retry_after_s or 0.0,
         limit=error.limit,
+    )
+
+
+def over_waiting_jobs(tenant: str, tier: Tier, bound: int) -> TerminalStatus:
+    """Its tenant has as many published jobs waiting as it may."""
+    return TerminalStatus(
+        status=Status.SHED,
+        code="max_waiting_jobs",
+        message=f"Limit max_waiting_jobs of tenant {tenant} reached: {bound} jobs wait in tier "
+        f"{tier.value}. Publish more when some of them have ended.",
+        retryable=True,
+        retry_after_s=_RETRY_OVER_LIMIT_S,
+        limit="max_waiting_jobs",
     )
 
 

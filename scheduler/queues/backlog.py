@@ -135,6 +135,23 @@ class Backlog:
             if state.num_waiting
         }
 
+    def waiting_published(self) -> dict[TenantQueue, int]:
+        """Tenant queues of services with jobs in the queue, and how many there were when they were
+        counted, at most: other schedulers may hold some."""
+        return {
+            tenant_queue: num_waiting
+            for tenant_queue, state in self._tenant_queues.items()
+            if not tenant_queue.reserved and (num_waiting := state.total - state.num_ours) > 0
+        }
+
+    def num_published(self) -> int:
+        """Jobs that services published and that wait, in the queue or here."""
+        return sum(
+            state.num_waiting + state.num_here
+            for tenant_queue, state in self._tenant_queues.items()
+            if not tenant_queue.reserved
+        )
+
     def idle(self, now_s: float, for_s: float) -> list[TenantQueue]:
         """Tenant queues that have had no job for so long."""
         return [

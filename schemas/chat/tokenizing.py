@@ -27,7 +27,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     return_token_strs: bool | None = None
 
 
-class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """``token_strs`` are the tokens as the tokenizer spells them, if they were asked for."""
 
     tokens: tuple[int, ...]
@@ -45,5 +45,5 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     skip_special_tokens: bool = False
 
 
-class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str

@@ -48,8 +48,10 @@ class NatsConfig(TlsFiles, frozen=True, kw_only=True):
     max_deliver: int = 8
     """Deliveries of a job; after as many without an end it goes to the dead letters."""
 
-    max_stored_jobs: int = 200_000
-    """Jobs that the queue holds, of all models; a publisher of more is refused."""
+    max_stored_jobs: int = 4_000_000
+    """Jobs that the queue holds, of all models; a publisher of more is refused. Above what one
+    tenant's services may have waiting (``max_waiting_jobs`` of the tier ``batch``), so that no
+    tenant fills it alone."""
 
     results_ttl_s: float = 86_400.0
     """How long the results of asynchronous jobs are kept."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from millrace.schemas.openai import LogprobInfo
-from millrace.schemas.responses.items import Item, OutputText, ReasoningText, Response
+from millrace.schemas.responses.items import Item, OutputText, ReasoningText, ResponseAnswer
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -19,25 +19,25 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class ResponseCreated(_Event, frozen=True, kw_only=True, tag="response.created"):
-    response: Response
+    response: ResponseAnswer
 
 
 class ResponseInProgress(_Event, frozen=True, kw_only=True, tag="response.in_progress"):
-    response: Response
+    response: ResponseAnswer
 
 
 class ResponseCompleted(_Event, frozen=True, kw_only=True, tag="response.completed"):
-    response: Response
+    response: ResponseAnswer
 
 
 class ResponseIncomplete(_Event, frozen=True, kw_only=True, tag="response.incomplete"):
     """The answer ended before the model was done: ``response.incomplete_details`` says why."""
 
-    response: Response
+    response: ResponseAnswer
 
 
 class ResponseFailed(_Event, frozen=True, kw_only=True, tag="response.failed"):
-    response: Response
+    response: ResponseAnswer
 
 
 class OutputItemAdded(_Event, frozen=True, kw_only=True, tag="response.output_item.added"):

@@ -364,7 +364,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class Response(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer with what asked for it. ``store`` says whether it can be referred to later,
     ``conversation`` which one it is added to."""
 

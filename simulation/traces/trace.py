@@ -28,6 +28,8 @@ class TraceRequest(
 
     ``output_tokens`` is how long the answer will be, which no scheduler knows; ``max_tokens`` (the
     same, if it is not given) is what the request states. ``deadline_s`` counts from its arrival.
+    ``published``: a service published it on the bus, so that it waits for the limits of its tenant;
+    all others were admitted by a gateway.
 
     Raises ValueError, naming the field, for a value out of range.
     """
@@ -42,6 +44,7 @@ class TraceRequest(
     prefix: tuple[tuple[str, int], ...] = ()
     max_tokens: int | None = None
     deadline_s: float | None = None
+    published: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.at_s <= _MAX_AT_S:

@@ -18,6 +18,7 @@ _SAID = {
     "dispatch": ("Millrace, 1 tenants", "/s of one core"),
     "fairness --only neighbours backlog": ("Jain index of the work", "VTC's bound", "TTFT behind"),
     "fairness --only replicas": ("one is killed", "VTC's bound", "Jain index of all phases"),
+    "job_lines": ("100 done", "first token of another tenant"),
     "preemption": ("TTFT beside the free streams", "goal"),
     "affinity": ("affine / least_loaded", "ceiling"),
     "simulated_roles": ("derived, not measured", "16 mixed", "8 + 8, 1.6 GB/s", "good", "TTFT"),

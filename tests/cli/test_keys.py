@@ -109,6 +109,7 @@ def test_limits_of_a_tenant(keys: Keys) -> None:
     set_now = keys.json(
         *("tenant", "acme", "--tier", "pro", "--monthly-budget", "100.50"),
         *("--requests-per-minute", "6", "--concurrent-requests", "none"),
+        *("--max-waiting-jobs", "20000"),
     )
     assert set_now["limits"] == {
         "requests_per_minute": 6,
@@ -116,13 +117,21 @@ def test_limits_of_a_tenant(keys: Keys) -> None:
         "concurrent_requests": None,
         "context_tokens": 65_536,
         "monthly_budget": "100.50",
+        "max_waiting_jobs": 20_000,
     }
     assert set(set_now["set_here"]) == {
+        "max_waiting_jobs",
         "requests_per_minute",
         "concurrent_requests",
         "monthly_budget",
     }
-    back = keys.json("tenant", "acme", "--requests-per-minute", "default")
+    back = keys.json(
+        *("tenant", "acme", "--requests-per-minute", "default", "--max-waiting-jobs", "default")
+    )
+    assert back["limits"]["max_waiting_jobs"] == 1_000
+    code, _, err = keys.run("tenant", "acme", "--max-waiting-jobs", "0")
+    assert code == 2
+    assert "max_waiting_jobs must be between 1 and" in err
     assert back["limits"]["requests_per_minute"] == 600
     assert back["limits"]["monthly_budget"] == "100.50"
     text = keys("tenant", "acme", "--show")

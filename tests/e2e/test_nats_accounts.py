@@ -223,20 +223,23 @@ async def test_streams_outlive_a_killed_worker_and_move_from_one_that_drains(
 # --- limits of who publishes -----------------------------------------------------------------
 
 
-async def test_who_is_over_a_limit_is_told_which(
+async def test_jobs_over_a_limit_wait_and_those_over_the_line_are_told(
     system: GuardedSystem, service: Service, limits: Callable[..., Any]
 ) -> None:
-    await limits(requests_per_minute=1)
-    await service.publish("rate-1")
-    await service.publish("rate-2")
-    ends = [await service.ended(request_id) for request_id in ("rate-1", "rate-2")]
-    (refused,) = [end for end in ends if end["type"] != "done"]
-    assert (refused["type"], refused["limit"]) == ("shed", "requests_per_minute")
-    assert 0 < refused["retry_after_s"] <= 60
-    assert "tenant acme" in refused["message"]
-    found = [await one_record(system, request_id) for request_id in ("rate-1", "rate-2")]
-    codes = {record.status.value: record.error_code for record in found}
-    assert codes == {"done": "", "shed": "requests_per_minute"}
+    await limits(concurrent_requests=1, max_waiting_jobs=3)
+    ids = [f"line-{number}" for number in range(7)]
+    await service.publish(ids[0], 150)
+    await eventually(lambda: bool(service.token_ids(ids[0])), WITHIN_S, "first tokens")
+    for request_id in ids[1:]:
+        await service.publish(request_id)
+    ends = [await service.ended(request_id) for request_id in ids]
+    assert [end["type"] for end in ends] == ["done"] * 4 + ["shed"] * 3, "the newest are refused"
+    assert ends[-1]["limit"] == "max_waiting_jobs"
+    assert ends[-1]["retry_after_s"] > 0
+    assert "of tenant acme reached: 3 jobs wait in tier free" in ends[-1]["message"]
+    found = [await one_record(system, request_id) for request_id in ids]
+    codes = [(record.status.value, record.error_code) for record in found]
+    assert codes == [("done", "")] * 4 + [("shed", "max_waiting_jobs")] * 3
 
 
 async def test_a_budget_that_is_spent_ends_jobs_for_this_month(

@@ -207,7 +207,7 @@ async def test_responses_are_streamed_as_it_describes(http: httpx.AsyncClient) -
     text = (await http.post("/v1/responses", json=body)).text
     events = [line.removeprefix("data: ") for line in text.splitlines() if line[:6] == "data: "]
     event_schema = openapi.openapi_document()["paths"]["/v1/responses"]["post"]["responses"]
-    schema = event_schema["200"]["content"]["text/event-stream"]["x-event"]
+    schema = event_schema["200"]["content"]["text/event-stream"]["schema"]
     components = openapi.openapi_document()["components"]
     events_described = Draft202012Validator({**schema, "components": components})
     assert len(events) > 5

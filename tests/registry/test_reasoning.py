@@ -242,7 +242,7 @@ def test_a_budget_is_for_models_that_think(tmp_path: Path) -> None:
     assert (off.notices, prepared(model, budget).notices) == ((), ())
     plain = served(tmp_path, "{{ messages[0].content }}")
     for fields in ({"messages": (ASKED,)}, {"prompt": "hi"}):
-        job = Job(request_id="r", model="tiny", sampling=budget, **fields)  # type: ignore[arg-type]
+        job = Job(request_id="r", model="tiny", sampling=budget, **fields)
         without = plain.prepare(job, random.Random(1))
         assert (without.sampling.max_reasoning_tokens, without.notices) == (None, ())
 

@@ -44,6 +44,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/gateway/agents/recorded/*", ("tests/gateway/agents/*",)),
     ("tests/clients/ai_sdk.mjs", ("tests/clients/test_agents.py",)),
+    ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
     ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),
     ("tests/bus/nats/sent/*", ("tests/bus/nats/test_publishers.py",)),
@@ -55,7 +56,14 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
         "docs/examples/*",
         ("tests/e2e/api/*", "tests/e2e/test_walk.py", "tests/gateway/api/test_browser_client.py"),
     ),
-    ("docs/openapi.json", ("tests/gateway/test_openapi.py", "tests/gateway/api/test_fuzz_http.py")),
+    (
+        "docs/openapi.json",
+        (
+            "tests/clients/test_generated.py",
+            "tests/gateway/test_openapi.py",
+            "tests/gateway/api/test_fuzz_http.py",
+        ),
+    ),
     (
         "docs/asyncapi.json",
         (

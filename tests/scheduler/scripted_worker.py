@@ -18,6 +18,7 @@ from millrace.schemas.control import (
     Ended,
     Prefilled,
     Replay,
+    ResetPrefixCache,
     Served,
     SetRole,
     Warm,
@@ -243,7 +244,7 @@ class ScriptedWorker:
                     return WorkerReply(ok=False, reason="unknown_request")
                 self.replays.append(command)
                 return WorkerReply(ok=True)
-            case Drain():
+            case Drain() | ResetPrefixCache():
                 return WorkerReply(ok=False, reason="bad_request")
 
     async def _on_dispatch(self, dispatch: Dispatch) -> WorkerReply:

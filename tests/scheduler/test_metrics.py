@@ -68,7 +68,7 @@ async def test_what_ends_without_a_worker_is_counted_by_why() -> None:
     try:
         worker = await world.add_worker(num_slots=1)
         for number in range(8):
-            await world.client.jobs.publish(job(f"r{number}"))
+            await world.client.jobs.publish(job(f"r{number}"), reserved=True)
         await world.until(lambda: "r0" in worker.running and world.num_stored <= 3)
         await world.client.control.cancel(Cancel(request_id="r1"))
         await world.client.jobs.publish(job("stray", model="nobody-knows-this-one"))

@@ -17,6 +17,7 @@ from millrace.bus.fleet.reply_owners import ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.tokens import untoken
 from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
@@ -34,6 +35,7 @@ from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import Adapter
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.tenants import TierLimits
 from millrace.schemas.tools import ToolFormat
 from tests.bus.fleet.memory_rollouts import MemoryRollouts, MemoryRolloutStore
 from tests.scheduler.scripted_worker import ScriptedWorker
@@ -177,7 +179,8 @@ def job(request_id: str, **changes: object) -> Job:
 
 
 class World:
-    """Everything in one loop; ``until`` is how time goes on."""
+    """Everything in one loop; ``until`` is how time goes on. With ``tiers`` each scheduler keeps
+    these limits by itself, as while Redis is unreachable."""
 
     def __init__(
         self,
@@ -186,6 +189,7 @@ class World:
         models: tuple[str, ...] = ("m",),
         router: Router | None = None,
         orphan_grace_s: float = 0.0,
+        tiers: TierLimits | None = None,
     ) -> None:
         self._orphan_grace_s = orphan_grace_s
         self.clock = ManualClock()
@@ -202,6 +206,7 @@ class World:
         self._load = load
         self._models = models
         self._router = router
+        self._tiers = tiers
         self.schedulers: list[Scheduler] = []
         self._running: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
@@ -219,12 +224,15 @@ class World:
             )
 
     async def add_scheduler(self) -> Scheduler:
+        tiers = self._tiers
+        limits = None if tiers is None else LimitKeeper(None, tiers, self.clock, remembers=True)
         scheduler = Scheduler(
             MemoryBus(self.broker),
             self.config,
             self.clock,
             ModelCatalogue(self._models, self._load, self._router),
             self.running_requests,
+            limits=limits,
             directories=Directories(
                 self.adapters, MemoryRollouts(self.rollouts, self.clock), self.reply_owners
             ),

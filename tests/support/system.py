@@ -57,7 +57,7 @@ class System:
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> System:
-        """Start it and wait until it says that it is ready."""
+        """Start it and wait until it is ready, and keeps records, which it does not wait for."""
         self.data.mkdir(parents=True, exist_ok=True)
         with (self.data / "up.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -77,12 +77,20 @@ class System:
                 env={**os.environ, **FOREIGN_VARIABLES, **self.environment},
             )
         deadline = time.monotonic() + self.starts_within_s
-        while not self._endpoints_file.exists():
+        while not (self._endpoints_file.exists() and self._keeps_records()):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise AssertionError(f"millrace up did not come up:\n{self.output()}{self._logs()}")
             time.sleep(_POLL_S)
         return self
+
+    def _keeps_records(self) -> bool:
+        url = urllib.parse.urlsplit(self.endpoints["clickhouse"])
+        try:
+            with open_directly(f"http://{url.hostname}:{url.port}/ping", timeout_s=2.0):
+                return True
+        except OSError:
+            return False
 
     @property
     def endpoints(self) -> dict[str, str]:

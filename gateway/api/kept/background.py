@@ -29,10 +29,10 @@ from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, ModelNotFoundError
-from millrace.schemas.responses.items import Response
+from millrace.schemas.responses.items import ResponseAnswer
 from millrace.schemas.responses.kept import StoredResponse
 
-_decode = msgspec.json.Decoder(Response).decode
+_decode = msgspec.json.Decoder(ResponseAnswer).decode
 
 
 class NotInBackgroundError(MillraceError, code="not_in_background", http_status=400):

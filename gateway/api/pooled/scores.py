@@ -30,9 +30,9 @@ from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.embeddings import (
+    RankedDocument,
     RerankList,
     RerankRequest,
-    RerankResult,
     Score,
     ScoreList,
     ScoreRequest,
@@ -126,7 +126,7 @@ class _RerankAnswer(_Scored[_MadeT]):
             id=head.request_id,
             model=asked.model,
             results=tuple(
-                RerankResult(
+                RankedDocument(
                     index=i,
                     relevance_score=scores[i],
                     document=_as_object(asked.documents[i]) if with_texts else msgspec.UNSET,

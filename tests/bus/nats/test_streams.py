@@ -40,16 +40,16 @@ async def test_a_default_never_shrinks_a_stream(
     nats_config: NatsConfig, manager: JetStreamManager
 ) -> None:
     url = nats_config.url
-    await start(url, results_ttl_s=7 * _DAY_S, max_stored_jobs=500_000)
+    await start(url, results_ttl_s=7 * _DAY_S, max_stored_jobs=5_000_000)
     await start(url)
     assert (await config_of(manager, "RESULTS")).max_age == 7 * _DAY_S
-    assert (await config_of(manager, "JOBS")).max_msgs == 500_000
+    assert (await config_of(manager, "JOBS")).max_msgs == 5_000_000
     await start(url, results_ttl_s=_HOUR_S, max_stored_jobs=300)
     assert (await config_of(manager, "RESULTS")).max_age == _HOUR_S
     assert (await config_of(manager, "JOBS")).max_msgs == 300
     await start(url)
     assert (await config_of(manager, "RESULTS")).max_age == _DAY_S, "a default may grow it"
-    assert (await config_of(manager, "JOBS")).max_msgs == 200_000
+    assert (await config_of(manager, "JOBS")).max_msgs == 4_000_000
 
 
 async def test_what_an_operator_sets_on_the_server_stays(
@@ -91,14 +91,14 @@ async def test_a_duplicate_window_fits_into_what_is_kept(
 async def test_a_closed_queue_keeps_its_other_properties(
     nats_config: NatsConfig, manager: JetStreamManager
 ) -> None:
-    await start(nats_config.url, max_stored_jobs=500_000)
+    await start(nats_config.url, max_stored_jobs=5_000_000)
     bus = await connect(nats_config, "gateway", part=Part.GATEWAY)
     await bus.storage.admit_jobs(admit=False)
     closed = await config_of(manager, "JOBS")
-    assert (closed.max_msg_size, closed.max_msgs) == (1, 500_000)
+    assert (closed.max_msg_size, closed.max_msgs) == (1, 5_000_000)
     await bus.storage.admit_jobs(admit=True)
     opened = await config_of(manager, "JOBS")
-    assert (opened.max_msg_size, opened.max_msgs) == (-1, 500_000)
+    assert (opened.max_msg_size, opened.max_msgs) == (-1, 5_000_000)
     await bus.close()
 
 

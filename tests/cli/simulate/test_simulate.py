@@ -337,3 +337,18 @@ def test_a_trace_is_written_as_it_is_read() -> None:
     assert json.loads(file.getvalue()) == {
         "at_s": 0.5, "prompt_tokens": 100, "output_tokens": 11, "prefix": [["p", 3]],
     }  # fmt: skip
+
+
+def test_what_services_publish_waits_for_the_limits_of_its_tenant() -> None:
+    """Three hundred at once: those that a gateway admitted are shed above the queue's bound, the
+    others run eight at a time, as the tier free has it."""
+    settings = make_settings(1, scheduler=SchedulerConfig(max_queued_jobs=50))
+    burst = [make_request(0.0, tenant="service", published=True) for _ in range(300)]
+    outcomes = run_trace(burst, settings).outcomes
+    _check_conserved(outcomes)
+    assert Counter(outcome.status for outcome in outcomes) == {Status.DONE: 300}
+    begun = sorted(outcome.started_s for outcome in outcomes)
+    assert begun[60] > 1.0, "a minute has sixty"
+    admitted = [make_request(0.0, tenant="service") for _ in range(300)]
+    ends = Counter(outcome.status for outcome in run_trace(admitted, settings).outcomes)
+    assert ends[Status.SHED] > 200

@@ -182,6 +182,15 @@ async def test_a_full_queue_is_a_429(front: RunningGateway, client: openai.Async
     assert front.worker.jobs == []
 
 
+async def test_jobs_that_services_published_fill_no_queue(
+    front: RunningGateway, client: openai.AsyncOpenAI
+) -> None:
+    waiting = QueueStatus(model=MODEL, num_queued=9_000, num_published=8_992, bound=9)
+    await front.worker.bus.control.publish_queue_status(waiting)
+    await eventually(lambda: bool(front.gateway.fleet.queues()))
+    assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "x"
+
+
 async def test_a_bus_that_is_away_is_a_503(
     front: RunningGateway, client: openai.AsyncOpenAI
 ) -> None:

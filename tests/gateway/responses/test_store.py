@@ -23,7 +23,7 @@ from millrace.schemas.responses.items import (
     Item,
     MessageItem,
     OutputText,
-    Response,
+    ResponseAnswer,
     TextConfig,
 )
 from tests.support.servers import RedisServer
@@ -42,9 +42,9 @@ async def link(redis_server: RedisServer) -> AsyncIterator[RedisLink]:
     await made.close()
 
 
-def response(response_id: str, text: str = "ok") -> Response:
+def response(response_id: str, text: str = "ok") -> ResponseAnswer:
     output = MessageItem(id="msg_2", role="assistant", content=(OutputText(text),))
-    return Response(
+    return ResponseAnswer(
         id=response_id,
         created_at=1,
         status="completed",

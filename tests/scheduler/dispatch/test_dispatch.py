@@ -326,7 +326,7 @@ async def test_the_newest_are_shed_above_the_bound() -> None:
     world = World(msgspec.structs.replace(CONFIG, max_queued_jobs=5))
     await world.open()
     for number in range(8):
-        await world.client.jobs.publish(job(f"r{number}", store_result=True))
+        await world.client.jobs.publish(job(f"r{number}", store_result=True), reserved=True)
     await world.until(lambda: world.num_stored == 5)
     await world.until(lambda: len(world.records()) == 3)
     assert {record.request_id for record in world.records()} == {"r5", "r6", "r7"}

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.tenancy.settling import Settlement, Settlements
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
-from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
+from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
-from millrace.schemas.frames import Shed
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.tenants import TierLimits
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.support.limit_bench import LimitBench, reserve
 from tests.support.servers import RedisServer, free_port
+from tests.support.waiting import eventually
 
 # A prompt of 3 and a completion of 16 cost 19 at most.
 PRICES = PriceBook(
@@ -79,31 +84,104 @@ async def settle(bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: in
     )
 
 
-async def test_each_limit_refuses_by_its_name(bench: LimitBench) -> None:
+async def test_a_job_over_a_limit_waits_for_it(bench: LimitBench) -> None:
     admission = door_of(bench)
     await bench.tenant("rpm", requests_per_minute=1)
     await bench.tenant("tpm", tokens_per_minute=30)
     await bench.tenant("running", concurrent_requests=1)
-    for tenant, limit, code in (
-        ("rpm", "requests_per_minute", "requests_per_minute"),
-        ("tpm", "tokens_per_minute", "tokens_per_minute"),
-        ("running", "concurrent_requests", "concurrent_requests"),
+    await bench.tenant("poor", monthly_budget=Decimal(30))
+    for tenant, answer in (
+        ("rpm", NotYet(60.0, ends_free_it=False)),
+        ("tpm", NotYet(16.0, ends_free_it=False)),
+        ("running", NotYet(1.0, ends_free_it=True)),
+        ("poor", NotYet(1.0, ends_free_it=True)),
     ):
         assert await admission.admit(scheduled_job(tenant)) is None
         late = scheduled_job(tenant)
-        terminal_status = await admission.admit(late)
-        assert terminal_status is not None
-        assert (terminal_status.status, terminal_status.code, terminal_status.limit) == (
-            Status.SHED,
-            code,
-            limit,
-        )
-        frame = terminal_status.frame(1)
-        assert isinstance(frame, Shed)
-        assert frame.limit == limit
-        assert f"Limit {limit} of tenant {tenant} reached" in frame.message
-        assert frame.retry_after_s > 0
+        assert await admission.admit(late) == answer, tenant
         assert late.reservation is None
+
+
+async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
+    await bench.tenant("acme", requests_per_minute=3, concurrent_requests=2)
+    admission = door_of(bench)
+    told: list[tuple[str, int | None, bool]] = []
+
+    def on_places(tenant: str, num_places: int | None, *, is_granted: bool) -> None:
+        told.append((tenant, num_places, is_granted))
+
+    admission.on_places = on_places
+    jobs = [scheduled_job("acme") for _ in range(3)]
+    for job in (*jobs, scheduled_job("local")):
+        await admission.admit(job)
+    assert told == [
+        ("acme", 1, True),
+        ("acme", 0, True),
+        ("acme", 0, False),
+        ("local", None, True),
+    ]
+
+
+async def test_jobs_in_line_leave_room_to_requests_that_cannot_wait(bench: LimitBench) -> None:
+    """A line takes each place as it becomes free. Once a gateway had to refuse a request, jobs
+    leave a quarter of each limit until no such request has come for a while."""
+    await bench.tenant("acme", concurrent_requests=4)
+    admission = door_of(bench)
+    jobs = [scheduled_job("acme") for _ in range(6)]
+    for job in jobs[:4]:
+        assert await admission.admit(job) is None
+    with pytest.raises(RateLimitError):
+        await reserve(bench.limiter, Caller(tenant="acme"), "r1")
+    await settle(bench, jobs[0], 10, 0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r2")
+    await settle(bench, jobs[1], 10, 0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet), "the place stays for the next one"
+    await bench.clock.advance(4.0)
+    await reserve(bench.limiter, Caller(tenant="acme"), "r3")
+    await bench.limiter.settle("r3", None, None)
+    await bench.clock.advance(4.0)
+    assert isinstance(await admission.admit(jobs[4]), NotYet), "they still come"
+    await bench.clock.advance(1.0)
+    assert await admission.admit(jobs[4]) is None
+
+
+async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> None:
+    """Each has a line of its own, and what ends at one of them lets the other go on."""
+    await bench.tenant("acme", concurrent_requests=2)
+    tasks = Tasks()
+    lines = [TenantLines(door_of(bench), bench.clock, tasks) for _ in range(2)]
+    jobs = [scheduled_job("acme") for _ in range(6)]
+    admitted: list[ScheduledJob] = []
+
+    def decided(job: ScheduledJob, terminal_status: TerminalStatus | None) -> None:
+        assert terminal_status is None
+        admitted.append(job)
+
+    for number, job in enumerate(jobs):
+        job.phase = Phase.PREPARING
+        await lines[number % 2].admit(job, partial(decided, job))
+    assert admitted == jobs[:2]
+    for number in range(2, 6):
+        await settle(bench, admitted[number - 2], 10, 0)
+        for line in lines:
+            line.freed("acme")
+        await eventually(lambda number=number: len(admitted) == number + 1)
+        assert (await standing(bench, "acme"))[0] == 2
+    assert set(admitted) == set(jobs)
+    await tasks.close()
+
+
+async def test_the_bound_of_waiting_jobs_is_the_tenants_own(bench: LimitBench) -> None:
+    admission = door_of(bench)
+    whose = [("acme", Tier.PRO), ("acme", Tier.BATCH), ("local", Tier.BATCH)]
+    assert await admission.max_waiting_jobs(whose) == [1_000, 1_000_000, None]
+    await bench.tenant("acme", max_waiting_jobs=7)
+    await bench.clock.advance(5.0)
+    assert await admission.max_waiting_jobs(whose) == [7, 7, None]
+    await bench.tenant("acme", max_waiting_jobs=None)
+    await bench.clock.advance(5.0)
+    assert await admission.max_waiting_jobs(whose) == [None, None, None]
 
 
 async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
@@ -117,7 +195,7 @@ async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
         ("narrow", "context_length_exceeded"),
     ):
         terminal_status = await admission.admit(scheduled_job(tenant))
-        assert terminal_status is not None
+        assert isinstance(terminal_status, TerminalStatus)
         assert (terminal_status.status, terminal_status.code, terminal_status.retryable) == (
             Status.FAILED,
             code,
@@ -129,9 +207,7 @@ async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) 
     await bench.tenant("acme", monthly_budget=Decimal(30))
     job = scheduled_job("acme")
     assert await door_of(bench).admit(job) is None
-    held = await door_of(bench).admit(scheduled_job("acme"))
-    assert held is not None
-    assert (held.status, held.limit) == (Status.SHED, "monthly_budget")
+    assert isinstance(await door_of(bench).admit(scheduled_job("acme")), NotYet)
     assert await settle(bench, job, 10, 10)
     assert not await settle(bench, job, 10, 10), "a worker that answers again"
     await door_of(bench).release(job)
@@ -187,9 +263,7 @@ async def test_nobody_hides_behind_anothers_reservation(bench: LimitBench) -> No
     await settle(bench, same, 10, 10)
     again = scheduled_job("acme")
     again.job = replace(again.job, request_id="r1")
-    terminal_status = await door_of(bench).admit(again)
-    assert terminal_status is not None
-    assert terminal_status.limit == "requests_per_minute"
+    assert isinstance(await door_of(bench).admit(again), NotYet)
 
 
 async def test_what_no_worker_answers_is_not_charged(bench: LimitBench) -> None:
@@ -208,9 +282,7 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     jobs = [scheduled_job("acme") for _ in range(8)]
     for job in jobs:
         assert await admission.admit(job) is None
-    terminal_status = await admission.admit(scheduled_job("acme"))
-    assert terminal_status is not None
-    assert terminal_status.limit == "concurrent_requests"
+    assert await admission.admit(scheduled_job("acme")) == NotYet(1.0, ends_free_it=True)
     admission.release_local(jobs[0])
     assert await admission.admit(scheduled_job("acme")) is None
     # It is charged all the same, by its worker, once Redis is there.
@@ -218,8 +290,7 @@ async def test_without_redis_limits_are_the_schedulers_own(bench: LimitBench) ->
     assert not await settle(bench, jobs[0], 11, 11)
     assert await spent(bench, "acme") == 11
     waiting = await admission.admit(scheduled_job("acme", Tier.BATCH))
-    assert waiting is not None
-    assert (waiting.code, waiting.retryable) == ("state_unavailable", True)
+    assert waiting == NotYet(2.0, ends_free_it=False)
     assert await admission.admit(scheduled_job("local", Tier.BATCH)) is None
     await away.close()
 

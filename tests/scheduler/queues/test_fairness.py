@@ -95,17 +95,24 @@ async def test_what_would_come_too_late_for_its_tier_is_refused() -> None:
     await world.open()
     worker = await world.add_worker(num_slots=1)
     for number in range(8):
-        await world.client.jobs.publish(job(f"r{number}", received_ns=world.clock.now_ns()))
+        late = job(f"r{number}", received_ns=world.clock.now_ns())
+        await world.client.jobs.publish(late, reserved=True)
     for number in range(2):
         await world.until(lambda: bool(worker.running))
         await world.pass_s(2.0)
         await worker.finish(f"r{number}")
+    published = [job(f"p{number}", received_ns=world.clock.now_ns()) for number in range(8)]
+    for waiting in published:
+        await world.client.jobs.publish(waiting)
     await world.until(lambda: any(isinstance(frame, Shed) for _, frame in world.frames))
     refused = next(name for name, frame in world.frames if isinstance(frame, Shed))
     await world.until(lambda: world.record(refused) is not None)
     record = world.record(refused)
     assert record is not None
     assert record.status is Status.SHED
+    await world.pass_s(1.0)
+    shed = {name for name, frame in world.frames if isinstance(frame, Shed)}
+    assert not shed & {one.request_id for one in published}, "what a service publishes waits"
     await world.close()
 
 
@@ -113,9 +120,9 @@ async def test_one_tenant_may_not_fill_the_queue(world: World) -> None:
     world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_queued_jobs=20)
     await world.add_worker(num_slots=1)
     for number in range(12):
-        await world.client.jobs.publish(job(f"small-{number}", tenant="small"))
+        await world.client.jobs.publish(job(f"small-{number}", tenant="small"), reserved=True)
     for number in range(60):
-        await world.client.jobs.publish(job(f"big-{number}", tenant="big"))
+        await world.client.jobs.publish(job(f"big-{number}", tenant="big"), reserved=True)
     await world.pass_s(3.0)
     shed = {name for name, frame in world.frames if isinstance(frame, Shed)}
     assert shed

@@ -121,7 +121,8 @@ async def busy_worker(world: World, model: str = "m", tenant: str = "busy") -> S
         long = msgspec.structs.replace(sampling, max_tokens=100)
         one = job(f"{tenant}-{number}", tenant=tenant, model=model, sampling=long)
         received_ns = world.clock.now_ns()
-        await world.client.jobs.publish(msgspec.structs.replace(one, received_ns=received_ns))
+        one = msgspec.structs.replace(one, received_ns=received_ns)
+        await world.client.jobs.publish(one, reserved=True)
     await world.until(lambda: bool(worker.running))
     await world.pass_s(1.0)
     return worker

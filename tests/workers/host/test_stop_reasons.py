@@ -87,5 +87,6 @@ async def test_a_completion_of_one_call_ends_behind_it(demo: ServedModel, has: i
         assert (done.finish_reason, done.stop_reason) == (FinishReason.STOP, None)
         stored = await b.bus.results.fetch(job.tenant, job.request_id)
     assert stored is not None
+    assert stored.usage is not None
     assert stored.text == call
     assert stored.usage.completion_tokens == len(stored.token_ids) < len(token_ids)

@@ -234,6 +234,9 @@ class _Counting:
     def stats(self) -> EngineStats:
         return EngineStats(num_running=int(self.has_work))
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def pop_prefix_changes(self) -> PrefixChanges | None:
         return PrefixChanges(added=bytes([self.left]) * 8) if self.left == 1 else None
 

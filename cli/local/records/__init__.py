@@ -1,0 +1,1 @@
+"""What keeps records in a local system: Kafka and telemetry."""

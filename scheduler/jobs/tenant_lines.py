@@ -1,0 +1,271 @@
+"""The lines in which jobs that services publish wait until their tenants' limits admit them."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from millrace.bus.job_queue import TenantQueue
+from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet
+from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.terminal_status import TerminalStatus
+from millrace.schemas.tenants import LOCAL_TENANT
+
+# Called with None once a job is admitted, else with how it ends.
+Decided = Callable[[TerminalStatus | None], None]
+
+_ANY = 1 << 30
+# What is pulled of a tenant whose limits this scheduler has not asked for yet: its first job asks.
+_FIRST_PLACES = 1
+# Ends of requests are heard; one that was missed, or a place whose request never ended, is found by
+# asking again: after 1 s at first, each time after twice as long.
+_RETRY_S = 1.0
+_LONGEST_RETRY_S = 16.0
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One tenant's jobs. ``num_places`` were free when the limits were asked for last, and since
+    then; ``held`` were pulled and not admitted; ``num_pulling`` and ``undecided`` are on their way
+    to that. ``models`` are those whose pulls wait for a place, the next one first. The limits are
+    asked for again at ``due_s``."""
+
+    num_places: int = _FIRST_PLACES
+    num_pulling: int = 0
+    undecided: set[ScheduledJob] = field(default_factory=set)
+    held: dict[ScheduledJob, Decided] = field(default_factory=dict)
+    models: dict[str, None] = field(default_factory=dict)
+    due_s: float = math.inf
+    retry_s: float = _RETRY_S
+    is_asking: bool = False
+    has_news: bool = False
+
+    @property
+    def num_wanted(self) -> int:
+        if self.held:
+            return 0
+        return max(0, self.num_places - self.num_pulling - len(self.undecided))
+
+    def next_held(self) -> ScheduledJob | None:
+        def rank(scheduled: ScheduledJob) -> tuple[int, int]:
+            return scheduled.job.priority, scheduled.lease.stream_sequence
+
+        return min(self.held, key=rank, default=None)
+
+
+class TenantLines:
+    """Admits the jobs of each tenant as its limits have places, in the order of their priorities
+    and then of their arrival.
+
+    A line stands in the queue on the bus: while a tenant has no place, none of its published jobs
+    is pulled, but for the first where a line does not move. The few that were pulled and found no
+    place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``),
+    also what other schedulers sent or gateways admitted. ``on_places`` is called with the names of
+    models whose jobs may be pulled again, which take turns. Jobs of gateways never wait here, and
+    without an ``admission`` no job does.
+    """
+
+    def __init__(self, admission: JobAdmission | None, clock: Clock, tasks: Tasks) -> None:
+        self.on_places: Callable[[Sequence[str]], None] = lambda _models: None
+        self._admission = admission
+        self._clock = clock
+        self._tasks = tasks
+        self._lines: dict[str, _Line] = {}
+        self._held: dict[ScheduledJob, _Line] = {}
+        self._due: list[tuple[float, str]] = []
+        self._wake = asyncio.Event()
+        if admission is not None:
+            admission.on_places = self._learn
+
+    # --- pulls ---
+
+    def num_wanted(self, tenant_queue: TenantQueue) -> int:
+        """How many jobs of a tenant queue may be pulled now."""
+        if self._admission is None or tenant_queue.reserved:
+            return _ANY
+        line = self._of(tenant_queue.tenant or LOCAL_TENANT)
+        num_wanted = line.num_wanted
+        if not num_wanted:
+            line.models.setdefault(tenant_queue.model)
+        return num_wanted
+
+    def pulling(self, tenant_queue: TenantQueue, num_jobs: int) -> None:
+        """A pull begins, or with less than 0 jobs ends; what it brings is ``undecided``."""
+        if self._admission is not None and not tenant_queue.reserved:
+            self._of(tenant_queue.tenant or LOCAL_TENANT).num_pulling += num_jobs
+
+    def is_blocked(self, tenant_queue: TenantQueue) -> bool:
+        """Whether the tenant's limits, and not the workers, keep its published jobs waiting."""
+        line = self._lines.get(tenant_queue.tenant or LOCAL_TENANT)
+        if line is None or tenant_queue.reserved:
+            return False
+        return bool(line.held) or line.num_places <= 0
+
+    def forget(self, tenant_queue: TenantQueue) -> None:
+        """The tenant queue has had no job for long."""
+        tenant = tenant_queue.tenant or LOCAL_TENANT
+        line = self._lines.get(tenant)
+        if line is not None and not (line.held or line.undecided or line.num_pulling):
+            del self._lines[tenant]
+
+    # --- jobs ---
+
+    def undecided(self, scheduled: ScheduledJob) -> None:
+        """A job was pulled, and is to be admitted or ended."""
+        if self._admission is not None and not scheduled.lease.tenant_queue.reserved:
+            self._of(scheduled.job.tenant).undecided.add(scheduled)
+
+    def decided(self, scheduled: ScheduledJob) -> None:
+        """It is admitted, held or ended."""
+        line = self._lines.get(scheduled.job.tenant)
+        if line is not None and scheduled in line.undecided:
+            line.undecided.remove(scheduled)
+            self._tell(line)
+
+    async def admit(self, scheduled: ScheduledJob, decided: Decided) -> None:
+        """Call ``decided`` now, or hold the job until it is admitted, or has to end."""
+        if self._admission is None:
+            decided(None)
+            return
+        answer = await self._admission.admit(scheduled)
+        if scheduled.is_ended:
+            return
+        if not isinstance(answer, NotYet):
+            decided(answer)
+            return
+        tenant = scheduled.job.tenant
+        line = self._of(tenant)
+        scheduled.enter(Phase.HELD)
+        line.held[scheduled] = decided
+        self._held[scheduled] = line
+        self._put_off(tenant, line, answer)
+
+    def leave(self, scheduled: ScheduledJob) -> None:
+        """A job that may be held here is over."""
+        line = self._held.pop(scheduled, None)
+        if line is not None:
+            del line.held[scheduled]
+            # The next one of the line may be over, too.
+            line.num_places = max(line.num_places, 1)
+            self._try(scheduled.job.tenant, line)
+
+    def finish_unwanted(self, why: Callable[[ScheduledJob], TerminalStatus | None]) -> None:
+        """End those held that were cancelled, or whose deadline has passed."""
+        for scheduled in list(self._held):
+            terminal_status = why(scheduled)
+            if terminal_status is not None:
+                self.end(scheduled, terminal_status)
+
+    def end(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
+        """End a job that is held."""
+        self._held[scheduled].held[scheduled](terminal_status)
+
+    def held(self) -> Iterable[ScheduledJob]:
+        """Those that are held, in the order of their arrival here."""
+        return self._held
+
+    @property
+    def num_held(self) -> int:
+        """Of all tenants."""
+        return len(self._held)
+
+    def held_of(self, tenant: Tenant) -> list[ScheduledJob]:
+        """Those of one tenant in one tier, the newest last."""
+        line = self._lines.get(tenant.name)
+        held = () if line is None else (one for one in line.held if one.tenant == tenant)
+        return sorted(held, key=lambda one: one.lease.stream_sequence)
+
+    # --- places ---
+
+    def freed(self, tenant: str) -> None:
+        """A request of the tenant has ended."""
+        line = self._lines.get(tenant)
+        if line is None or line.num_places >= _ANY:
+            return
+        if line.models or line.num_places < _FIRST_PLACES:
+            line.num_places += 1
+        line.has_news = True
+        # If it is not settled yet, the place is there in a moment.
+        line.retry_s = _RETRY_S
+        self._try(tenant, line)
+
+    async def run(self) -> None:
+        """Ask for the limits again when that is due. Runs until it is cancelled."""
+        while True:
+            self._wake.clear()
+            now_s = self._clock.monotonic()
+            while self._due and self._due[0][0] <= now_s:
+                due_s, tenant = heapq.heappop(self._due)
+                line = self._lines.get(tenant)
+                if line is not None and line.due_s == due_s:
+                    line.due_s = math.inf
+                    line.num_places = max(line.num_places, 1)
+                    self._try(tenant, line)
+            rest_s = self._due[0][0] - now_s if self._due else _LONGEST_RETRY_S
+            await wait_or_sleep(self._wake, self._clock, rest_s)
+
+    def _of(self, tenant: str) -> _Line:
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = _Line()
+        return line
+
+    def _learn(self, tenant: str, num_places: int | None, *, is_granted: bool) -> None:
+        """What the limits have left."""
+        line = self._of(tenant)
+        line.num_places = _ANY if num_places is None else num_places
+        if is_granted:
+            line.retry_s = _RETRY_S
+        if not line.num_places:
+            self._ask_at(tenant, line, line.retry_s)
+
+    def _put_off(self, tenant: str, line: _Line, answer: NotYet) -> None:
+        wait_s = min(answer.wait_s, _LONGEST_RETRY_S)
+        if answer.ends_free_it:
+            wait_s = max(wait_s, line.retry_s)
+            line.retry_s = min(line.retry_s * 2, _LONGEST_RETRY_S)
+        self._ask_at(tenant, line, wait_s)
+
+    def _ask_at(self, tenant: str, line: _Line, wait_s: float) -> None:
+        line.due_s = self._clock.monotonic() + wait_s
+        heapq.heappush(self._due, (line.due_s, tenant))
+        if self._due[0][0] == line.due_s:
+            self._wake.set()
+
+    def _try(self, tenant: str, line: _Line) -> None:
+        """There may be a place: for those held first, then for a pull."""
+        if not line.held:
+            self._tell(line)
+        elif not line.is_asking:
+            line.is_asking = True
+            self._tasks.spawn(self._ask(tenant, line), f"admit jobs of {tenant}")
+
+    def _tell(self, line: _Line) -> None:
+        if line.models and line.num_wanted:
+            models, line.models = line.models, {}
+            self.on_places(list(models))
+
+    async def _ask(self, tenant: str, line: _Line) -> None:
+        """Admit those held one after the other, until one is not."""
+        assert self._admission is not None, "jobs are held by their limits"
+        try:
+            while (scheduled := line.next_held()) is not None:
+                line.has_news = False
+                answer = await self._admission.admit(scheduled)
+                if isinstance(answer, NotYet):
+                    if scheduled.is_ended or line.has_news:
+                        continue
+                    self._put_off(tenant, line, answer)
+                    return
+                self._held.pop(scheduled, None)
+                decided = line.held.pop(scheduled, None)
+                if decided is not None:
+                    decided(answer)
+        finally:
+            line.is_asking = False
+        self._tell(line)
