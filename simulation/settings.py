@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from millrace.bench.settings import Slo
+from millrace.bus.fleet.role_shares import RoleShares
 from millrace.schemas.config import Config
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
-from millrace.schemas.role_shares import RoleShares
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

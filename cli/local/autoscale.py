@@ -10,12 +10,12 @@ from enum import Enum, auto
 from typing import Protocol
 
 from millrace.bus.fleet.desired_replicas import DesiredReplicas
+from millrace.bus.fleet.role_shares import RoleShares
 from millrace.cli.local.supervisor import Process, StartError
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.control import QueueStatus, WorkerStatus
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.role_shares import RoleShares
 
 # How long after a start that failed another one is tried: the first time, and at most.
 _FIRST_PAUSE_S = 1.0

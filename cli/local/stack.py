@@ -13,6 +13,7 @@ import msgspec
 
 from millrace.bus import nats as nats_bus
 from millrace.bus.fleet.adapters import AdapterStore
+from millrace.bus.fleet.role_shares import RoleShares
 from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
@@ -53,7 +54,6 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import Config, RedisConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
-from millrace.schemas.role_shares import RoleShares
 
 _NATS_USER = "millrace"
 _NATS_ACCESS = (

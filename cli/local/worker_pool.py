@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from millrace.bus.api import Bus
+from millrace.bus.fleet.role_shares import NO_ROLES, RoleShares
 from millrace.cli.local.autoscale import WorkerScaler
 from millrace.cli.local.scrape_targets import TargetedProcesses
 from millrace.cli.local.supervisor import Process, StartError
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.role_shares import NO_ROLES, RoleShares
 
 NewWorker = Callable[[str, str, WorkerRole], Process]
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from millrace.bus.fleet.role_shares import RoleShares
 from millrace.cli.local.autoscale import WorkerScaler
 from millrace.cli.local.supervisor import Process, StartError
 from millrace.schemas.control import QueueStatus, WorkerStatus
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.role_shares import RoleShares
 from tests.support.manual_clock import ManualClock
 
 _PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.bus.fleet.role_shares import RoleShares
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.role_shares import RoleShares
 
 BOTH, PREFILL, DECODE = WorkerRole.BOTH, WorkerRole.PREFILL, WorkerRole.DECODE
 MIXES = st.lists(st.sampled_from(WorkerRole), min_size=1, max_size=12).map(tuple)
