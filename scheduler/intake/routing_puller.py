@@ -83,8 +83,8 @@ class RoutingPuller(Puller):
         self._wake.set()
 
     async def _route(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
-        """Start a job at the model that is chosen for it. From its pull on it is on its way to be
-        admitted."""
+        """Start a job at the model that is chosen for it. Its tenant's line counts it as undecided
+        meanwhile."""
         try:
             await self._start(leased, scheduled)
         finally:
