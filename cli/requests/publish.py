@@ -35,14 +35,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
     prompt.add_argument(
-        "--file", type=path_or_name, metavar="FILE", help="read the prompt from it (- is stdin)"
+        "--file", type=path_or_name, metavar="F", help="read the prompt from file F (- is stdin)"
     )
     prompt.add_argument(
         "--body",
         type=path_or_name,
-        metavar="FILE",
-        help="read the body of a chat completion from it, in JSON, which may have tools (- is "
-        "stdin); the other options of the job are added to it",
+        metavar="F",
+        help="read the body of a chat completion, in JSON, from file F (- is stdin); it may have "
+        "tools, and the other options of the job are added to it",
     )
     what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
     what.add_argument(
