@@ -11,6 +11,7 @@ from millrace.bus import codec, subjects
 from millrace.bus.jobs.published import read_published
 from millrace.bus.tokens import token, untoken
 from millrace.runtime.json.outline import check_outline
+from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import (
     ForeignReplyError,
@@ -109,7 +110,7 @@ def read_job(
     MalformedMessageError, ForeignTenantError for a job that names another tenant, and
     ForeignReplyError for a service's job that names a listener of another tenant.
     """
-    payload = codec.without_mark(payload)
+    payload = without_mark(payload)
     content_type = codec.stated_or_seen(payload, content_type)
     try:
         check_outline(payload, is_json=codec.is_json(content_type))
@@ -168,7 +169,7 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     job may have, a number or a text that is too long, is the one that its publisher listens for
     all the same, as long as a subject can hold it.
     """
-    payload = codec.without_mark(payload)
+    payload = without_mark(payload)
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
     if not is_json and content_type is not None and content_type != codec.MSGPACK:
         # A type that is refused says nothing of how the message is written.

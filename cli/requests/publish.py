@@ -168,10 +168,12 @@ def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": text}]}
     import msgspec
 
+    from millrace.runtime.json.tolerant import without_mark
     from millrace.schemas.published_jobs import JobFields
 
+    text = without_mark(_read(arguments.body))
     try:
-        body = msgspec.json.decode(_read(arguments.body), type=dict[str, Any])
+        body = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{arguments.body} is not the body of a chat: {error}") from error
     for name in sorted(body.keys() & set(JobFields.__struct_encode_fields__)):

@@ -96,7 +96,8 @@ async def test_a_body_with_tools(
         "tools": [{"type": "function", "function": {"name": "light"}}],
         "tool_choice": "required",
     }
-    (tmp_path / "body.json").write_text(json.dumps(body))
+    # With a byte order mark, as PowerShell writes it.
+    (tmp_path / "body.json").write_text(json.dumps(body), encoding="utf-8-sig")
     call = MessageToolCall(id="call_1", function=CalledFunction(name="light", arguments="{}"))
     result = JobResult(
         request_id="", tenant="local", model="demo", status="done", tool_calls=(call,)
