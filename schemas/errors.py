@@ -227,7 +227,8 @@ class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_stat
     def __init__(self, tenant: str) -> None:
         super().__init__(
             f"The frames of a job go to its tenant only: reply must be {tenant!r}, or {tenant!r} "
-            f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'."
+            f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'.",
+            "reply",
         )
 
 

@@ -18,6 +18,7 @@ from millrace.schemas.errors import (
     ForeignTenantError,
     MalformedMessageError,
     ParameterError,
+    shown,
 )
 from millrace.schemas.jobs import (
     GATEWAY_SOURCES,
@@ -126,7 +127,7 @@ def read_job(
         raise MalformedMessageError(NOT_A_TENANT_QUEUE) from error
     if job.model != tenant_queue.model:
         raise MalformedMessageError(
-            "the job's model is not the one that its subject names", "model"
+            f"model is {shown(job.model)!r}, but the subject names {tenant_queue.model!r}", "model"
         )
     changes: dict[str, object] = {}
     tenant = LOCAL_TENANT if tenant_queue.tenant is None else tenant_queue.tenant
@@ -134,10 +135,11 @@ def read_job(
         stated = _STATED.decode(payload, content_type)
         if stated.tier is not None and job.tier != tenant_queue.tier:
             raise MalformedMessageError(
-                "the job's tier is not the one that its subject names", "tier"
+                f"tier is {job.tier.value!r}, but the subject names {tenant_queue.tier.value!r}",
+                "tier",
             )
         if stated.tenant is not None and job.tenant != tenant:
-            raise ForeignTenantError(FOREIGN_TENANT)
+            raise ForeignTenantError(FOREIGN_TENANT, "tenant")
         changes["tier"] = tenant_queue.tier
         changes["tenant"] = tenant
     if not tenant_queue.reserved and job.source in GATEWAY_SOURCES:
