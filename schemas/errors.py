@@ -211,8 +211,8 @@ class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
     def __init__(self, request_id: str, num_waiting: int) -> None:
         super().__init__(
             request_id,
-            f" The tenant has {num_waiting} waiting jobs: if this is one of them, ask again when "
-            "it has ended.",
+            f" The tenant has about {num_waiting} waiting jobs: if this is one of them, ask again "
+            "when it has ended.",
         )
 
 

@@ -132,6 +132,14 @@ def test_a_file_without_a_body_is_named(
     assert str(file) in capsys.readouterr().err
 
 
+def test_raw_does_not_go_with_a_body(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "body.json"
+    file.write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    command = ["publish", "--raw", "--body", str(file), "--nats", "nats://127.0.0.1:9"]
+    assert main(command) == 2
+    assert "--raw does not go with --body" in capsys.readouterr().err
+
+
 async def test_an_embedding_is_printed_as_numbers(
     bus: Bus, nats_config: NatsConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
