@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Mapping
 from typing import Generic, TypeVar
@@ -73,11 +72,6 @@ def is_msgpack(content_type: str | None) -> bool:
 
 def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
-
-
-def without_mark(payload: bytes) -> bytes:
-    """The payload without the byte order mark that some programs put before UTF-8."""
-    return payload.removeprefix(codecs.BOM_UTF8)
 
 
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:

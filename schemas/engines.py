@@ -24,7 +24,6 @@ DRAFT_FOLDER = "draft"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
 _REASONS = {
-    "pooling": "makes no embeddings",
     "n": "makes one completion of a request",
     _BEAMS: "makes no beam search",
     "grammar": "holds no answer to a schema, a pattern or a demanded tool call",
@@ -313,7 +312,11 @@ def check_supported(
     promises = promises or PROMISES[kind]
     given = {name for name in promises.unsupported - {"pooling"} if sampling.asks_for(name)}
     if pooling is not None and "pooling" in promises.unsupported:
-        given.add("pooling")
+        raise ParameterError(
+            "model",
+            f"The {kind} engine of this model makes no embeddings, scores or labels; name a model "
+            "of Millrace's own engine.",
+        )
     if given:
         name = _BEAMS if _BEAMS in given else min(given)
         why = _REASONS.get(name, f"cannot honour {name}")

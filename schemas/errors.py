@@ -222,8 +222,8 @@ class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
     def __init__(self, request_id: str, num_waiting: int) -> None:
         super().__init__(
             request_id,
-            f" The tenant has {num_waiting} waiting jobs: if this is one of them, ask again when "
-            "it has ended.",
+            f" The tenant has about {num_waiting} waiting jobs: if this is one of them, ask again "
+            "when it has ended.",
         )
 
 
@@ -238,7 +238,8 @@ class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_stat
     def __init__(self, tenant: str) -> None:
         super().__init__(
             f"The frames of a job go to its tenant only: reply must be {tenant!r}, or {tenant!r} "
-            f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'."
+            f"with a slash and a name of your choice behind it, such as '{tenant}/mailer'.",
+            "reply",
         )
 
 

@@ -36,6 +36,16 @@ class ToolFormat(StrEnum):
     GLM45 = "glm45"
 
 
+def check_tool_name(name: str, field: str, subject: str = "") -> None:
+    """Raises ParameterError for a name that no tool may have. ``field`` is where the request has
+    it, and the error's sentence is about the ``subject``: the field, if that is empty."""
+    if not _NAME.fullmatch(name):
+        raise ParameterError(
+            field,
+            f"{subject or field} must be 1 to 64 letters, digits, _ or -, got {name!r:.100}",
+        )
+
+
 class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function that the model may call; ``parameters`` is the JSON Schema of its arguments, an
     object (None: it takes none).
@@ -49,11 +59,7 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise ParameterError(
-                "tools",
-                f"a tool's name must be 1 to 64 letters, digits, _ or -, got {self.name!r:.100}",
-            )
+        check_tool_name(self.name, "tools", "a tool's name")
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from millrace.bus import codec
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.refusals import Refusals
 from millrace.runtime.clock import Clock
+from millrace.runtime.json.tolerant import without_mark
 from millrace.schemas.errors import MalformedMessageError
 from millrace.schemas.jobs import DeadJob, Job
 
@@ -66,9 +67,7 @@ class JobDeadLetters:
             message=why,
             subject=message.subject,
             payload=message.payload,
-            content_type=codec.stated_or_seen(
-                codec.without_mark(message.payload), message.content_type
-            )
+            content_type=codec.stated_or_seen(without_mark(message.payload), message.content_type)
             or codec.MSGPACK,
             request_id=request_id,
             num_deliveries=message.num_deliveries,

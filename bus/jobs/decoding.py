@@ -12,12 +12,14 @@ from millrace.bus import codec, subjects
 from millrace.bus.jobs.published import read_published
 from millrace.bus.tokens import token, untoken
 from millrace.runtime.json.outline import check_outline
+from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import (
     ForeignReplyError,
     ForeignTenantError,
     MalformedMessageError,
     ParameterError,
+    shown,
 )
 from millrace.schemas.jobs import (
     GATEWAY_SOURCES,
@@ -112,7 +114,7 @@ def read_job(
     MalformedMessageError, ForeignTenantError for a job that names another tenant, and
     ForeignReplyError for a service's job that names a listener of another tenant.
     """
-    payload = codec.without_mark(payload)
+    payload = without_mark(payload)
     content_type = codec.stated_or_seen(payload, content_type)
     try:
         check_outline(payload, is_json=codec.is_json(content_type))
@@ -128,7 +130,7 @@ def read_job(
         raise MalformedMessageError(NOT_A_TENANT_QUEUE) from error
     if job.model != tenant_queue.model:
         raise MalformedMessageError(
-            "the job's model is not the one that its subject names", "model"
+            f"model is {shown(job.model)!r}, but the subject names {tenant_queue.model!r}", "model"
         )
     changes: dict[str, object] = {}
     tenant = LOCAL_TENANT if tenant_queue.tenant is None else tenant_queue.tenant
@@ -136,10 +138,11 @@ def read_job(
         stated = _STATED.decode(payload, content_type)
         if stated.tier is not None and job.tier != tenant_queue.tier:
             raise MalformedMessageError(
-                "the job's tier is not the one that its subject names", "tier"
+                f"tier is {job.tier.value!r}, but the subject names {tenant_queue.tier.value!r}",
+                "tier",
             )
         if stated.tenant is not None and job.tenant != tenant:
-            raise ForeignTenantError(FOREIGN_TENANT)
+            raise ForeignTenantError(FOREIGN_TENANT, "tenant")
         changes["tier"] = tenant_queue.tier
         changes["tenant"] = tenant
     if not tenant_queue.reserved and job.source in GATEWAY_SOURCES:
@@ -182,7 +185,7 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
     job may have, a number or a text that is too long, is the one that its publisher listens for
     all the same, as long as a subject can hold it.
     """
-    payload = codec.without_mark(payload)
+    payload = without_mark(payload)
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
     if not is_json and content_type is not None and content_type != codec.MSGPACK:
         # A type that is refused says nothing of how the message is written.

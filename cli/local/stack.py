@@ -245,7 +245,7 @@ class Stack:
 
     async def _start_servers(self, config: Config) -> None:
         data = self.plan.data
-        for name in ("nats", "redis", "clickhouse"):
+        for name in ("nats", "redis"):
             make_private(data / name)
         nats_port = port_of(config.nats.url)
         self._write_run_file("nats.conf", nats_config(config.nats.url, data / "nats"))
@@ -274,6 +274,7 @@ class Stack:
             TELEMETRY,
             "telemetry",
             ready=lambda: answers(f"{clickhouse}/ping"),
+            before_start=lambda: make_private(self.plan.data / "clickhouse"),
             stage=_TELEMETRY,
             start_timeout_s=START_TIMEOUT_S,
             niceness=NICENESS,

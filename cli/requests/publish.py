@@ -160,18 +160,24 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
 
 def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
     """The body of a chat, or with ``--raw`` of a completion. Raises ConfigError for a file that
-    cannot be read or has no such body."""
+    cannot be read or has no such body, and for ``--raw`` beside ``--body``."""
     if arguments.body is None:
         text = _read(arguments.file) if arguments.prompt is None else str(arguments.prompt)
         if arguments.raw:
             return {"prompt": text}
         return {"messages": [{"role": "user", "content": text}]}
+    if arguments.raw:
+        raise ConfigError(
+            "--raw does not go with --body: give the body of a completion, with prompt"
+        )
     import msgspec
 
+    from millrace.runtime.json.tolerant import without_mark
     from millrace.schemas.published_jobs import JobFields
 
+    text = without_mark(_read(arguments.body))
     try:
-        body = msgspec.json.decode(_read(arguments.body), type=dict[str, Any])
+        body = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{arguments.body} is not the body of a chat: {error}") from error
     for name in sorted(body.keys() & set(JobFields.__struct_encode_fields__)):

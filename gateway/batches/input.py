@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
 
 import msgspec
 
 from millrace.registry.requests.decoding import decode
+from millrace.runtime.json.tolerant import without_mark
 from millrace.schemas.batches.batches import MAX_LINES, BatchError, BatchLine
 from millrace.schemas.errors import MillraceError, ParameterError
 
@@ -102,7 +102,7 @@ def _error_of(line: InputLine, endpoint: str, seen: dict[str, int]) -> BatchErro
 
 def _without_mark(number: int, raw: bytes) -> bytes:
     """Without the mark that some editors put before a file in UTF-8."""
-    return raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+    return without_mark(raw) if number == 1 else raw
 
 
 def _bad(line: InputLine, code: str, param: str, message: str) -> BatchError:

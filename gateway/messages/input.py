@@ -41,7 +41,7 @@ from millrace.schemas.openai import (
     JsonSchema,
     JsonSchemaFormat,
 )
-from millrace.schemas.tools import ToolDefinition, ToolMode
+from millrace.schemas.tools import ToolDefinition, ToolMode, check_tool_name
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
@@ -126,6 +126,7 @@ def _given(tool: MessagesTool, where: str) -> GivenTool:
             )
     if not tool.name:
         raise ParameterError(f"{where}.name", f"{where}.name is required.")
+    check_tool_name(tool.name, f"{where}.name")
     if schema is None:
         raise ParameterError(f"{where}.input_schema", f"{where}.input_schema is required.")
     return GivenTool(

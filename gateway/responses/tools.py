@@ -43,7 +43,7 @@ from millrace.schemas.responses.tools import (
     ShellTool,
     ToolSearchTool,
 )
-from millrace.schemas.tools import ToolDefinition
+from millrace.schemas.tools import ToolDefinition, check_tool_name
 
 _HEAD = msgspec.json.Decoder(ToolHead)
 _DECODERS: Mapping[str, msgspec.json.Decoder[ResponseTool]] = {
@@ -235,6 +235,8 @@ def _is_run_by_provider(tool: ResponseTool) -> bool:
 def _told(tool: ResponseTool, tool_type: str, where: str, namespace: str, about: str) -> GivenTool:
     if isinstance(tool, NamedServerTool):
         return GivenTool(where=where, type=OWN, name=tool.name)
+    if isinstance(tool, FlatCustomTool | FlatFunctionTool):
+        check_tool_name(told_name(tool.name, namespace), f"{where}.name")
     if isinstance(tool, FlatCustomTool):
         grammar = tool.format if isinstance(tool.format, FlatGrammarFormat) else None
         return freeform_tool(

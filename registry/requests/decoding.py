@@ -9,6 +9,7 @@ import msgspec
 
 from millrace.runtime.json.faults import json_fault
 from millrace.runtime.json.outline import check_outline
+from millrace.runtime.json.tolerant import without_mark
 from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
 from millrace.schemas.errors import InvalidJsonError, ParameterError
 
@@ -23,7 +24,9 @@ _CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
 
 
 def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
-    """The typed body. Raises InvalidJsonError, or ParameterError naming the field at fault."""
+    """The typed body, without the byte order mark that may stand before it. Raises
+    InvalidJsonError, or ParameterError naming the field at fault."""
+    body = without_mark(body)
     check_outline(body)
     try:
         return decoder.decode(body)

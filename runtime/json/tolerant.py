@@ -6,15 +6,18 @@ without a type write a whole number as a float.
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import inspect
 
 from millrace.schemas.errors import ParameterError
+
+_Payload = TypeVar("_Payload", bytes, str, bytes | str)
 
 _LISTS = (
     inspect.ListType,
@@ -24,6 +27,13 @@ _LISTS = (
     inspect.CollectionType,
 )
 _MAX_DIGITS = 20  # of a 64-bit integer and its sign
+
+
+def without_mark(payload: _Payload) -> _Payload:
+    """The payload without the byte order mark that some programs put before UTF-8."""
+    if isinstance(payload, str):
+        return payload.removeprefix("\ufeff")
+    return payload.removeprefix(codecs.BOM_UTF8)
 
 
 def tolerated(value: Any, kind: Any, where: str = "") -> Any:

@@ -6,12 +6,18 @@ import msgspec
 
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
+from millrace.schemas.errors import (
+    ContextLengthError,
+    MalformedMessageError,
+    MillraceError,
+    ParameterError,
+)
 from millrace.schemas.frames import Cancelled, Expired, Failed, Shed, TerminalFrame
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 
 _RETRY_OVER_LIMIT_S = 5.0
+_WITH_PARAM = (ParameterError, ContextLengthError, MalformedMessageError)
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +149,7 @@ def refused(error: MillraceError) -> TerminalStatus:
         code=error.code,
         message=error.message,
         retryable=error.retryable,
-        param=error.param if isinstance(error, ParameterError | ContextLengthError) else "",
+        param=error.param if isinstance(error, _WITH_PARAM) else "",
     )
 
 

@@ -511,6 +511,8 @@ class TestDeadLetters:
         assert isinstance(frame, Failed)
         is_named = is_job and isinstance(reply, str) and len(reply) < 128
         assert frame.code == ("reply_forbidden" if is_named else "malformed_message")
+        if is_named:
+            assert frame.param == "reply"
         assert frame.message.endswith("Its request_id is free: a corrected job may have it.")
         result = await bus.results.fetch(tenant, "r1")
         assert result is not None

@@ -102,6 +102,7 @@ class TestTenants:
         ((request_id, frame),) = frames
         assert isinstance(frame, Failed)
         assert (request_id, frame.code, frame.retryable) == ("r1", "tenant_mismatch", False)
+        assert frame.param == "tenant"
         assert await bus.results.fetch("other", "r1") is None
         own = await bus.results.fetch(subjects.tenant_queue_of(subject).tenant or "local", "r1")
         assert own is not None

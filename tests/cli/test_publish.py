@@ -96,7 +96,8 @@ async def test_a_body_with_tools(
         "tools": [{"type": "function", "function": {"name": "light"}}],
         "tool_choice": "required",
     }
-    (tmp_path / "body.json").write_text(json.dumps(body))
+    # With a byte order mark, as PowerShell writes it.
+    (tmp_path / "body.json").write_text(json.dumps(body), encoding="utf-8-sig")
     call = MessageToolCall(id="call_1", function=CalledFunction(name="light", arguments="{}"))
     result = JobResult(
         request_id="", tenant="local", model="demo", status="done", tool_calls=(call,)
@@ -129,6 +130,14 @@ def test_a_file_without_a_body_is_named(
     file.write_text(text)
     assert main(["publish", "--body", str(file), "--nats", "nats://127.0.0.1:9"]) == 2
     assert str(file) in capsys.readouterr().err
+
+
+def test_raw_does_not_go_with_a_body(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "body.json"
+    file.write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    command = ["publish", "--raw", "--body", str(file), "--nats", "nats://127.0.0.1:9"]
+    assert main(command) == 2
+    assert "--raw does not go with --body" in capsys.readouterr().err
 
 
 async def test_an_embedding_is_printed_as_numbers(

@@ -20,7 +20,7 @@ from millrace.registry.requests.offered.offered_tools import (
 from millrace.schemas.chat.tools import CustomGrammarFormat, CustomTool, FunctionTool
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.openai import ChatFields
-from millrace.schemas.tools import ToolDefinition
+from millrace.schemas.tools import ToolDefinition, check_tool_name
 
 _T = TypeVar("_T")
 FUNCTION = "function"
@@ -96,6 +96,7 @@ def unknown_type(tool_type: str, where: str, known: Sequence[str]) -> ParameterE
 
 def _function(tool: FunctionTool, where: str) -> GivenTool:
     function = tool.function
+    check_tool_name(function.name, f"{where}.function.name")
     return GivenTool(
         where=where,
         type=FUNCTION,
@@ -111,6 +112,7 @@ def _function(tool: FunctionTool, where: str) -> GivenTool:
 
 def _custom(tool: CustomTool, where: str) -> GivenTool:
     custom = tool.custom
+    check_tool_name(custom.name, f"{where}.custom.name")
     grammar = custom.format.grammar if isinstance(custom.format, CustomGrammarFormat) else None
     return freeform_tool(
         where,

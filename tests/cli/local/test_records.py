@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.local.live import SystemState
+from millrace.cli.local.private_files import make_private
 from millrace.cli.local.records import record_keeping
 from millrace.cli.local.records.record_keeping import TELEMETRY, RecordKeeping
 from millrace.cli.local.supervisor import Process, Supervisor
@@ -87,6 +89,23 @@ async def test_telemetry_that_is_late_is_named_and_announced(machine: Machine) -
     machine.is_up.touch()
     await eventually(lambda: machine.said == ["Telemetry is ready."])
     assert machine.records.why_not_ready == ""
+    await machine.close()
+
+
+async def test_a_folder_that_telemetry_cannot_have_is_named(
+    machine: Machine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "clickhouse"
+    folder.touch()
+    machine.is_up.touch()
+    machine.records.start(replace(machine.telemetry(), before_start=lambda: make_private(folder)))
+    await machine.records.wait(60.0)
+    [told] = machine.said
+    assert str(folder) in told
+    assert told.endswith("It is started again in 5 s.")
+    folder.unlink()
+    await machine.clock.advance(5.0)
+    await eventually(lambda: machine.said[1:] == ["Telemetry is ready."])
     await machine.close()
 
 

@@ -81,6 +81,25 @@ async def test_a_body_that_is_not_a_request(
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", '{"model":"echo","messages":[{"role":"user","content":"x"}]}'),
+        ("/v1/responses", '{"model":"echo","input":"x"}'),
+        (
+            "/v1/messages",
+            '{"model":"echo","max_tokens":9,"messages":[{"role":"user","content":"x"}]}',
+        ),
+        ("/v1/tokenize", '{"model":"echo","prompt":"x"}'),
+    ],
+)
+async def test_a_byte_order_mark_is_no_part_of_a_body(
+    http: httpx.AsyncClient, path: str, body: str
+) -> None:
+    answer = await http.post(path, content=body.encode("utf-8-sig"))
+    assert answer.status_code == 200, answer.text
+
+
 async def test_paths_and_methods_that_are_not_served(http: httpx.AsyncClient) -> None:
     absent = await http.get("/v1/absent")
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")

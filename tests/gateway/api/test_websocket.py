@@ -151,6 +151,13 @@ async def test_ping(socket: Socket) -> None:
     assert await socket.receive() == {"type": "pong"}
 
 
+@pytest.mark.parametrize("is_binary", [False, True])
+async def test_a_byte_order_mark_is_no_part_of_a_message(socket: Socket, is_binary: bool) -> None:
+    message = '\ufeff{"type":"ping"}'
+    await socket.connection.send(message.encode() if is_binary else message)
+    assert await socket.receive() == {"type": "pong"}
+
+
 @pytest.mark.parametrize(
     ("payload", "code", "generation"),
     [

@@ -364,3 +364,31 @@ async def test_counts_of_tokens(http: httpx.AsyncClient) -> None:
         "/v1/tokenize", json=body | {"tools": [function("f"), {"type": "fn"}]}
     )
     assert refused.json()["error"]["param"] == "tools[1].type"
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "field"),
+    [
+        ("chat/completions", function("a b"), "tools[1].function.name"),
+        (
+            "chat/completions",
+            {"type": "custom", "custom": {"name": "a b"}},
+            "tools[1].custom.name",
+        ),
+        ("tokenize", function("a b"), "tools[1].function.name"),
+        ("responses", {"type": "function", "name": "a b"}, "tools[1].name"),
+        ("responses", {"type": "custom", "name": "a b"}, "tools[1].name"),
+        ("messages", {"name": "a b", "input_schema": {"type": "object"}}, "tools[1].name"),
+    ],
+)
+async def test_a_name_that_no_tool_may_have_is_found_by_its_place(
+    http: httpx.AsyncClient, path: str, tool: dict[str, Any], field: str
+) -> None:
+    right = json.loads(json.dumps(tool).replace("a b", "f"))
+    said = {"input": "hi"} if path == "responses" else {"messages": asked("hi")["messages"]}
+    said |= {"model": "echo", "tools": [right, tool]}
+    said |= {"max_tokens": 9} if path == "messages" else {}
+    refused = await http.post(f"/v1/{path}", json=said)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, field)
+    assert error["message"] == f"{field} must be 1 to 64 letters, digits, _ or -, got 'a b'"

@@ -231,7 +231,7 @@ def test_a_field_is_named_behind_items_that_are_left_out() -> None:
         ),
         ({"tools": [{"type": "websearch"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "tools[0].parameters"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options"),

@@ -36,6 +36,7 @@ async def test_the_keyless_tenant_may_not_name_a_tenant_s_listener(
     (frame,) = own
     assert isinstance(frame, Failed)
     assert frame.code == ("duplicate" if is_repeated else "reply_forbidden")
+    assert frame.param == ("" if is_repeated else "reply")
     assert foreign == []
     assert list(worker.running) == (["r1"] if is_repeated else [])
 
