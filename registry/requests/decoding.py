@@ -19,6 +19,8 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 _INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '(.*)' - at ", re.DOTALL)
 _ROLE = re.compile(r"(?:^|\.)role$")
+# What a part of text is called in the other APIs: in chats and Messages, and in Responses.
+_OTHER_TEXT = {"text": "input_text", "input_text": "text", "output_text": "text"}
 _CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
 
 
@@ -49,6 +51,11 @@ def _parameter_error(text: str) -> ParameterError:
     if given and _ROLE.search(param):
         return ParameterError(param, f"{param} must be one of {', '.join(MESSAGE_OF_ROLE)}.")
     if given and _CONTENT_TYPE.search(param):
+        other = _OTHER_TEXT.get(given.group(1))
+        if other:
+            return ParameterError(
+                param, f"{param} must be {other!r} for text here, not {given.group(1)!r}."
+            )
         return ParameterError(
             param, f"{param}: this model takes text only, not {given.group(1)!r:.100}."
         )

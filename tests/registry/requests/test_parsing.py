@@ -326,6 +326,8 @@ def test_a_safety_identifier_is_who_uses_it() -> None:
 def test_only_text_is_taken_and_roles_are_named() -> None:
     with pytest.raises(ParameterError, match="this model takes text only, not 'image_url'"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(ParameterError, match="must be 'text' for text here, not 'input_text'"):
+        chat(messages=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}])
     with pytest.raises(ParameterError, match=r"must be one of .*developer.*tool"):
         chat(messages=[{"role": "function", "content": "x"}])
 
