@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jsonschema
+import msgspec
 from referencing import Registry
 
 from millrace.schemas.notices import Notice, NoticeCode, notice
 from millrace.schemas.tools import ToolCall, ToolDefinition
 
 _MAX_STEPS = 3_000  # of one answer
+_MAX_SCHEMA_BYTES = 262_144  # a fault may tell much of the schema
 _UNCHECKED = frozenset(
     {"pattern", "patternProperties", "format", "unevaluatedProperties", "unevaluatedItems"}
     | {"$dynamicRef"}
@@ -81,6 +83,8 @@ def _fault(text: str, schema: Mapping[str, Any] | None, checker: Any) -> str | N
         return "the arguments are no JSON"
     try:
         rules = schema or {"additionalProperties": False}
+        if len(msgspec.json.encode(rules)) > _MAX_SCHEMA_BYTES:
+            return None
         error = next(checker(rules, registry=Registry()).iter_errors(arguments), None)
     except Exception:  # noqa: BLE001 (an invalid schema can fail anywhere)
         return None

@@ -110,3 +110,9 @@ def test_the_calls_of_one_answer_share_the_steps() -> None:
     started_s = time.process_time()
     assert not list(violations(calls, [tool]))
     assert time.process_time() - started_s < 2.0
+
+
+def test_a_long_schema_is_not_checked() -> None:
+    for num_characters, is_checked in ((200_000, True), (300_000, False)):
+        schema = {"properties": {"a": {"enum": ["x" * num_characters]}}}
+        assert bool(faults('{"a": 1}', schema)) == is_checked
