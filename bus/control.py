@@ -27,7 +27,7 @@ from millrace.schemas.control import (
     WorkerReply,
 )
 from millrace.schemas.errors import BusForbiddenError, MalformedMessageError, MillraceError
-from millrace.schemas.jobs import JobResult
+from millrace.schemas.jobs import MAX_NAME_CHARACTERS, JobResult
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ class Control:
 
         def read(message: Message) -> Cancel:
             tenant, request_id = _tenant_and_request(message.subject)
+            if max(len(tenant), len(request_id)) > MAX_NAME_CHARACTERS:
+                raise MalformedMessageError("No tenant and no job has a name that long.")
             return Cancel(request_id=request_id, tenant=tenant)
 
         return await self._listen(subjects.ALL_OWNER_CANCELS, read, on_cancel)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,10 +25,12 @@ MAX_CANCELS = 100_000
 
 # KEYS: the request's, and what the worker runs. ARGV: worker id, epoch, finished, TTL in s, request
 # id, lease (empty: it is not known, or over). A request that is finished stays so, and a run of an
-# older epoch, which was superseded, changes nothing.
+# older epoch, which was superseded, changes nothing. Nor does the end of a job that was shed, of
+# epoch 0, if a message has claimed the id: that job may be another tenant's.
 _WRITE = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'finished')
+if ARGV[2] == '0' and redis.call('HEXISTS', KEYS[1], 'sequence') == 1 then return 0 end
 if known[2] == '1' or (known[1] and tonumber(known[1]) > tonumber(ARGV[2])) then return 0 end
 redis.call('HSET', KEYS[1], 'worker_id', ARGV[1], 'epoch', ARGV[2], 'finished', ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[4])
@@ -82,12 +85,12 @@ return {}
 )
 
 
-# KEYS: the tenant's cancels. ARGV: a request id, the time, how many are kept, TTL in s.
-_NOTE_CANCEL = Script(
+# KEYS: the tenant's cancels. ARGV: the time, how many are kept, TTL in s, then the request ids.
+_NOTE_CANCELS = Script(
     """
-redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
-redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
+for i = 4, #ARGV do redis.call('ZADD', KEYS[1], ARGV[1], ARGV[i]) end
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -1 - ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
 return 1
 """
 )
@@ -200,13 +203,13 @@ class RunningRequestIndex:
         sequence, digest, reply, tenant = (one.decode() for one in found)
         return JobClaim(sequence=int(sequence), digest=digest, reply=reply, tenant=tenant)
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
-        """A service of the tenant cancelled a request. The newest of each tenant are kept, for a
-        day after the last."""
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
+        """Services of the tenant cancelled these requests. The newest ``MAX_CANCELS`` of each
+        tenant are kept, for a day after the last."""
         key = redis_keys.cancels_key(tenant)
-        arguments: list[Argument] = [request_id, time.time_ns(), MAX_CANCELS, CANCELS_TTL_S]
+        arguments: list[Argument] = [time.time_ns(), MAX_CANCELS, CANCELS_TTL_S, *request_ids]
         try:
-            await self._link.evaluate(_NOTE_CANCEL, [key], arguments)
+            await self._link.evaluate(_NOTE_CANCELS, [key], arguments)
         except RedisUnreachableError:
             return  # The schedulers that heard it remember it, too.
 

@@ -117,6 +117,17 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
         self.context_window_tokens = context_window_tokens
 
 
+class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):
+    """The request needs more KV cache than its worker has in all."""
+
+    def __init__(self, num_prompt_tokens: int, max_tokens: int, capacity_tokens: int) -> None:
+        super().__init__(
+            f"The request asks for {num_prompt_tokens} tokens in the prompt and {max_tokens} in "
+            f"the completion, but this worker's KV cache holds {capacity_tokens} tokens. Shorten "
+            f"the prompt, lower max_tokens or give the worker more KV cache."
+        )
+
+
 class PayloadTooLargeError(MillraceError, code="payload_too_large", http_status=413):
     """A body or message is larger than what the receiver accepts."""
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 Schema = dict[str, Any]
+
+# Where OpenAPI and AsyncAPI documents keep a schema with a name.
+REF = "#/components/schemas/{name}"
+
+
+def pascal(name: str) -> str:
+    """Return a name in the case that titles have: ``tool_choice`` is ``ToolChoice``."""
+    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))
 
 
 def without_discriminators(node: Any) -> Any:

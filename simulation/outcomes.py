@@ -111,7 +111,7 @@ class SimulatedGenerationIndex:
             worker_id=outcome.worker_id, epoch=outcome.epoch, finished=outcome.status is not None
         )
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
         """The trace has no services that cancel."""
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:  # noqa: ARG002

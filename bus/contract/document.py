@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.bus import codec
-from millrace.bus.contract.schemas import REF, components
+from millrace.bus.contract.schemas import components
 from millrace.schemas.control import WorkerCommand
 from millrace.schemas.frames import Frame
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS, Tier
-from millrace.schemas.json_schema import Schema
+from millrace.schemas.json_schema import REF, Schema
 
 # Unions of structs, by the names that their messages have.
 _UNIONS = {"Frame": Frame, "WorkerCommand": WorkerCommand}

@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from millrace.schemas.json_schema import Schema, without_discriminators
+from millrace.schemas.json_schema import REF, Schema, pascal, without_discriminators
 
-REF = "#/components/schemas/{name}"
 _TAG = "type"
 _NULL = {"type": "null"}
 _PLAIN_TYPES = ("string", "integer", "number", "boolean", "null")
@@ -72,7 +71,7 @@ class _Writer:
             written["description"] = " ".join(written["description"].split())
         if "properties" in written:
             written["properties"] = {
-                name: _noted(self.schema(_without_null(one), f"{title}{_pascal(name)}"), name)
+                name: _noted(self.schema(_without_null(one), f"{title}{pascal(name)}"), name)
                 for name, one in written["properties"].items()
             }
         for keyword, suffix in (("items", "Item"), ("additionalProperties", "Value")):
@@ -124,7 +123,3 @@ def _noted(schema: Schema, name: str) -> Schema:
     said = [_NANOSECONDS_NOTE] if _NANOSECONDS.fullmatch(name) else []
     said += [_WIDE_NOTE, schema.get("description", "")]
     return {**schema, "description": " ".join(said).strip()}
-
-
-def _pascal(name: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -27,6 +28,8 @@ from millrace.schemas.jobs import (
     check_length,
 )
 from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
+
+logger = logging.getLogger(__name__)
 
 _ABSENT = msgspec.Raw(b"")
 MALFORMED = "malformed"
@@ -118,7 +121,7 @@ def read_job(
     if subjects.is_reserved(subject):
         job = codec.JOB.decode(payload, content_type)
     else:
-        job = read_published(payload, content_type)
+        job = _published(payload, content_type)
     try:
         tenant_queue = subjects.tenant_queue_of(subject)
     except ValueError as error:
@@ -157,6 +160,17 @@ def read_job(
     if not tenant_queue.reserved and not may_reply_to(job.tenant, job.reply):
         raise ForeignReplyError(job.tenant)
     return job
+
+
+def _published(payload: bytes, content_type: str | None) -> Job:
+    try:
+        return read_published(payload, content_type)
+    except MalformedMessageError:
+        raise
+    except Exception as error:
+        # A bug here refuses one message. Otherwise it would end each scheduler that pulls it.
+        logger.exception("a message could not be read")
+        raise MalformedMessageError(f"it cannot be read: {type(error).__name__}") from error
 
 
 def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:

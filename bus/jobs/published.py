@@ -36,6 +36,7 @@ _HOW_IN_CHAT = {
 }
 _DEADLINE, _DEADLINE_NS = "deadline", "deadline_ns"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_NS = 2**63 - 1
 _MICROSECOND = timedelta(microseconds=1)
 
 
@@ -240,7 +241,10 @@ def _ns_of(value: object, name: str) -> int:
             '"2026-11-28T12:00:00Z"; deadline_ns also takes nanoseconds since 1970',
             name,
         )
-    return (time - _EPOCH) // _MICROSECOND * 1_000
+    ns = (time - _EPOCH) // _MICROSECOND * 1_000
+    if not 0 <= ns <= _MAX_NS:
+        raise MalformedMessageError(f"{name} must be a time from 1970 to 2261", name)
+    return ns
 
 
 def _tolerantly(kind: codec.Codec[_T], payload: bytes, content_type: str | None) -> _T:

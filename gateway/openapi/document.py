@@ -23,11 +23,11 @@ from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
-from millrace.gateway.openapi.portable import REF, Components, Use, pascal
+from millrace.gateway.openapi.portable import Components, Use
 from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
 from millrace.schemas.anthropic.answers import MessageEvent
 from millrace.schemas.chat.tools import ChatTool
-from millrace.schemas.json_schema import Schema, document_text, without_discriminators
+from millrace.schemas.json_schema import REF, Schema, document_text, pascal, without_discriminators
 from millrace.schemas.openai import ErrorBody
 from millrace.schemas.responses.events import ResponseEvent
 from millrace.schemas.responses.items import GivenItem, Item

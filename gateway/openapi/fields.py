@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from millrace.gateway.api.kept.conversations import MAX_NEW_ITEMS
-from millrace.gateway.openapi.portable import REF
 from millrace.gateway.responses import input as responses_input
 from millrace.registry.requests import grammar_fields
 from millrace.schemas.anthropic.blocks import ServerResult
@@ -16,7 +15,7 @@ from millrace.schemas.anthropic.requests import OF_PROVIDER_TOOLS
 from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, MAX_PRIORITY, MIN_PRIORITY, Tier
-from millrace.schemas.json_schema import Schema
+from millrace.schemas.json_schema import REF, Schema
 from millrace.schemas.responses.call_items import OtherItem
 from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool

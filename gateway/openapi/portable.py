@@ -10,14 +10,11 @@ required one, so the fields of requests have none.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from itertools import chain, combinations, starmap
 from typing import Any, NamedTuple
 
-from millrace.schemas.json_schema import Schema
-
-REF = "#/components/schemas/{name}"
+from millrace.schemas.json_schema import REF, Schema, pascal
 
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _NULL: Schema = {"type": "null"}
@@ -187,11 +184,6 @@ def _options(schema: Schema) -> list[Schema]:
     if len(values) < len(schema.get("enum", ())):
         return [schema | {"enum": values}, _NULL]
     return [schema]
-
-
-def pascal(name: str) -> str:
-    """Return a name in the case that titles have: ``tool_choice`` is ``ToolChoice``."""
-    return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))
 
 
 def _completed(schema: Schema, use: Use) -> Schema:

@@ -23,6 +23,7 @@ _LISTS = (
     inspect.FrozenSetType,
     inspect.CollectionType,
 )
+_MAX_DIGITS = 20  # of a 64-bit integer and its sign
 
 
 def tolerated(value: Any, kind: Any, where: str = "") -> Any:
@@ -38,12 +39,13 @@ def tolerated(value: Any, kind: Any, where: str = "") -> Any:
 
 def whole(value: Any, where: str) -> Any:
     """A number with nothing behind its point as an integer; what is no float as it is. Raises
-    ParameterError for any other float."""
+    ParameterError for any other float, and for an integer of more than 64 bits, which nothing can
+    encode."""
     if not isinstance(value, float):
         return value
     if not value.is_integer():
         raise ParameterError(where, f"{where} must be a whole number, got {value:g}.")
-    return int(value)
+    return _within_64_bits(int(value), where)
 
 
 def whole_items(value: Any, where: str) -> Any:
@@ -79,12 +81,16 @@ def check_plain(value: Any, where: str) -> Any:
         return value
     if isinstance(value, dict):
         for name, item in value.items():
-            if not isinstance(name, (str, int)):
-                raise ParameterError(where, f"{where} must have names of fields that are text.")
+            _check_name(name, where)
             check_plain(item, _path(where, name))
         return value
     what = "a time" if isinstance(value, datetime) else "binary data"
     raise ParameterError(where, f"{where} must be a value of JSON, not {what}.")
+
+
+def _check_name(name: Any, where: str) -> None:
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise ParameterError(where, f"{where or 'a job'} must have names of fields that are text.")
 
 
 @cache
@@ -141,6 +147,7 @@ def _read_struct(value: dict[Any, Any], kind: inspect.StructType, where: str) ->
     fields = _fields(kind.cls)
     read: dict[Any, Any] = {}
     for name, item in value.items():
+        _check_name(name, where)
         field = fields.get(name)
         if item is None and (field is None or not field.required):
             continue
@@ -153,19 +160,31 @@ def _read_dict(value: dict[Any, Any], kind: inspect.DictType, where: str) -> dic
     value_type = kind.value_type
     takes_null = isinstance(value_type, (inspect.AnyType, inspect.NoneType, inspect.UnionType))
     wants_integers = isinstance(kind.key_type, inspect.IntType)
+    for name in value:
+        if not (wants_integers and isinstance(name, float)):
+            _check_name(name, where)
     return {
-        _integer(name) if wants_integers else name: _read(item, value_type, _path(where, name))
+        _integer(name, _path(where, name)) if wants_integers else name: _read(
+            item, value_type, _path(where, name)
+        )
         for name, item in value.items()
         if takes_null or item is not None
     }
 
 
-def _integer(name: Any) -> Any:
+def _integer(name: Any, where: str) -> Any:
     """The name of a field as an integer, if it is one: objects of JavaScript have no other names
     than texts."""
-    if isinstance(name, str) and name.removeprefix("-").isdecimal():
-        return int(name)
-    return whole(name, str(name))
+    is_digits = isinstance(name, str) and name.removeprefix("-").isdecimal()
+    if is_digits and len(name) <= _MAX_DIGITS:
+        return _within_64_bits(int(name), where)
+    return whole(name, where)
+
+
+def _within_64_bits(number: int, where: str) -> int:
+    if not -(2**63) <= number < 2**64:
+        raise ParameterError(where, f"{where} must be an integer of at most 64 bits.")
+    return number
 
 
 def _path(where: str, name: Any) -> str:

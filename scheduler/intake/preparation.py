@@ -49,6 +49,16 @@ class Preparation:
         """What the body of a job asks for. Raises MillraceError for a bad one."""
         return await self._model_cache.read(job)
 
+    async def refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
+        """End a job that no model can have. A job whose id belongs to another job is answered as
+        a repeated one. Raises BusUnavailableError: it will be delivered again."""
+        first = await self.repeated.first_of(scheduled)
+        if first is not None:
+            self.repeated.answer(scheduled.job, scheduled.lease.token, scheduled.claim, first)
+            return
+        terminal_status = await self._why_forbidden(scheduled) or refused(error)
+        await self._context.finalizer.finish(scheduled, terminal_status)
+
     async def _run(self, scheduled: ScheduledJob, dispatcher: Dispatcher) -> None:
         try:
             await self._prepare(scheduled, dispatcher)

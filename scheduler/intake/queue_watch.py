@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from msgspec.structs import replace
+
 from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.tasks import Tasks, wait_or_sleep
@@ -23,7 +25,7 @@ from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.throughput import eta_s, retry_after_s
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import BusUnavailableError
-from millrace.schemas.jobs import Tier
+from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.tenants import LOCAL_TENANT
 
 logger = logging.getLogger(__name__)
@@ -234,10 +236,18 @@ class QueueWatch:
     ) -> int:
         jobs = await self._context.bus.jobs.shed_newest(tenant_queue, count)
         for job in jobs:
-            self._answers.spawn(
-                self._context.finalizer.finish_shed(job, terminal_status), f"shed {job.request_id}"
-            )
+            answering = self._answer_shed(job, tenant_queue, terminal_status)
+            self._answers.spawn(answering, f"shed {job.request_id}")
         return len(jobs)
+
+    async def _answer_shed(
+        self, job: Job, tenant_queue: TenantQueue, terminal_status: TerminalStatus
+    ) -> None:
+        if not tenant_queue.reserved and await self._context.is_foreign_reply(
+            job.tenant, job.reply
+        ):
+            job = replace(job, reply=job.tenant)
+        await self._context.finalizer.finish_shed(job, terminal_status)
 
     async def _shed_over_limits(self) -> bool:
         """Shed the newest jobs of each tenant that has published more in a tier than may wait;
@@ -257,7 +267,10 @@ class QueueWatch:
         )
         is_too_much = False
         for (tenant, counts), bound in zip(lines.items(), bounds, strict=True):
-            if bound is not None and sum(counts.values()) + context.lines.num_held > bound:
+            if (
+                bound is not None
+                and sum(counts.values()) + len(context.lines.held_of(tenant)) > bound
+            ):
                 is_too_much |= await self._shed_line(tenant, list(counts), bound)
         return is_too_much
 

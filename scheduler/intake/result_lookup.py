@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.intake.puller import Puller
 from millrace.schemas.errors import (
+    BusUnavailableError,
     ResultNotFoundError,
     ResultNotFoundYetError,
     ResultNotReadyError,
     ResultNotStoredError,
 )
 from millrace.schemas.jobs import JobResult
+
+# Lookups of one tenant at a time: further ones are refused, so that they cannot pile up.
+_MAX_AT_ONCE = 256
 
 
 class ResultLookup:
@@ -21,14 +26,29 @@ class ResultLookup:
     def __init__(self, context: SchedulerContext, pullers: Mapping[str, Puller]) -> None:
         self._context = context
         self._pullers = pullers
+        self._num_asked: Counter[str] = Counter()
 
     async def find(self, tenant: str, request_id: str) -> JobResult:
         """The stored result of a tenant's request.
 
         Raises ResultNotReadyError while the request waits or runs, ResultNotStoredError after it
         ended without a result, ResultNotFoundError if no such request is known, and
-        BusUnavailableError.
+        BusUnavailableError, also for a tenant that asks for too many at once.
         """
+        if self._num_asked[tenant] >= _MAX_AT_ONCE:
+            raise BusUnavailableError(
+                f"Tenant {tenant} asks for more than {_MAX_AT_ONCE} results at once. Ask again "
+                "when some of them are answered."
+            )
+        self._num_asked[tenant] += 1
+        try:
+            return await self._find(tenant, request_id)
+        finally:
+            self._num_asked[tenant] -= 1
+            if not self._num_asked[tenant]:
+                del self._num_asked[tenant]
+
+    async def _find(self, tenant: str, request_id: str) -> JobResult:
         # First where the request is, then the result: it may end between the two.
         is_here = self._is_here(tenant, request_id)
         has_ended = await self._context.running_requests.has_ended(tenant, request_id)

@@ -13,7 +13,7 @@ from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.jobs.terminal_status import refused
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 from millrace.schemas.jobs import Job
 
@@ -72,32 +72,57 @@ class RoutingPuller(Puller):
             super().accept(leased)
         else:
             self._num_routing += 1
+            scheduled = self._scheduled_job(leased)
+            self._context.lines.undecided(scheduled)
+            routing = self._route(leased, scheduled)
             name = f"route {leased.job.request_id}"
-            self._context.tasks.spawn(self._route(leased), name).add_done_callback(self._routed)
+            self._context.tasks.spawn(routing, name).add_done_callback(self._routed)
 
     def _routed(self, _routing: asyncio.Task[None]) -> None:
         self._num_routing -= 1
         self._wake.set()
 
-    async def _route(self, leased: LeasedJob) -> None:
-        scheduled = self._scheduled_job(leased)
+    async def _route(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
+        """Start a job at the model that is chosen for it. Its tenant's line counts it as undecided
+        meanwhile."""
         try:
-            asked = None
-            if leased.job.body and self._chooser.reads_bodies:
-                asked = await self._preparation.read(leased.job)
-            scheduled.job = await self._chooser.settle(self._chooser.choose(leased, asked))
-            if scheduled.job.model not in self._models:
-                raise ModelNotFoundError(
-                    f"The model {scheduled.job.model!r} was chosen, which is not served here."
-                )
+            await self._start(leased, scheduled)
+        finally:
+            if self._context.job_table.get(scheduled.request_id) is not scheduled:
+                self._context.lines.decided(scheduled)
+
+    async def _start(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
+        try:
+            scheduled.job = await self._with_model(leased)
         except MillraceError as error:
-            try:
-                await self._context.finalizer.finish(scheduled, refused(error))
-            except BusUnavailableError as outage:
-                logger.warning("a job will be refused later", extra={"reason": outage.message})
+            await self._refuse(scheduled, error)
+            return
+        except Exception as error:
+            logger.exception(
+                "a job could not be given a model", extra={"request_id": scheduled.request_id}
+            )
+            message = f"The job could not be given a model: {type(error).__name__}."
+            await self._refuse(scheduled, MillraceError(message))
             return
         if self._context.job_table.get(scheduled.request_id) is None:
             self._preparation.start(scheduled, self._by_model[scheduled.job.model])
         else:
             # It was delivered again while its model was looked up.
             super().accept(leased)
+
+    async def _with_model(self, leased: LeasedJob) -> Job:
+        asked = None
+        if leased.job.body and self._chooser.reads_bodies:
+            asked = await self._preparation.read(leased.job)
+        job = await self._chooser.settle(self._chooser.choose(leased, asked))
+        if job.model not in self._models:
+            raise ModelNotFoundError(
+                f"The model {job.model!r} was chosen, which is not served here."
+            )
+        return job
+
+    async def _refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
+        try:
+            await self._preparation.refuse(scheduled, error)
+        except BusUnavailableError as outage:
+            logger.warning("a job will be refused later", extra={"reason": outage.message})

@@ -70,7 +70,7 @@ class ServedModels:
         self.dispatchers: dict[str, Dispatcher] = {}
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}
-        self.unknown_models = UnknownModelJobs(context, _all_names(catalogue))
+        self.unknown_models = UnknownModelJobs(context, self._preparation, _all_names(catalogue))
         self._gone: dict[str, Dispatcher] = {}
         self._known = ChainMap(self.dispatchers, self._gone)
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model

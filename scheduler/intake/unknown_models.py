@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from millrace.scheduler.jobs.terminal_status import refused
 from millrace.schemas.errors import ModelNotFoundError
 
 _MAX_AT_ONCE = 64
@@ -17,8 +17,14 @@ _MAX_AT_ONCE = 64
 class UnknownModelJobs:
     """``known_models`` is the whole catalogue, which may change."""
 
-    def __init__(self, context: SchedulerContext, known_models: Collection[str]) -> None:
+    def __init__(
+        self,
+        context: SchedulerContext,
+        preparation: Preparation,
+        known_models: Collection[str],
+    ) -> None:
         self._context = context
+        self._preparation = preparation
         self.known_models = frozenset(known_models)
 
     async def look(self, tenant_queues: Iterable[TenantQueue]) -> None:
@@ -36,4 +42,4 @@ class UnknownModelJobs:
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )
         scheduled = ScheduledJob.of(leased, TenantQueueCounts(), self._context.clock.monotonic())
-        await self._context.finalizer.finish(scheduled, refused(error))
+        await self._preparation.refuse(scheduled, error)

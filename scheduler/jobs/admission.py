@@ -17,7 +17,7 @@ from millrace.runtime.clock import Clock
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_limit, refused
 from millrace.schemas.control import Reservation
-from millrace.schemas.errors import MillraceError
+from millrace.schemas.errors import ContextLengthError, MillraceError
 from millrace.schemas.jobs import Job, Tier
 
 # What a job without a deadline has set aside frees its place and its share of the budget after this
@@ -99,6 +99,8 @@ class JobAdmission:
     def _refusal(self, job: Job, error: MillraceError) -> TerminalStatus | NotYet:
         if isinstance(error, LimitsUnreachableError):
             return NotYet(error.retry_after_s, ends_free_it=False)
+        if isinstance(error, ContextLengthError) and job.answer is not None:
+            error.param = "messages"  # the body of a chat has its prompt there
         if not isinstance(error, RateLimitError):
             return refused(error)
         if not error.comes_back:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 
 from millrace.schemas.control import Cancel, CancelReason
 
@@ -13,14 +13,15 @@ class CancelMemory:
     """The last cancels, each for ``memory_s``. Pure: the caller passes the time in.
 
     Cancels by the services of tenants count for jobs of their tenant. Of each tenant, and of our
-    own parts, ``max_remembered`` are kept, so that no tenant's cancels push out another's.
+    own parts, the last ``max_remembered`` are kept, so that no tenant's cancels push out another's.
     """
 
     def __init__(self, memory_s: float, max_remembered: int = _MAX_REMEMBERED) -> None:
         self._memory_s = memory_s
         self._max_remembered = max_remembered
-        self._by_tenant: defaultdict[str, OrderedDict[str, tuple[CancelReason, float]]] = (
-            defaultdict(OrderedDict)
+        # The tenant whose last cancel is the oldest comes first.
+        self._by_tenant: OrderedDict[str, OrderedDict[str, tuple[CancelReason, float]]] = (
+            OrderedDict()
         )
 
     def __len__(self) -> int:
@@ -28,7 +29,8 @@ class CancelMemory:
 
     def add(self, cancel: Cancel, now_s: float) -> None:
         """The first reason stays; the time starts anew."""
-        cancels = self._by_tenant[cancel.tenant]
+        cancels = self._by_tenant.setdefault(cancel.tenant, OrderedDict())
+        self._by_tenant.move_to_end(cancel.tenant)
         known = cancels.pop(cancel.request_id, None)
         reason = cancel.reason if known is None else known[0]
         cancels[cancel.request_id] = (reason, now_s + self._memory_s)
@@ -37,6 +39,15 @@ class CancelMemory:
             if len(cancels) <= self._max_remembered and cancels[oldest][1] > now_s:
                 break
             del cancels[oldest]
+        self._forget_tenants(now_s)
+
+    def _forget_tenants(self, now_s: float) -> None:
+        """Drop all cancels of tenants that have sent none for ``memory_s``."""
+        while self._by_tenant:
+            tenant, cancels = next(iter(self._by_tenant.items()))
+            if cancels and cancels[next(reversed(cancels))][1] > now_s:
+                return
+            del self._by_tenant[tenant]
 
     def reason(self, tenant: str, request_id: str, now_s: float) -> CancelReason | None:
         """Why a request of a tenant is not wanted any more; None: it was not cancelled."""

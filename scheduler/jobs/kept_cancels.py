@@ -11,6 +11,8 @@ from millrace.schemas.control import Cancel
 
 # The clocks of this process and of the NATS server, which dates jobs, may differ by this much.
 _CLOCKS_DIFFER_NS = 5_000_000_000
+# Cancels of one tenant that wait for Redis, and cancels that one call to Redis notes.
+_MAX_UNNOTED = 1_000
 
 
 class KeptCancels:
@@ -26,16 +28,33 @@ class KeptCancels:
         self._clock = clock
         self._tasks = tasks
         self._hears_since_ns = clock.now_ns()
+        self._unnoted: dict[str, dict[str, None]] = {}
+        self._is_noting = False
 
     def reconnected(self) -> None:
         """Cancels that were sent meanwhile were not heard."""
         self._hears_since_ns = self._clock.now_ns()
 
     def note(self, cancel: Cancel) -> None:
-        """Keep a cancel by a service."""
-        if cancel.tenant:
-            noting = self._index.note_cancel(cancel.tenant, cancel.request_id)
-            self._tasks.spawn(noting, f"note the cancel of {cancel.request_id}")
+        """Keep a cancel by a service. Of a tenant that sends cancels faster than Redis takes them,
+        the newest are kept."""
+        if not cancel.tenant:
+            return
+        unnoted = self._unnoted.setdefault(cancel.tenant, {})
+        unnoted[cancel.request_id] = None
+        if len(unnoted) > _MAX_UNNOTED:
+            del unnoted[next(iter(unnoted))]
+        if not self._is_noting:
+            self._is_noting = True
+            self._tasks.spawn(self._note_all(), "note cancels")
+
+    async def _note_all(self) -> None:
+        try:
+            while self._unnoted:
+                tenant = next(iter(self._unnoted))
+                await self._index.note_cancels(tenant, list(self._unnoted.pop(tenant)))
+        finally:
+            self._is_noting = False
 
     async def recall(self, scheduled: ScheduledJob) -> None:
         """Have the memory know whether the service of its tenant cancelled a job."""

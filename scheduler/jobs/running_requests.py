@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from millrace.bus.running_requests import JobClaim, RunningRequest
@@ -24,8 +25,8 @@ class RunningRequests(Protocol):
         """Take a request id for a message; the claim of the message that has it, if that is
         another. None also while the index cannot be reached."""
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
-        """A service of the tenant cancelled a request."""
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
+        """Services of the tenant cancelled these requests."""
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
         """Whether a service of the tenant cancelled a request; False while Redis is

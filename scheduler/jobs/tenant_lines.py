@@ -155,7 +155,7 @@ class TenantLines:
             self._try(scheduled.job.tenant, line)
 
     def finish_unwanted(self, why: Callable[[ScheduledJob], TerminalStatus | None]) -> None:
-        """End those held that were cancelled, or whose deadline has passed."""
+        """End the held jobs that were cancelled, or whose deadline has passed."""
         for scheduled in list(self._held):
             terminal_status = why(scheduled)
             if terminal_status is not None:
@@ -166,16 +166,11 @@ class TenantLines:
         self._held[scheduled].held[scheduled](terminal_status)
 
     def held(self) -> Iterable[ScheduledJob]:
-        """Those that are held, in the order of their arrival here."""
+        """The held jobs, in the order of their arrival here."""
         return self._held
 
-    @property
-    def num_held(self) -> int:
-        """Of all tenants."""
-        return len(self._held)
-
     def held_of(self, tenant: Tenant) -> list[ScheduledJob]:
-        """Those of one tenant in one tier, the newest last."""
+        """The held jobs of one tenant in one tier, the newest last."""
         line = self._lines.get(tenant.name)
         held = () if line is None else (one for one in line.held if one.tenant == tenant)
         return sorted(held, key=lambda one: one.lease.stream_sequence)
@@ -238,7 +233,7 @@ class TenantLines:
             self._wake.set()
 
     def _try(self, tenant: str, line: _Line) -> None:
-        """There may be a place: for those held first, then for a pull."""
+        """There may be a place: for the held jobs first, then for a pull."""
         if not line.held:
             self._tell(line)
         elif not line.is_asking:
@@ -251,7 +246,7 @@ class TenantLines:
             self.on_places(list(models))
 
     async def _ask(self, tenant: str, line: _Line) -> None:
-        """Admit those held one after the other, until one is not."""
+        """Admit the held jobs one after the other, until one has to wait."""
         assert self._admission is not None, "jobs are held by their limits"
         try:
             while (scheduled := line.next_held()) is not None:

@@ -134,6 +134,8 @@ class TestBroadcasts:
         await bus.control.subscribe_cancels(own.append)
         await broker.publish("ctl.cancel.%.r1", b"")
         await broker.publish("ctl.cancel.acme.r%zz", b"")
+        await broker.publish(f"ctl.cancel.acme.{'r' * 129}", b"")
+        await broker.publish(f"ctl.cancel.{'a' * 129}.r1", b"")
         await broker.publish("ctl.cancel.acme.r%2E1", b'{"reason": "superseded"}')
         await broker.publish("ctl.cancel.a%20b.r2", b"")
         await eventually(lambda: len(seen) == 2)

@@ -181,6 +181,18 @@ def test_the_fields_of_a_job_are_read_at_once_and_its_body_later() -> None:
         ({"model": 3}, "model"),
         ({"request_id": "r" * 129}, "request_id"),
         ({"deadline_ns": -5}, "deadline_ns"),
+        ({"deadline_ns": 1e300}, "deadline_ns"),
+        ({"deadline": "0001-01-01T00:00:00Z"}, "deadline"),  # .NET's default
+        ({"deadline": "9999-12-31T23:59:59Z"}, "deadline"),
+        ({"sampling": {"max_tokens": 1e300}}, "sampling.max_tokens"),
+        (
+            {"sampling": {"max_tokens": 4.0, "logit_bias": {"1" * 5_000: 1.0}}},
+            "sampling.logit_bias",
+        ),
+        (
+            {"sampling": {"max_tokens": 4.0, "logit_bias": {"9" * 20: 1}}},
+            f"sampling.logit_bias.{'9' * 20}",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], param: str, *, packed: bool) -> None:
@@ -202,6 +214,10 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str, *, packed: boo
         ({"tools": [{"function": {"name": b"f"}}]}, "tools[0].function.name"),
         ({"stop_token_ids": [1, 2.5]}, "stop_token_ids[1]"),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content"),
+        ({"max_tokens": 2.0**64}, "max_tokens"),
+        ({"logit_bias": {2.5: 1}}, "logit_bias.2.5"),
+        ({"chat_template_kwargs": {"a": {True: 1}}}, "chat_template_kwargs.a"),
+        ({"tools": [{"function": {True: "f"}}]}, "tools[0].function"),
     ],
 )
 def test_what_messagepack_has_and_json_has_not_is_named(value: dict[str, Any], param: str) -> None:
@@ -209,6 +225,15 @@ def test_what_messagepack_has_and_json_has_not_is_named(value: dict[str, Any], p
     with pytest.raises(ParameterError) as refused:
         read_body(read(body, packed=True, subject="jobs.demo.free"))
     assert refused.value.param == param
+
+
+def test_a_bug_in_the_reader_refuses_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_published(_payload: bytes, _content_type: str | None) -> Job:
+        raise OverflowError
+
+    monkeypatch.setattr(decoding, "read_published", read_published)
+    with pytest.raises(MalformedMessageError, match="OverflowError"):
+        read({"request_id": "r1", "model": "demo", "prompt": "x"}, subject="jobs.demo.free")
 
 
 def test_schemas_count_in_integers() -> None:

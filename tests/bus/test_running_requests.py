@@ -68,13 +68,21 @@ async def test_a_tenant_learns_whether_its_own_request_has_ended(
     assert await index.has_ended("b", "r 1") is None
 
 
+async def test_a_shed_job_does_not_end_another_job_of_its_id(index: RunningRequestIndex) -> None:
+    await index.claim("r1", JobClaim(sequence=7, digest="d", tenant="a"), is_new=True)
+    await index.finish("r1", "", 0)
+    assert await index.has_ended("a", "r1") is False
+    await index.finish("r2", "", 0)
+    assert await index.lookup("r2") == RunningRequest(worker_id="", epoch=0, finished=True)
+
+
 async def test_cancels_are_kept_for_each_tenant_up_to_a_bound(
     index: RunningRequestIndex, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running_requests, "MAX_CANCELS", 3)
-    await index.note_cancel("a b", "r 0")
-    for number in range(5):
-        await index.note_cancel("c", f"r {number}")
+    await index.note_cancels("a b", ["r 0"])
+    for ids in (["r 0", "r 1"], ["r 2"], ["r 3", "r 4"]):
+        await index.note_cancels("c", ids)
     assert await index.was_cancelled("a b", "r 0")
     assert not await index.was_cancelled("a b", "r 4")
     kept = [await index.was_cancelled("c", f"r {number}") for number in range(5)]

@@ -281,6 +281,8 @@ class SharedIndex:
     def write(self, request_id: str, entry: RunningRequest, lease: str) -> None:
         """By the rule of ``bus.running_requests``."""
         known = self.known.get(request_id)
+        if entry.epoch == 0 and request_id in self.claims:
+            return
         if not self.is_away and not (known and (known.finished or known.epoch > entry.epoch)):
             self.known[request_id] = entry
             held = self.held.setdefault(entry.worker_id, {})
@@ -326,11 +328,11 @@ class IndexLink:
         await self._process.running()
         return known
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
         await self._process.passes("index", is_after=False)
         await self._clock.sleep(_LATENCIES_S[0])
         if not self._index.is_away:
-            self._index.cancels.add((tenant, request_id))
+            self._index.cancels.update((tenant, one) for one in request_ids)
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
         await self._process.running()

@@ -42,6 +42,8 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     # Data of tests.
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
+    ("tests/gateway/agents/recorded/*", ("tests/gateway/agents/*",)),
+    ("tests/clients/ai_sdk.mjs", ("tests/clients/test_agents.py",)),
     ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/gateway/request/agents_requests.txt", ("tests/gateway/request/test_unheld_calls.py",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
@@ -73,6 +75,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ),
     ("docs/websocket.schema.json", ("tests/gateway/test_openapi.py",)),
     ("docs/bench-report.schema.json", ("tests/cli/bench/test_bench.py",)),
+    ("docs/agents.md", ("tests/clients/agents_page.py",)),
     ("docs/tables.md", ("tests/telemetry/queries/test_analytics_page.py",)),
     ("docs/analytics.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),
     ("docs/cost.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),

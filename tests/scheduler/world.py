@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Self
 
@@ -97,8 +97,8 @@ class FakeRunningRequests:
     async def lookup(self, request_id: str) -> RunningRequest | None:
         return self.known.get(request_id)
 
-    async def note_cancel(self, tenant: str, request_id: str) -> None:
-        self.cancels.add((tenant, request_id))
+    async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
+        self.cancels.update((tenant, request_id) for request_id in request_ids)
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
         return (tenant, request_id) in self.cancels
@@ -110,6 +110,8 @@ class FakeRunningRequests:
         return known is not None and known.finished
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
+        if epoch == 0 and request_id in self.claims:
+            return
         self.known[request_id] = RunningRequest(worker_id=worker_id, epoch=epoch, finished=True)
 
     async def claim(

@@ -231,17 +231,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     expert_choices: tuple[int, ...] = ()
 
 
-class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):
-    """The request needs more KV cache than the whole pool has."""
-
-    def __init__(self, num_prompt_tokens: int, max_tokens: int, capacity_tokens: int) -> None:
-        super().__init__(
-            f"The request asks for {num_prompt_tokens} tokens in the prompt and {max_tokens} in "
-            f"the completion, but this worker's KV cache holds {capacity_tokens} tokens. Shorten "
-            f"the prompt, lower max_tokens or give the worker more KV cache."
-        )
-
-
 class NonFiniteLogitsError(MillraceError, code="non_finite_logits"):
     """The model computed NaN or infinite logits for this sequence."""
 

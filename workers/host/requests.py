@@ -217,6 +217,8 @@ class Requests:
         generation = self._find(replay.request_id)
         if generation is None:
             return rejected("unknown_request", "that request is not remembered here")
+        # The next flush begins behind the tokens that this replay sends.
+        self._flusher.flush_now(generation)
         listener = generation.listener(replay.reply).as_asked(replay)
         generation.delivery.add(listener)
         frames: list[Frame] = []

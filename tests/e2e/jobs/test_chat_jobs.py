@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "metadata": ({"metadata": {"k": "v" * 600}}, "metadata"),
     "audio": ({"modalities": ["audio"]}, "modalities"),
     "logprobs": ({"top_logprobs": 3}, "top_logprobs"),
-    "too long": ({"max_completion_tokens": 5_000}, ""),
+    "too long": ({"max_completion_tokens": 5_000}, "messages"),
 }
 
 
@@ -234,7 +234,7 @@ async def test_one_refusal(scribe: ScribeSystem, fields: dict[str, Any], param: 
     if "max_tokens" not in fields:
         assert failed.message == error["message"]
     assert failed.code == error["code"]
-    assert failed.param == param
+    assert failed.param == error["param"] == param
     assert (result.error_code, result.error_param) == (failed.code, param)
     assert result.error_message == failed.message
 

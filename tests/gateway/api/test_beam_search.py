@@ -211,6 +211,7 @@ async def test_lost_frames_are_asked_for_again(
 async def test_a_failure_is_the_answer(front: RunningGateway, http: httpx.AsyncClient) -> None:
     front.worker.end_with = Failed(code="kv_capacity_exceeded", message="Too long.")
     answer = await http.post("/v1/chat/completions", json=_CHAT | _BEAMS | {"n": 3})
+    assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "kv_capacity_exceeded"
 
 

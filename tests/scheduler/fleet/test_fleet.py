@@ -126,6 +126,17 @@ def test_cancels_of_a_tenant_count_for_its_jobs_and_push_out_its_own_only() -> N
     assert memory.reason("shop", "a", 2.0) is None
 
 
+def test_cancels_of_tenants_that_send_none_any_more_are_forgotten() -> None:
+    memory = CancelMemory(10.0)
+    for number in range(100):
+        memory.add(Cancel(request_id="a", tenant=f"t{number}"), 0.0)
+        memory.add(Cancel(request_id="b", tenant=f"t{number}"), 0.0)
+    memory.add(Cancel(request_id="c", tenant="t0"), 9.0)
+    memory.add(Cancel(request_id="d"), 10.0)
+    assert memory.reason("t0", "c", 10.0) is CancelReason.CLIENT
+    assert len(memory) == 4  # the older two of t0 go with its next cancel
+
+
 def test_throughput_over_the_last_seconds() -> None:
     throughput = Throughput()
     assert throughput.per_s(0.0) == 0.0

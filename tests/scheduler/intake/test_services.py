@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -13,7 +15,7 @@ from millrace.bus.running_requests import RunningRequest
 from millrace.bus.transport import Message
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.schemas.control import Cancel
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusUnavailableError, ResultNotFoundError
 from millrace.schemas.frames import Cancelled, Done
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status
@@ -88,11 +90,29 @@ async def test_a_cancel_outlives_the_schedulers_that_heard_it(world: World) -> N
     assert [dispatch.job.request_id for dispatch in worker.history] == ["r2"]
 
 
+async def test_a_flood_of_cancels_waits_for_redis_within_bounds(world: World) -> None:
+    calls: list[tuple[str, int]] = []
+    may_answer = asyncio.Event()
+
+    async def note_cancels(tenant: str, request_ids: Sequence[str]) -> None:
+        calls.append((tenant, len(request_ids)))
+        await may_answer.wait()
+
+    world.running_requests.note_cancels = note_cancels  # type: ignore[method-assign]
+    for number in range(3_000):
+        cancel(world, "shop", f"r{number}")
+    cancel(world, "acme", "r1")
+    await world.until(lambda: len(calls) == 1)
+    may_answer.set()
+    await world.until(lambda: ("acme", 1) in calls)
+    assert sum(count for tenant, count in calls if tenant == "shop") <= 2_000
+
+
 async def test_a_cancel_that_an_outage_swallowed_is_recalled(world: World) -> None:
     await world.client.jobs.publish(acme_job("r1"))
     await world.pass_s(10.0)
     # Another scheduler heard it.
-    await world.running_requests.note_cancel("acme", "r1")
+    await world.running_requests.note_cancels("acme", ["r1"])
     world.schedulers[0]._on_reconnect()
     await world.add_worker()
     await world.until(lambda: isinstance(world.terminal("r1"), Cancelled))
@@ -182,6 +202,28 @@ async def test_a_service_gets_its_result_or_why_there_is_none(world: World) -> N
     await worker.finish("r1")
     assert await ask(world, "acme", "r1") == msgspec.to_builtins(result)
     assert await told(world, "shop", "r1") == ("result_not_found", False)
+
+
+async def test_a_tenant_that_asks_for_too_many_results_at_once_hinders_no_other(
+    world: World,
+) -> None:
+    may_answer = asyncio.Event()
+
+    async def fetch(_tenant: str, _request_id: str) -> None:
+        await may_answer.wait()
+
+    world.schedulers[0].context.bus.results.fetch = fetch  # type: ignore[method-assign,assignment]
+    find = world.schedulers[0]._results.find
+    looking = [asyncio.create_task(find("shop", f"r{number}")) for number in range(256)]
+    await asyncio.sleep(0)
+    with pytest.raises(BusUnavailableError, match="Tenant shop"):
+        await find("shop", "r256")
+    looking.append(asyncio.create_task(find("acme", "r1")))
+    may_answer.set()
+    found = await asyncio.gather(*looking, return_exceptions=True)
+    assert {type(one) for one in found} == {ResultNotFoundError}
+    with pytest.raises(ResultNotFoundError):
+        await find("shop", "r256")
 
 
 async def test_an_ended_job_without_a_result_is_told_from_an_unknown_one(world: World) -> None:

@@ -22,7 +22,7 @@ from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
-from millrace.schemas.jobs import Tier
+from millrace.schemas.jobs import AnswerForm, Tier
 from millrace.schemas.records import Status
 from millrace.schemas.tenants import TierLimits
 from tests.scheduler.scheduled_jobs import scheduled_job
@@ -201,6 +201,12 @@ async def test_what_will_never_fit_fails(bench: LimitBench) -> None:
             code,
             False,
         )
+    for answer, param in ((None, "prompt"), (AnswerForm(), "messages")):
+        narrow = scheduled_job("narrow")
+        narrow.set_prepared(replace(narrow.job, answer=answer))
+        terminal_status = await admission.admit(narrow)
+        assert isinstance(terminal_status, TerminalStatus)
+        assert terminal_status.param == param
 
 
 async def test_a_budget_is_charged_once_whoever_ends_the_job(bench: LimitBench) -> None:

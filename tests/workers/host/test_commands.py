@@ -245,6 +245,26 @@ async def test_replay_of_a_running_request_moves_the_listener_along(demo: Served
         assert b.kinds() == ["Started", "Delta", "Delta", "Usage", "Done"]
 
 
+async def test_a_replay_and_the_next_flush_send_a_token_once(demo: ServedModel) -> None:
+    seen: list[Frame] = []
+    async with bench(demo, flush_interval_ms=1_000.0) as b:
+        await b.peer.frames.subscribe("gw2", lambda _, frame: seen.append(frame))
+        await b.dispatch()
+        b.engine.emit("r1:1", [20])
+        b.engine.emit("r1:1", [21])
+        await b.settle(0.1)
+        b.engine.emit("r1:1", [22, 23])  # these wait for the next flush
+        await b.settle(0.1)
+        assert [one for delta in b.deltas() for one in delta.token_ids] == [20, 21]
+        assert (await b.command(Replay(request_id="r1", from_index=0, reply="gw2"))).ok
+        await b.settle(2.0)
+        b.engine.emit("r1:1", [24], FinishReason.LENGTH)
+        await b.ended()
+        for deltas in (b.deltas(), [frame for frame in seen if isinstance(frame, Delta)]):
+            told = [one for delta in deltas for one in delta.token_ids]
+            assert told == [20, 21, 22, 23, 24]
+
+
 async def test_replay_of_a_finished_request_until_it_is_forgotten(demo: ServedModel) -> None:
     async with bench(demo, replay_memory_s=60.0) as b:
         await b.dispatch()

@@ -7,10 +7,16 @@ import math
 from millrace.registry.checkpoints.adapters.config import MAX_RANK
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import check_quantization, check_speculation
-from millrace.schemas.errors import AdapterError, ConfigError, ContextLengthError, ParameterError
+from millrace.schemas.errors import (
+    AdapterError,
+    ConfigError,
+    ContextLengthError,
+    KVCapacityError,
+    ParameterError,
+)
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
-from millrace.workers.engine.types import EngineRequest, KVCapacityError
+from millrace.workers.engine.types import EngineRequest
 
 
 def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> None:

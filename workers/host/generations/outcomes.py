@@ -5,7 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from millrace.schemas.control import CancelReason
-from millrace.schemas.errors import ContextLengthError, GrammarError, ParameterError
+from millrace.schemas.errors import (
+    ContextLengthError,
+    GrammarError,
+    KVCapacityError,
+    ParameterError,
+)
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Status
 
@@ -25,7 +30,9 @@ class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.error_code if is_orphaned else ""
 
 
-_REFUSALS = frozenset(kind.code for kind in (ContextLengthError, GrammarError, ParameterError))
+_REFUSALS = frozenset(
+    kind.code for kind in (ContextLengthError, GrammarError, KVCapacityError, ParameterError)
+)
 STOPPED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.STOP)
 LENGTH_REACHED = GenerationOutcome(status=Status.DONE, finish_reason=FinishReason.LENGTH)
 CANCELLED = GenerationOutcome(
