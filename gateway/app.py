@@ -89,7 +89,8 @@ def build_app(gateway: Gateway) -> AsgiApp:
         for endpoint in endpoints
         if endpoint.id_header
     }
-    rest_of_anthropic = _in_words_of(MessagesEndpoint(gateway), rest)
+    messages = MessagesEndpoint(gateway)
+    rest_of_anthropic = _in_words_of(messages, rest)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -113,10 +114,12 @@ def build_app(gateway: Gateway) -> AsgiApp:
             gateway.refusals.note(_UNMATCHED, refusal, None)
             await refuse_handshake(scope, send, refusal)
 
-    def note(refusal: Refusal) -> None:
+    def refused(scope: Scope, refusal: Refusal) -> Refusal:
         gateway.refusals.note(_ORIGIN, refusal, None)
+        is_messages = f"{scope['path']}/".startswith(f"{messages.route}/")
+        return messages.shaped(refusal) if is_messages else refusal
 
-    guarded = OriginGuard(app, gateway.config, note, gateway.identity.demands_key_of)
+    guarded = OriginGuard(app, gateway.config, refused, gateway.identity.demands_key_of)
     return RequestIds(ProxyReader(guarded, gateway.config))
 
 

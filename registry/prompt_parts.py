@@ -50,7 +50,7 @@ def prompt_parts(
 
 
 def _tool_tokens(tokenizer: Tokenizer, job: Job) -> int:
-    """Return what the tools add to a conversation with next to no text."""
+    """Return how many tokens the tools add to a conversation of one letter a message."""
     has_system = job.messages is not None and job.messages[0].role == _SYSTEM
     roles = (_SYSTEM, "user") if has_system else ("user",)
     messages = [ChatMessage(role, _PLACEHOLDER) for role in roles]

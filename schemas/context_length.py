@@ -12,9 +12,10 @@ from typing import NamedTuple
 import msgspec
 
 _OPENAI = re.compile(
-    r"This model's maximum context length is (?P<window>\d+) tokens\. However, (?:"
-    r"you requested (?P<total>\d+) tokens \([^)]*?(?P<completion>\d+) in the completion\)"
-    r"|your \w+ resulted in (?P<prompt>\d+) tokens[^.]*)\. "
+    r"This model's maximum context length is (?P<window>\d{1,19}) tokens\. However, (?:"
+    r"you requested (?P<total>\d{1,19}) tokens \([^)]*?"
+    r"\b(?P<completion>\d{1,19}) in the completion\)"
+    r"|your \w+ resulted in (?P<prompt>\d{1,19}) tokens[^.]*)\. "
     r"Please reduce the length of the [^.]*\."
 )
 

@@ -199,7 +199,13 @@ def openapi_document() -> Schema:
                     "scheme": "bearer",
                     "description": "An API key, made by millrace keys create. A gateway on "
                     "loopback serves callers without one as well.",
-                }
+                },
+                "headerKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same key, as clients of Anthropic's API send it.",
+                },
             },
         },
     }
@@ -271,7 +277,7 @@ def _operation(
     operation: Schema = {"operationId": one.name, "tags": [tag], "summary": one.summary}
     if one.description:
         operation["description"] = one.description
-    operation["security"] = [] if one.is_open else [{"key": []}, {}]
+    operation["security"] = [] if one.is_open else [{"key": []}, {"headerKey": []}, {}]
     parameters = _parameters(one, components)
     if parameters:
         operation["parameters"] = parameters

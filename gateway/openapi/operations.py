@@ -110,6 +110,8 @@ def _rerank(path: str, name: str) -> Operation:
         "The documents that are most like a query, by their embeddings",
         RerankList,
         body=RerankRequest,
+        description="A body with texts in place of documents has the form of Text Embeddings "
+        "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
         example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
     )
 

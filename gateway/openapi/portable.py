@@ -1,10 +1,10 @@
 """Writes schemas so that generators of clients in any language can read them.
 
 Generators make a type of each object with properties and of each union, so each of these is a
-component with a name. An enumeration is none: for Go its values would be constants of one package,
-such as COMPLETED, that two components may not share. Generators need the type of each enumeration
-and the schema of each list's entries. They take a default for a promise that the value is there, so
-that a field of a request that has a default would have to be given.
+component with a name. Enumerations are not components: in Go their values would be constants of one
+package, such as COMPLETED, and two enumerations could not have the same value. Generators need the
+type of each enumeration and the schema of each list's entries. They make a field with a default a
+required one, so the fields of requests have none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Use(NamedTuple):
 
 
 class Components:
-    """The named schemas of a document, and those that are found within them."""
+    """The named schemas of a document, with names for the objects and unions inside them."""
 
     def __init__(
         self, given: dict[str, Schema], asked: Collection[str], answered: Collection[str]
     ) -> None:
-        """Take the components ``given``. Requests have those that ``asked`` names, answers those
-        that ``answered`` names."""
+        """Take the components ``given``. ``asked`` names the components that requests have,
+        ``answered`` the components that answers have."""
         self.schemas: dict[str, Schema] = {}
         self._given = {REF.format(name=name): one for name, one in given.items()}
         self._unions = {

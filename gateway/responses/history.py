@@ -38,8 +38,8 @@ def messages_of(
 ) -> tuple[Message, ...]:
     """The conversation as chat completions take it: an assistant's calls belong to the message
     before them, and what was thought to the message or call behind it. Calls that were cut off are
-    left out, unless they have an output. ``paths`` has the field of each item, empty for one that
-    the request does not give itself.
+    left out, unless they have an output. ``paths`` has the field of each item: it is empty for an
+    item of an earlier request.
 
     Raises ParameterError for a result without a call and for a call without a result.
     """

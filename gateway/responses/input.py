@@ -151,7 +151,8 @@ _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class GivenItems(NamedTuple):
-    """The items of a request with their ``paths``, and what of it the model does not read."""
+    """The items of a request with their ``paths``, and a notice for each item or part that the
+    model does not read: they are not yet bounded."""
 
     items: tuple[Item | ItemReference, ...]
     notices: Notices = ()
@@ -208,7 +209,7 @@ def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> Giv
             paths.append(path)
     if not items:
         raise ParameterError(field, f"{field} has no item that a model here can read.")
-    return GivenItems(tuple(items), bounded(notices), tuple(paths))
+    return GivenItems(tuple(items), tuple(notices), tuple(paths))
 
 
 def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:

@@ -145,9 +145,9 @@ _BUILT_IN: Mapping[type[ResponseTool], _BuiltIn] = {
 def offered_of_responses(
     request: ResponsesRequest, items: Sequence[Item], paths: Sequence[str] = ()
 ) -> OfferedTools:
-    """What the model is told of the tools of a request and of its conversation; ``paths`` has the
-    field of each item, empty for one that the request does not give itself. Raises ParameterError,
-    naming the tool, for what cannot be honoured."""
+    """What the model is told of the tools of a request and of its conversation. ``paths`` has the
+    field of each item: it is empty for an item of an earlier request. Raises ParameterError, naming
+    the tool, for what cannot be honoured."""
     return offered_tools(_given_tools(request, items, paths), asked_choice(request.tool_choice))
 
 

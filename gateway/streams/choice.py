@@ -81,7 +81,7 @@ class Choice:
     of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
     of the answer's content. ``must_call``: the first round is held to calls of tools.
     ``is_call_cut``: the arguments of the last of ``client_calls`` are not whole. ``notices`` are
-    those that only its calls give rise to.
+    about its calls.
     """
 
     def __init__(

@@ -189,7 +189,9 @@ class Replays:
 
     def _lose(self, stream: OpenStream) -> None:
         if not stream.ended:
-            message = "The answer was made, but its end was lost on the way. Ask again."
+            message = (
+                "The request is over, but the end of its answer was lost on the way. Send it again."
+            )
             self._on_lost(stream, Failed(code="answer_lost", message=message, retryable=True))
 
     async def _has_begun(self, stream: OpenStream) -> bool:

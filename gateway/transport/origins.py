@@ -62,14 +62,14 @@ class HostError(MillraceError, code="host_not_allowed", http_status=403):
 
 
 class OriginGuard:
-    """Refuses requests of pages that are not allowed, which ``on_refused`` is told, and answers
-    browsers that ask beforehand."""
+    """Refuses requests of pages that are not allowed, and answers browsers that ask beforehand.
+    ``on_refused`` is told of each refusal, and returns it as clients of the path read it."""
 
     def __init__(
         self,
         app: AsgiApp,
         config: GatewayConfig,
-        on_refused: Callable[[Refusal], None],
+        on_refused: Callable[[Scope, Refusal], Refusal],
         demands_key_of: Callable[[Scope], bool],
     ) -> None:
         self._app = app
@@ -98,8 +98,7 @@ class OriginGuard:
     async def _refuse(
         self, error: MillraceError, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        refusal = refusal_of(error)
-        self._on_refused(refusal)
+        refusal = self._on_refused(scope, refusal_of(error))
         if scope["type"] == "websocket":
             await receive()
             await refuse_handshake(scope, send, refusal)

@@ -79,7 +79,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
     if (message.tool_call_id is not None) != isinstance(message, ToolMessage):
         raise ParameterError(
             f"{where}.tool_call_id",
-            f"{where}.tool_call_id: a message of the role tool has one, and no other message.",
+            f"{where}.tool_call_id goes with messages of the role tool, and each of them needs it.",
         )
     if message.content is None and isinstance(message, UserMessage):
         raise ParameterError(f"{where}.content", f"{where}.content must be text.")

@@ -1,4 +1,4 @@
-"""Fields of a chat completion that no message of a WebSocket can answer."""
+"""Fields of a chat completion that are not supported over a WebSocket."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def check_socket_fields(message: Generate) -> None:
         if given:
             raise ParameterError(
                 name,
-                f"{name} does not go over a WebSocket, whose messages have no place for what it "
-                "asks for. Leave it out, or ask /v1/chat/completions.",
+                f"{name} is not supported over a WebSocket. Leave it out, or send the request to "
+                "/v1/chat/completions.",
             )

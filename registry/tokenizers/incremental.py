@@ -22,8 +22,8 @@ class UnspelledTextError(MillraceError, code="text_not_spelled", http_status=502
     def __init__(self, text: str) -> None:
         super().__init__(
             f"The engine's server wrote {text!r:.100}, for which the tokenizer of the catalogue's "
-            "model has no tokens. An engine that tells token ids (vllm, sglang, llamacpp) has no "
-            "need of them."
+            "model has no tokens. Give the tokenizer of the server's model, or use an engine that "
+            "returns token ids (vllm, sglang, llamacpp)."
         )
 
 

@@ -74,8 +74,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Models to schedule; empty: all of the catalogue."""
 
     max_queued_jobs: int = 2_000
-    """Waiting jobs of a model, but for those that services publish on the bus, above which the
-    newest are shed, those of the tenants with the longest queues first."""
+    """Waiting jobs of a model above which the newest are shed, those of the tenants with the
+    longest queues first. Jobs that services publish on the bus do not count."""
 
     window_jobs: int = 512
     """Jobs of a tier that a scheduler holds while all workers are busy; the others stay in the

@@ -189,7 +189,9 @@ def test_names_are_no_others() -> None:
 def test_every_operation_says_who_may_call_it_and_what_it_answers() -> None:
     for methods in _document()["paths"].values():
         for operation in methods.values():
-            assert operation["security"] in ([], [{"key": []}, {}]), operation["operationId"]
+            assert operation["security"] in ([], [{"key": []}, {"headerKey": []}, {}]), operation[
+                "operationId"
+            ]
             for answer in operation["responses"].values():
                 for media in answer.get("content", {}).values():
                     assert media["schema"], operation["operationId"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -131,3 +132,11 @@ def test_one_tool_and_one_message() -> None:
         "In the prompt: 1 tool takes 9 tokens, the longest message, message 1 of 1 (role user), "
         "7 tokens."
     )
+
+
+def test_a_long_message_of_a_server_is_read_in_time() -> None:
+    begins = "This model's maximum context length is 5 tokens. However, you requested 5 tokens ("
+    message = begins + "1" * 50_000
+    started_s = time.process_time()
+    assert in_anthropic_words(message) == message
+    assert time.process_time() - started_s < 1.0

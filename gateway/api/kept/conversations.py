@@ -30,7 +30,7 @@ from millrace.schemas.chat.conversations import (
     NewItems,
 )
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.notices import NOTICE_NAME, NoticeCode, Notices, header_value
+from millrace.schemas.notices import NOTICE_NAME, NoticeCode, Notices, bounded, header_value
 from millrace.schemas.responses.items import Item
 from millrace.schemas.responses.kept import ItemList
 
@@ -165,7 +165,7 @@ class ConversationsApi:
         given = await resolve(said, earlier, caller.tenant, self._responses, "items")
         items = named(given, secrets.token_hex(12), earlier)
         self._store.check_room((*earlier, *items))
-        return items, said.notices
+        return items, bounded(said.notices)
 
 
 def _with_notices(response: Response, notices: Notices) -> Response:

@@ -201,14 +201,20 @@ class PooledEndpoint:
     async def _only_scorer(self, tenant: str) -> str:
         """Return the model of a body that names none: the only cross-encoder, or the only model.
         Raises ParameterError if there are several."""
-        models = self._gateway.models
-        names = models.names()
-        scorers = [one for one in names if (await models.get(one, tenant)).task == "score"]
+        names = self._gateway.models.names()
+        scorers = [one for one in names if await self._is_scorer(one, tenant)]
         if len(scorers) != 1 and len(names) != 1:
             raise ParameterError(
                 "model", f"Several models are served; name one in model: {', '.join(names):.500}."
             )
         return (scorers or names)[0]
+
+    async def _is_scorer(self, name: str, tenant: str) -> bool:
+        try:
+            model = await self._gateway.models.get(name, tenant)
+        except MillraceError:
+            return False  # its files cannot be used, so it answers nothing
+        return model.task == "score"
 
     def _base_job(
         self, asked: PooledAsk, model: str, request_id: str, pooling: Pooling, caller: Caller

@@ -18,13 +18,13 @@ _DECODER = msgspec.json.Decoder(RankTextsRequest)
 
 
 class _Texts(msgspec.Struct):
-    """Of a body, whether it has the field."""
+    """The field by which a body in this form is known."""
 
     texts: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Ranks(PooledAnswer[Any]):
-    """The answer of a rerank in the other form."""
+    """The answer of a rerank in this form."""
 
     def __init__(self, asked: RankTextsRequest, ranked: PooledAnswer[Any]) -> None:
         self._asked = asked

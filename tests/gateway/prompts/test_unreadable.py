@@ -179,7 +179,7 @@ async def kept(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
 
 async def test_what_is_kept_has_the_sentence(kept: RunningGateway) -> None:
     """Conversations and sessions go on with it."""
-    output = {
+    output: Any = {
         "type": "function_call_output",
         "call_id": "a",
         "output": [{"type": "input_image", "image_url": _URL}],
@@ -211,6 +211,12 @@ async def test_what_is_kept_has_the_sentence(kept: RunningGateway) -> None:
         ask["messages"] = [{"role": "user", "content": "And now?"}]
         second = await http.post("/v1/chat/completions", json=ask)
         assert (second.status_code, _NOTICE in second.json()) == (200, False)
+        many = [*items[:2], output | {"output": output["output"] * 20}]
+        added = await http.post(f"/v1/conversations/{conversation}/items", json={"items": many})
+        assert added.headers[_NOTICE].endswith('notices_left_out;detail="5"')
+        many.append({"type": "web_search_call", "id": "ws_1"})
+        refused = await http.post(f"/v1/conversations/{conversation}/items", json={"items": many})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items[3]")
 
 
 async def test_results_in_messages(front: RunningGateway) -> None:

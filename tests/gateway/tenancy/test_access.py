@@ -221,6 +221,10 @@ async def test_a_page_whose_name_leads_here_reads_nothing(host: str, status: int
 async def test_an_origin_that_is_none(front: RunningGateway, http: httpx.AsyncClient) -> None:
     answer = await http.post(_PATH, json=_CHAT, headers={"Origin": "http://["})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = await http.post(path, json=_CHAT, headers={"Origin": "http://["})
+        told = answer.json()
+        assert (told["type"], told["error"]["type"]) == ("error", "permission_error")
 
 
 async def test_a_page_of_this_gateway_may_use_it() -> None:

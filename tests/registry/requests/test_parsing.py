@@ -323,9 +323,30 @@ def test_a_safety_identifier_is_who_uses_it() -> None:
     assert chat(safety_identifier="a", user="b").user == "b"
 
 
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        (b'{"a": "b", "c": 1}', "metadata.c"),
+        (b'{"a": {"b": "c"}}', "metadata.a"),
+        (b'{"a": null}', "metadata.a"),
+        (b"[1]", "metadata"),
+        (b'{"a": 1}, "model": ', "metadata"),
+    ],
+)
+def test_the_entry_of_metadata_is_named(metadata: bytes, param: str) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "metadata": %b}'
+    with pytest.raises((ParameterError, InvalidJsonError)) as caught:
+        decode(msgspec.json.Decoder(ChatCompletionRequest), body % metadata)
+    if isinstance(caught.value, ParameterError):
+        assert caught.value.param == param
+        assert caught.value.message.startswith(f"{param}: Expected ")
+
+
 def test_only_text_is_taken_and_roles_are_named() -> None:
     with pytest.raises(ParameterError, match="this model takes text only, not 'image_url'"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(ParameterError, match="must be 'text' for text here, not 'input_text'"):
+        chat(messages=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}])
     with pytest.raises(ParameterError, match=r"must be one of .*developer.*tool"):
         chat(messages=[{"role": "function", "content": "x"}])
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from millrace.gateway.models import Models
+from millrace.schemas.errors import CheckpointError
 from millrace.schemas.models.cards import ModelCard
 from tests.gateway.api.pooled.test_classifiers import CROSS_ENCODER, serving
 from tests.gateway.api.pooled.test_scores import similarity
@@ -71,9 +72,16 @@ async def test_what_is_wrong_is_named(
 async def test_of_several_models_one_has_to_be_named() -> None:
     scorer, other = ByteModel(), ByteModel()
     scorer.classifier, scorer.task = CROSS_ENCODER, "score"
+
+    def load(name: str) -> ByteModel:
+        if name == "broken":
+            raise CheckpointError("It has no weights.")
+        return loaded[name]
+
     for loaded, status in (({"a": other, MODEL: other}, 400), ({"a": other, MODEL: scorer}, 200)):
-        cards = {name: ModelCard(id=name, created=0, max_model_len=None) for name in loaded}
-        models = Models(cards, loaded.__getitem__)
+        names = ("broken", *loaded)
+        cards = {name: ModelCard(id=name, created=0, max_model_len=None) for name in names}
+        models = Models(cards, load)
         async with (
             running_gateway(models=models) as front,
             httpx.AsyncClient(base_url=front.url) as http,
