@@ -188,7 +188,8 @@ def test_an_empty_path_is_not_the_current_folder(
     for path, parser in _commands(build_parser()):
         for action in parser._actions:
             shown = " ".join(action.metavar or ()) if action.nargs == 2 else str(action.metavar)
-            is_path = any(word in shown for word in ("PATH", "FILE", "DIR", "FOLDER", ".json"))
+            words = ("PATH", "FILE", "DIR", "FOLDER", ".json")
+            is_path = shown == "F" or any(word in shown for word in words)
             assert (action.type in (as_path, path_or_name)) == (
                 is_path and action.dest != "adapter"
             ) or action.dest in ("config", "catalogue", "speculation"), (path, action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.clients.agents import IS, SAID, SHOW, WAS
+from tests.clients.coding_agents import IS, SAID, SHOW, WAS
 from tests.clients.scripted_model import RESULT, Call
 
 TOOLS = (

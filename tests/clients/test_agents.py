@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.agents import AGENTS, IS, SAID, Agent
 from tests.clients.agents_page import entries
+from tests.clients.coding_agents import AGENTS, IS, SAID, Agent
 from tests.clients.libraries import JAVASCRIPT, PYTHON, Library
 from tests.clients.packages import need, npm_packages, python_packages
 from tests.clients.scripted_model import NAME, WINDOW_TOKENS, ScriptedModel, write_model

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.clients.agents import AGENTS, Agent
 from tests.clients.agents_page import PAGE, Entry, entries
+from tests.clients.coding_agents import AGENTS, Agent
 from tests.clients.libraries import JAVASCRIPT, PYTHON, Library
 
 _ENTRIES = entries("http://127.0.0.1:1", "m", 4_096)
