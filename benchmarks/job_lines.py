@@ -61,8 +61,8 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured, and on which CPU; ``load_average`` is the kernel's of the last minute,
-    at the end: above the cores, others wanted them, too."""
+    """The figures of a run and the CPU that it ran on. ``load_average`` is the kernel's figure for
+    the last minute of the run. Above ``num_cores``, other processes used the cores, too."""
 
     cpu: str
     num_cores: int

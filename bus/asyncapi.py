@@ -79,7 +79,7 @@ _CHANNELS = (
         content_types=_EITHER,
     ),
     Channel(
-        "jobsOfAnybody",
+        "jobsWithoutTenant",
         "jobs.{model}.{tier}",
         "Generation jobs without a tenant",
         "receive",
@@ -178,9 +178,9 @@ _CHANNELS = (
         "Which tokens has the client got?",
         "send",
         (),
-        "An empty request to whoever reads the stream, who may stay silent: the job then starts "
-        "again from its seed. Gateways, never services, are also asked with a list of ids, a "
-        "MessagePack map with request_ids, and answer with a map of those that they hold.",
+        "An empty request to the reader of the stream. If the reader does not answer, the job "
+        "starts again from its seed. Gateways, never services, also get requests with a "
+        "MessagePack map request_ids, and answer with a map of the requests that they hold.",
         answers=(ResumePoint,),
         content_types=_EITHER,
     ),

@@ -39,7 +39,7 @@ MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
 MSGPACK_HEADERS: Mapping[str, str] = {CONTENT_TYPE: MSGPACK}
 
-# What the decoder says of a field: where it is, and the name of one that is missing or unknown.
+# The decoder's sentence has the path of a field, and the name of a missing or unknown field.
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 # Where a JSON object begins at the latest, if blanks stand before it.

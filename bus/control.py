@@ -247,8 +247,8 @@ class Control:
     async def held_requests(
         self, reply: str, request_ids: Sequence[str], timeout_s: float
     ) -> frozenset[str]:
-        """Which of the requests of a gateway are held by it or by one that took them over. Raises
-        BusUnavailableError if that cannot be known."""
+        """Ask which requests of a gateway are held, by this gateway or by a gateway that took them
+        over. Raises BusUnavailableError without an answer."""
         held: set[str] = set()
         rest = list(request_ids)
         while rest:

@@ -102,8 +102,8 @@ def read_job(
     stored_ns: int,
     traceparent: str | None = None,
 ) -> Job:
-    """The job in a message of the stream JOBS: one that a gateway has made, or what a service has
-    published (see ``published.read_published``).
+    """Read the job in a message of the stream JOBS. The job was made by a gateway, or published by
+    a service (see ``published.read_published``).
 
     The model in the body must be the subject's, and so must tier and tenant where both state
     them; under a subject without a tenant a job is the keyless one's. A job without
@@ -181,9 +181,9 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
 
     The subject's tenant holds, whatever the body says: who may publish under it alone must not be
     answered in another's name, nor have a stranger told. Where ``reply`` is another's or cannot be
-    read, the tenant's own listener is told; an empty one names no listener. A request id that no
-    job may have, a number or a text that is too long, is the one that its publisher listens for
-    all the same, as long as a subject can hold it.
+    read, the tenant's own listener is told; an empty one names no listener. A request id may be
+    invalid for a job, because it is a number or too long. The answer still goes to this id, which
+    the publisher listens for, if a subject can hold it.
     """
     payload = without_mark(payload)
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
@@ -230,8 +230,8 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _listened_id(raw: bytes, content_type: str) -> str:
-    """The request id as it stands in the subject that its publisher listens to. Raises ValueError
-    for one that is too long for any subject, or neither text nor number."""
+    """Return the request id as the publisher writes it in the subject of its listener. Raises
+    ValueError for an id that is too long for a subject, and for a value of another type."""
     value = _ID.decode(raw, content_type)
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value

@@ -51,7 +51,7 @@ _COMPLETION_FIELDS = _names(CompletionRequest)
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """Of a tool or of a call: where its name stands says which form it has."""
+    """The head of a tool or of a call. The place of its name tells the form."""
 
     name: msgspec.Raw = msgspec.Raw(b"")
     type: msgspec.Raw = msgspec.Raw(b"")
@@ -107,7 +107,7 @@ def encode_job(job: Job) -> bytes:
 
 
 def _parts(payload: bytes, content_type: str | None) -> dict[str, msgspec.Raw]:
-    """The fields of a message as they are written, without those that are null."""
+    """Return the raw fields of a message. Null fields are left out."""
     null = b"null" if codec.is_json(content_type) else b"\xc0"
     parts = _PARTS.decode(payload, content_type)
     return {name: raw for name, raw in parts.items() if bytes(raw) != null}
@@ -172,7 +172,7 @@ def _heads(raw: msgspec.Raw, content_type: str | None) -> list[_Head]:
     try:
         return _HEADS.decode(bytes(raw), content_type)
     except MalformedMessageError:
-        return []  # whoever reads the body says what is wrong
+        return []  # the reader of the body refuses it with a reason
 
 
 def _called(raw: msgspec.Raw, content_type: str | None) -> list[_Head]:

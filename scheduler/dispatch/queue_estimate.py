@@ -57,8 +57,8 @@ class QueueEstimate:
 
     def look(self) -> None:
         """Tell those who wait where they stand, and refuse what would come too late for its
-        tier. Jobs that are held for their tenants' limits stand behind those that may be sent, and
-        nobody can say when they will be; what services published waits however long."""
+        tier. Jobs that are held for their tenants' limits stand behind jobs that may be sent, and
+        have no estimate. Jobs that services published are not refused for a long wait."""
         per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
         is_known = per_s > 0 and self._is_settled()
         # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.

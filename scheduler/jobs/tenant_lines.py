@@ -22,8 +22,8 @@ Decided = Callable[[TerminalStatus | None], None]
 _ANY = 1 << 30
 # What is pulled of a tenant whose limits this scheduler has not asked for yet: its first job asks.
 _FIRST_PLACES = 1
-# Ends of requests are heard; one that was missed, or a place whose request never ended, is found by
-# asking again: after 1 s at first, each time after twice as long.
+# The end of a request frees a place at once. A missed end is found by asking again: after 1 s at
+# first, then each time after twice as long.
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 16.0
 

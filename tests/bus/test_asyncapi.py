@@ -107,7 +107,7 @@ def test_messages_have_names_and_both_encodings_where_both_are_read() -> None:
     def carried(channel: str) -> set[str]:
         return set(document["channels"][channel]["messages"])
 
-    for channel in ("jobs", "jobsOfAnybody"):
+    for channel in ("jobs", "jobsWithoutTenant"):
         in_msgpack = {name for name in carried(channel) if not name.endswith("Json")}
         assert "Job" in in_msgpack
         assert carried(channel) == in_msgpack | {f"{name}Json" for name in in_msgpack}

@@ -118,7 +118,7 @@ class EngineClient(EngineLike):
         self._post(Stop(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Requests that are added later find nothing but blocks of those that run. Raises
+        """Empty the prefix cache. Later requests find only blocks of running requests. Raises
         PrefixCacheKeptError."""
         if self._keeps_objects:
             raise PrefixCacheKeptError(

@@ -154,7 +154,7 @@ class EngineKeeper:
         return True
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache of the engine; one that is not there has none. Raises
+        """Empty the prefix cache of the engine, if the engine runs. Raises
         PrefixCacheKeptError."""
         if self._engine is not None:
             await self._engine.reset_prefix_cache()

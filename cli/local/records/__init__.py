@@ -1,1 +1,1 @@
-"""What keeps records in a local system: Kafka and telemetry."""
+"""Kafka and telemetry, the processes that keep the records of a local system."""

@@ -75,7 +75,7 @@ class RecordKeeping:
 
     @property
     def why_not_ready(self) -> str:
-        """A sentence for whoever looks for records; empty once they are kept."""
+        """The reason why records are not kept yet, in a sentence; empty once they are kept."""
         if self._missing is None:
             return ""
         why = self._reason or f"{self._missing} is still starting"

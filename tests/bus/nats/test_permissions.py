@@ -18,10 +18,10 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats import accounts, connect
 from millrace.bus.nats.permissions import Part, inbox_of, service_inbox
 from millrace.bus.orphans import OrphanWatch
-from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import Cancel, NameLease
 from millrace.schemas.errors import BusForbiddenError
 from millrace.schemas.jobs import Job, JobResult, Source, Tier
+from tests.support.manual_clock import ManualClock
 from tests.support.nats.users import ACME, NatsWithUsers, nats_with_users
 from tests.support.repository import ROOT
 from tests.support.waiting import eventually
@@ -261,14 +261,14 @@ async def test_without_the_permission_to_ask_no_request_is_an_orphan(
         for number in (1, 2)
     ]
     found: list[str] = []
-    watch = OrphanWatch(bus, SystemClock(), lambda: jobs, found.append)
-    watch.grace_s = 0.4
-    task = asyncio.create_task(watch.run())
-    await eventually(lambda: "no permission" in caplog.text)
-    await asyncio.sleep(1.0)
+    clock = ManualClock()
+    watch = OrphanWatch(bus, clock, lambda: jobs, found.append)
+    watch.grace_s = 4.0
+    for _ in range(5):
+        await watch.look()
+        clock.skip(2.0)
     assert found == []
     assert caplog.text.count("no permission") == 1
-    task.cancel()
     await bus.close()
 
 

@@ -74,7 +74,7 @@ class VllmDialect(Dialect):
 
     @property
     def reset_path(self) -> str:
-        """There if its variable VLLM_SERVER_DEV_MODE is 1, as it is of one that is started here."""
+        """The path exists if VLLM_SERVER_DEV_MODE is 1. Servers that Millrace starts have it."""
         return "/reset_prefix_cache"
 
     def command(self, program: Path, address: ServerAddress) -> Command:
