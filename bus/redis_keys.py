@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.bus.tokens import token
-from millrace.schemas.tenants import LOCAL_TENANT
+from millrace.schemas.tenants import DEFAULT_CURRENCY, LOCAL_TENANT
 
 
 def generation_key(request_id: str) -> str:
@@ -105,9 +105,19 @@ def holds_key(account: str) -> str:
     return f"hold:{account}"
 
 
+CURRENCIES_KEY = "currencies"
+"""The currencies but for DEFAULT_CURRENCY in which money was ever set aside."""
+
+
 def spent_key(account: str, month: str) -> str:
-    """What the account has spent in a month."""
+    """What the account has spent in a month, in DEFAULT_CURRENCY. ``currency_suffix`` after it
+    gives the key of another currency."""
     return f"spent:{account}:{month}"
+
+
+def currency_suffix(currency: str) -> str:
+    """What marks money of a currency in keys and fields: nothing for DEFAULT_CURRENCY."""
+    return "" if currency == DEFAULT_CURRENCY else f":{currency}"
 
 
 def reservation_key(request_id: str) -> str:

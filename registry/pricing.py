@@ -7,6 +7,7 @@ from decimal import Decimal
 import msgspec
 
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.tenants import DEFAULT_CURRENCY, check_currency
 
 _COST_STEP = Decimal("0.000000000001")
 _US_PER_HOUR = 3_600_000_000
@@ -17,7 +18,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device, which it costs us; ``version`` names all of them for ever."""
 
     version: str
-    currency: str = "USD"
+    currency: str = DEFAULT_CURRENCY
     input_per_million: Decimal
     cached_input_per_million: Decimal
     output_per_million: Decimal
@@ -35,6 +36,7 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} must be a price of 0 or more, got {price}")
         if not self.version:
             raise ValueError("version must not be empty")
+        check_currency(self.currency)
 
 
 UNPRICED = PriceBook(

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -46,7 +46,7 @@ _SERVICE_FORMS = (
 def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     """The configuration in the file at ``path``, overridden by variables.
 
-    ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated.
+    ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated, a table is in JSON.
     ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Variables that
     Kubernetes sets for its Services count for nothing. Without a path the file that
     ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
@@ -176,6 +176,11 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     value: Any = text
     if kind == tuple[str, ...]:
         value = [part.strip() for part in text.split(",") if part.strip()]
+    elif text.startswith("{") and any(get_origin(one) is dict for one in get_args(kind)):
+        try:
+            value = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name}: no table in JSON: {error}") from error
     try:
         return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
     except msgspec.ValidationError as error:

@@ -32,7 +32,7 @@ class CancelReason(StrEnum):
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was reserved in Redis for a job that no gateway admitted. The process that ends the job
     settles it, under ``reservation_id``; if Redis has no such reservation, what the job cost is
-    added to what its tenant has spent, ``spent_key``."""
+    added to what its tenant has spent in its currency, by ``spent_key``."""
 
     reservation_id: str
     spent_key: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from decimal import ROUND_CEILING, Decimal
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Decimal, InvalidOperation
 
 import msgspec
 
@@ -18,6 +19,14 @@ MAX_KEY_NAME_CHARACTERS = 128
 # so are budgets in billionths.
 MAX_LIMIT = 10**9
 MAX_BUDGET = Decimal(9_000_000)
+
+DEFAULT_CURRENCY = "USD"
+"""The currency of a budget or price book that names none."""
+
+Budget = Decimal | dict[str, Decimal]
+"""An amount of money in DEFAULT_CURRENCY, or amounts by currency."""
+
+_CURRENCY = re.compile("[A-Z]{3}")
 
 _TENANT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
 _COUNTS = (
@@ -37,14 +46,64 @@ def check_limits(limits: LimitSet | LimitOverrides) -> None:
         if isinstance(count, int) and not 1 <= count <= MAX_LIMIT:
             raise ValueError(f"{name} must be between 1 and {MAX_LIMIT}, got {count}")
     budget = limits.monthly_budget
-    if isinstance(budget, Decimal) and not (budget.is_finite() and 0 <= budget <= MAX_BUDGET):
-        raise ValueError(f"monthly_budget must be between 0 and {MAX_BUDGET}, got {budget}")
+    if budget is None or budget is msgspec.UNSET:
+        return
+    if budget == {}:
+        raise ValueError("monthly_budget must name an amount, or be none")
+    for currency, amount in budgets_of(budget).items():
+        check_currency(currency)
+        if not (amount.is_finite() and 0 <= amount <= MAX_BUDGET):
+            raise ValueError(
+                f"monthly_budget must be between 0 and {MAX_BUDGET} {currency}, got {amount}"
+            )
+
+
+def check_currency(currency: str) -> None:
+    """Raises ValueError for a text that is no code of a currency."""
+    if not _CURRENCY.fullmatch(currency):
+        raise ValueError(
+            f"a currency is a code of three capital letters, such as {DEFAULT_CURRENCY} or EUR, "
+            f"got {currency[:40]!r}"
+        )
+
+
+def budgets_of(budget: Budget | None) -> Mapping[str, Decimal]:
+    """The amount of each currency that a budget bounds; empty for None."""
+    if budget is None:
+        return {}
+    return {DEFAULT_CURRENCY: budget} if isinstance(budget, Decimal) else budget
+
+
+def parse_budget(text: str) -> Budget:
+    """Read ``100``, ``50 EUR`` or ``100 USD, 50 EUR``.
+
+    Raises ValueError for anything else.
+    """
+    parts = [part.split() for part in text.split(",")]
+    if not all(len(part) in {1, 2} for part in parts):
+        raise ValueError(f"{text!r} is not an amount, or amounts with currencies")
+    try:
+        amounts = [Decimal(part[0]) for part in parts]
+    except InvalidOperation:
+        raise ValueError(f"{text!r} is not an amount, or amounts with currencies") from None
+    if len(parts) == 1 and len(parts[0]) == 1:
+        return amounts[0]
+    currencies = [part[1] if len(part) == 2 else DEFAULT_CURRENCY for part in parts]
+    if len(set(currencies)) < len(currencies):
+        raise ValueError(f"{text!r} names a currency twice")
+    return dict(zip(currencies, amounts, strict=True))
+
+
+def budget_text(budget: Mapping[str, Decimal]) -> str:
+    """Amounts by currency as ``parse_budget`` reads them."""
+    return ", ".join(f"{amount} {currency}" for currency, amount in budget.items())
 
 
 class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an account may use; None: no limit. ``tokens_per_minute`` counts prompt and completion,
-    ``context_tokens`` bounds both of one request together, ``monthly_budget`` is money, in the
-    prices' currency, of a UTC month.
+    ``context_tokens`` bounds both of one request together. ``monthly_budget`` is money of a UTC
+    month: an amount in USD, or an amount for each currency. Requests in a currency without an
+    amount are not bounded by it.
 
     Raises ValueError, naming the limit, for a value that cannot be kept.
     """
@@ -61,8 +120,9 @@ class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     context_tokens: int | None = None
     """Prompt and completion tokens of one request together."""
 
-    monthly_budget: Decimal | None = None
-    """Money, in the prices' currency, of a UTC month."""
+    monthly_budget: Budget | None = None
+    """Money of a UTC month: an amount in USD, or an amount for each currency
+    (`{USD: 100, EUR: 50}`). Requests in a currency without an amount are not bounded by it."""
 
     max_waiting_jobs: int | None = None
     """Jobs of one tier that services published on the bus and that wait."""
@@ -80,7 +140,7 @@ class LimitOverrides(
     tokens_per_minute: int | msgspec.UnsetType | None = msgspec.UNSET
     concurrent_requests: int | msgspec.UnsetType | None = msgspec.UNSET
     context_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
-    monthly_budget: Decimal | msgspec.UnsetType | None = msgspec.UNSET
+    monthly_budget: Budget | msgspec.UnsetType | None = msgspec.UNSET
     max_waiting_jobs: int | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -90,7 +150,7 @@ class LimitOverrides(
         """``base`` with what is set here in its place."""
         return msgspec.structs.replace(base, **self.given())
 
-    def given(self) -> dict[str, int | Decimal | None]:
+    def given(self) -> dict[str, int | Budget | None]:
         """The limits that are set."""
         return {
             name: value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -15,10 +16,12 @@ from millrace.bus.tenancy.tenants import Stored
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    DEFAULT_CURRENCY,
     KeyRecord,
     LimitSet,
     TenantRecord,
     TierLimits,
+    budgets_of,
     limits_of,
 )
 
@@ -70,19 +73,31 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits != LimitSet()
 
 
+class Spend(NamedTuple):
+    """Money in billionths of one currency: spent this month, and the most that running requests
+    may cost."""
+
+    spent_nano: int = 0
+    held_nano: int = 0
+
+
 class AccountUsage(NamedTuple):
-    """What an account uses now: ticks in its buckets, running requests, money in billionths."""
+    """What an account uses now: ticks in its buckets, running requests, and money by currency.
+    After a reservation only the currency of that request is among the money."""
 
     requests: int = 0
     tokens: int = 0
     num_running: int = 0
-    spent_nano: int = 0
-    held_nano: int = 0
+    money: Mapping[str, Spend] = MappingProxyType({})
+
+    def spend(self, currency: str = DEFAULT_CURRENCY) -> Spend:
+        return self.money.get(currency, Spend())
 
 
 class Charge(NamedTuple):
     """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
     that one of its several prompts and its completion may have, None if it has but one.
+    ``cost_nano`` is in ``currency``.
     ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait."""
 
     request_id: str
@@ -94,6 +109,7 @@ class Charge(NamedTuple):
     lapse_ms: int
     longest_tokens: int | None = None
     in_line: bool = False
+    currency: str = DEFAULT_CURRENCY
 
     @property
     def num_tokens(self) -> int:
@@ -138,11 +154,16 @@ def key_account(stored: Stored[KeyRecord], tiers: TierLimits) -> Account:
     )
 
 
-def decision_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> LimitDecision:
-    """What the script that reserves has answered."""
+def decision_of(
+    accounts: Sequence[Account], answer: Sequence[bytes | int], currency: str
+) -> LimitDecision:
+    """What the script that reserves has answered to a request that costs ``currency``."""
     _, refused, limit, wait_ms, *numbers = answer
-    counts = [int(number) for number in numbers]
-    usages = tuple(AccountUsage(*counts[i : i + 5]) for i in range(0, len(counts), 5))
+    counts = iter(map(int, numbers))
+    usages = tuple(
+        AccountUsage(requests, tokens, num_running, {currency: Spend(spent, held)})
+        for requests, tokens, num_running, spent, held in zip(*[counts] * 5, strict=True)
+    )
     assert isinstance(limit, bytes)
     return LimitDecision(
         usages=usages,
@@ -155,24 +176,33 @@ def decision_of(accounts: Sequence[Account], answer: Sequence[bytes | int]) -> L
 async def read_account_usage(
     link: RedisLink, account: Account, month: str, now_ms: int | None = None
 ) -> AccountUsage:
-    """What the account uses; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
+    """What the account uses, with the money of each currency that it has a budget, spending or
+    holds in; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
     if now_ms is None:
         seconds, microseconds = await link.call("TIME")
         now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
     buckets, running, holds = account.state_keys
+    others: list[bytes] = await link.call("SMEMBERS", redis_keys.CURRENCIES_KEY)
+    budgets = budgets_of(account.limits.monthly_budget)
+    currencies = sorted({DEFAULT_CURRENCY, *budgets, *(code.decode() for code in others)})
+    suffixes = [redis_keys.currency_suffix(currency) for currency in currencies]
     kept, num_running, held, spent = await asyncio.gather(
         link.call("HMGET", buckets, "at", "requests", "tokens"),
         link.call("ZCOUNT", running, f"({now_ms}", "+inf"),
-        link.call("HGET", holds, ""),
-        link.call("GET", account.spent_key(month)),
+        link.call("HMGET", holds, *suffixes),
+        link.call("MGET", *(account.spent_key(month) + suffix for suffix in suffixes)),
     )
+    spends = [Spend(int(of[0] or 0), int(of[1] or 0)) for of in zip(spent, held, strict=True)]
     elapsed_ms = max(0, now_ms - int(kept[0] or now_ms))
     return AccountUsage(
         requests=drain(int(kept[1] or 0), account.limits.requests_per_minute, elapsed_ms),
         tokens=drain(int(kept[2] or 0), account.limits.tokens_per_minute, elapsed_ms),
         num_running=int(num_running),
-        spent_nano=int(spent or 0),
-        held_nano=int(held or 0),
+        money={
+            currency: spend
+            for currency, spend in zip(currencies, spends, strict=True)
+            if currency in budgets or any(spend)
+        },
     )
 
 

@@ -15,7 +15,7 @@ from millrace.bus.tenancy.accounts import (
 )
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ContextLengthError, MillraceError
-from millrace.schemas.tenants import from_nano
+from millrace.schemas.tenants import budgets_of, from_nano
 
 _RETRY_AFTER_S = 2.0
 
@@ -103,15 +103,18 @@ def rate_limit_error(
     assert account is not None, "it was granted"
     kind = _KINDS[decision.limit]
     size = getattr(account.limits, decision.limit)
+    if decision.limit == "monthly_budget":
+        size = f"{budgets_of(size)[charge.currency]} {charge.currency}"
     retry_after_s: float | None = decision.wait_ms / 1_000
     if decision.wait_ms == NEVER:
         kind, retry_after_s = TooManyTokensError, None
         advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
     elif decision.wait_ms == NEXT_MONTH:
         retry_after_s = next_month_s(now_ns)
-        spent = decision.usages[accounts.index(account)].spent_nano
+        spent, _ = decision.usages[accounts.index(account)].spend(charge.currency)
         advice = (
-            f"{from_nano(spent)} is spent and the request may cost {from_nano(charge.cost_nano)}. "
+            f"{from_nano(spent)} {charge.currency} is spent and the request may cost "
+            f"{from_nano(charge.cost_nano)} {charge.currency}. "
             "A new month begins at 00:00 UTC on the first."
         )
     elif decision.limit == "monthly_budget":

@@ -22,6 +22,7 @@ from millrace.bus.tenancy.accounts import (
     AccountUsage,
     Charge,
     LimitDecision,
+    Spend,
     decision_of,
     key_account,
     month_of,
@@ -43,10 +44,12 @@ from millrace.runtime.redis.protocol import Argument
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    DEFAULT_CURRENCY,
     LOCAL_TENANT,
     LimitSet,
     TenantRecord,
     TierLimits,
+    budgets_of,
     max_waiting_jobs_of,
     to_nano,
     unknown_tenant,
@@ -87,12 +90,19 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """The accounts of a caller as Redis had them last, and how they stood in which month."""
+    """The accounts of a caller as Redis had them last, and their money in which month."""
 
     accounts: tuple[Account, ...]
     is_revoked: bool = False
     month: str = ""
-    usages: tuple[AccountUsage, ...] = ()
+    money: tuple[dict[str, Spend], ...] = ()
+
+    def note(self, month: str, usages: Sequence[AccountUsage]) -> None:
+        """Take in the money of the accounts in one more currency."""
+        if month != self.month:
+            self.month, self.money = month, tuple({} for _ in usages)
+        for known, usage in zip(self.money, usages, strict=True):
+            known.update(usage.money)
 
 
 class LimitKeeper:
@@ -141,6 +151,7 @@ class LimitKeeper:
         tier: Tier | None = None,
         longest_tokens: int | None = None,
         in_line: bool = False,
+        currency: str = DEFAULT_CURRENCY,
     ) -> Taken:
         """Set aside tokens (of all prompts and choices together), money and a place.
 
@@ -148,7 +159,7 @@ class LimitKeeper:
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the holder's. The same ``request_id`` again takes nothing more.
-        ``in_line`` is as for ``Charge``. Raises
+        ``in_line`` is as for ``Charge``, ``cost_upper`` is in ``currency``. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
         LimitsUnreachableError for a batch while Redis is unreachable.
         """
@@ -162,6 +173,7 @@ class LimitKeeper:
             lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
             longest_tokens=longest_tokens,
             in_line=in_line,
+            currency=currency,
         )
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -179,19 +191,31 @@ class LimitKeeper:
             raise rate_limit_error(accounts, decision, charge, self._clock.now_ns())
         return Taken(accounts=accounts, usages=decision.usages, degraded=degraded)
 
-    async def settle(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> bool:
-        """Charge what a request used and give back the rest; ``usage`` None: nothing was served,
-        and all comes back.
+    async def settle(
+        self,
+        request_id: str,
+        usage: Usage | None,
+        cost: Decimal | None,
+        currency: str = DEFAULT_CURRENCY,
+    ) -> bool:
+        """Charge what a request used, in ``currency``, and give back the rest; ``usage`` None:
+        nothing was served, and all comes back.
 
         Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
         tried again in the background then.
         """
-        settlement = self._settlement(request_id, usage, cost)
+        settlement = self._settlement(request_id, usage, cost, currency)
         return await self.settlements.settle(settlement)
 
-    def settle_soon(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
+    def settle_soon(
+        self,
+        request_id: str,
+        usage: Usage | None,
+        cost: Decimal | None,
+        currency: str = DEFAULT_CURRENCY,
+    ) -> None:
         """``settle`` without waiting for it."""
-        self.settlements.settle_soon(self._settlement(request_id, usage, cost))
+        self.settlements.settle_soon(self._settlement(request_id, usage, cost, currency))
 
     def settle_here(self, request_id: str) -> None:
         """Somebody else settles it in Redis: free its place and share of the budget within the
@@ -275,9 +299,9 @@ class LimitKeeper:
             if answer[0] == b"changed":
                 self._learn(holder, [raw for raw in answer[1:] if isinstance(raw, bytes)])
                 continue
-            decision = decision_of(accounts, answer)
+            decision = decision_of(accounts, answer, charge.currency)
             if known is not None:
-                known.month, known.usages = month, decision.usages
+                known.note(month, decision.usages)
                 self._known.move_to_end(who)
             self._local.forget_idle()
             return accounts, decision
@@ -296,10 +320,12 @@ class LimitKeeper:
         ):
             raise LimitsUnreachableError
         _check(holder, charge, known)
-        usages = known.usages if known.month == month else ()
-        spent_nano = [usage.spent_nano for usage in usages] or [0] * len(accounts)
+        money = known.money if known.month == month else ()
+        spent_nano = [of.get(charge.currency, Spend()).spent_nano for of in money]
         self.num_degraded += 1
-        return accounts, self._local.reserve(accounts, spent_nano, charge, month)
+        return accounts, self._local.reserve(
+            accounts, spent_nano or [0] * len(accounts), charge, month
+        )
 
     def _accounts_unseen(self, holder: Holder) -> tuple[Account, ...]:
         """What to go by as long as no record was read: the limits of the holder's tier."""
@@ -337,7 +363,7 @@ class LimitKeeper:
         self, accounts: tuple[Account, ...], charge: Charge, month: str
     ) -> tuple[list[str], list[Argument]]:
         """KEYS and ARGV of the script that reserves."""
-        keys = [redis_keys.reservation_key(charge.request_id)]
+        keys = [redis_keys.reservation_key(charge.request_id), redis_keys.CURRENCIES_KEY]
         arguments: list[Argument] = [
             script_time(self._clock, redis_time=self._redis_time),
             charge.request_id,
@@ -346,11 +372,12 @@ class LimitKeeper:
             charge.num_tokens,
             charge.cost_nano,
             int(charge.in_line),
+            redis_keys.currency_suffix(charge.currency),
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]
             limits = account.limits
-            budget = limits.monthly_budget
+            budget = budgets_of(limits.monthly_budget).get(charge.currency)
             arguments += [
                 account.version,
                 _or_none(limits.requests_per_minute),
@@ -360,15 +387,18 @@ class LimitKeeper:
             ]
         return keys, arguments
 
-    def _settlement(self, request_id: str, usage: Usage | None, cost: Decimal | None) -> Settlement:
+    def _settlement(
+        self, request_id: str, usage: Usage | None, cost: Decimal | None, currency: str
+    ) -> Settlement:
         num_tokens = None if usage is None else usage.prompt_tokens + usage.completion_tokens
         cost_nano = 0 if cost is None or usage is None else to_nano(cost)
         return Settlement(
             request_id=request_id,
             num_tokens=num_tokens,
             cost_nano=cost_nano,
+            currency=currency,
             since_s=self._clock.monotonic(),
-            spent_keys=self._local.settle(request_id, num_tokens, cost_nano),
+            spent_keys=self._local.settle(request_id, num_tokens, cost_nano, currency),
             remember=self._remembers,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,11 @@ from millrace.bus.tenancy.accounts import (
     AccountUsage,
     Charge,
     LimitDecision,
+    Spend,
     drain,
 )
 from millrace.runtime.clock import Clock
+from millrace.schemas.tenants import budgets_of
 
 _MS_PER_S = 1_000
 _WAIT_MS = 1_000
@@ -28,13 +31,13 @@ _Refusal = tuple[str, int]
 class _AccountState:
     """What one account has used here since Redis was last reachable."""
 
-    def __init__(self, spent_nano: int, now_ms: int) -> None:
+    def __init__(self, now_ms: int) -> None:
         self.requests = 0
         self.tokens = 0
         self.requests_taken = 0
         self.tokens_taken = 0
-        self.spent_nano = spent_nano
-        self.held_nano = 0
+        self.spent_nano = Counter[str]()
+        self.held_nano = Counter[str]()
         self.running: set[str] = set()
         self.at_ms = now_ms
 
@@ -62,11 +65,13 @@ class _AccountState:
         concurrent = limits.concurrent_requests
         if concurrent is not None and len(self.running) >= concurrent:
             yield "concurrent_requests", _WAIT_MS
-        if limits.monthly_budget is not None and charge.cost_nano > 0:
-            left_nano = limits.monthly_budget.scaleb(9) - self.spent_nano - charge.cost_nano
+        currency = charge.currency
+        budget = budgets_of(limits.monthly_budget).get(currency)
+        if budget is not None and charge.cost_nano > 0:
+            left_nano = budget.scaleb(9) - self.spent_nano[currency] - charge.cost_nano
             if left_nano < 0:
                 yield "monthly_budget", NEXT_MONTH
-            elif left_nano < self.held_nano:
+            elif left_nano < self.held_nano[currency]:
                 yield "monthly_budget", _WAIT_MS
 
     def take(self, account: Account, charge: Charge) -> tuple[int, int]:
@@ -76,7 +81,7 @@ class _AccountState:
         self.tokens += TICKS * charge.num_tokens * (limits.tokens_per_minute is not None)
         self.requests_taken += 1
         self.tokens_taken += charge.num_tokens
-        self.held_nano += charge.cost_nano
+        self.held_nano[charge.currency] += charge.cost_nano
         self.running.add(charge.request_id)
         return self.requests_taken, self.tokens_taken
 
@@ -93,10 +98,9 @@ class _AccountState:
             left = self.tokens - (self.tokens_taken - taken[1]) * TICKS
             self.tokens -= min(max(0, left), num_tokens * TICKS)
 
-    def usage(self) -> AccountUsage:
-        return AccountUsage(
-            self.requests, self.tokens, len(self.running), self.spent_nano, self.held_nano
-        )
+    def usage(self, currency: str) -> AccountUsage:
+        spend = Spend(self.spent_nano[currency], self.held_nano[currency])
+        return AccountUsage(self.requests, self.tokens, len(self.running), {currency: spend})
 
 
 class _Part(NamedTuple):
@@ -120,7 +124,7 @@ class _Reservation:
             self.has_lapsed = True
             for part in self.parts:
                 part.state.running.discard(self.charge.request_id)
-                part.state.held_nano -= self.charge.cost_nano
+                part.state.held_nano[self.charge.currency] -= self.charge.cost_nano
 
 
 class LocalLimits:
@@ -143,19 +147,20 @@ class LocalLimits:
         charge: Charge,
         month: str,
     ) -> LimitDecision:
-        """All or nothing; once for a request. ``spent_nano``: as last known of each account."""
+        """All or nothing; once for a request. ``spent_nano``: as last known of each account, in
+        the currency of the charge."""
         now_ms = self._now_ms()
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
-        states = []
+        states, currency = [], charge.currency
         for key, known_nano in zip(spent_keys, spent_nano, strict=True):
-            state = self._states.setdefault(key, _AccountState(known_nano, now_ms))
-            state.spent_nano = max(state.spent_nano, known_nano)
+            state = self._states.setdefault(key, _AccountState(now_ms))
+            state.spent_nano[currency] = max(state.spent_nano[currency], known_nano)
             states.append(state)
         found: list[tuple[int, Account, str]] = []
         for account, state in zip(accounts, states, strict=True):
             state.drain(account, now_ms)
-        usages = tuple(state.usage() for state in states)
+        usages = tuple(state.usage(currency) for state in states)
         if charge.request_id in self._reservations:
             return LimitDecision(usages=usages)
         for account, state in zip(accounts, states, strict=True):
@@ -169,9 +174,11 @@ class LocalLimits:
         ]
         self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
         heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
-        return LimitDecision(usages=tuple(state.usage() for state in states))
+        return LimitDecision(usages=tuple(state.usage(currency) for state in states))
 
-    def settle(self, request_id: str, num_tokens: int | None, cost_nano: int) -> tuple[str, ...]:
+    def settle(
+        self, request_id: str, num_tokens: int | None, cost_nano: int, currency: str
+    ) -> tuple[str, ...]:
         """Give back what was not used; where Redis keeps what the accounts have spent.
 
         Empty if the request was not granted here.
@@ -185,7 +192,7 @@ class LocalLimits:
             state.drain(account, now_ms)
             unused = made.charge.num_tokens - (num_tokens or 0)
             state.give_back(int(num_tokens is None), unused, taken)
-            state.spent_nano += cost_nano
+            state.spent_nano[currency] += cost_nano
         return made.spent_keys
 
     def release(self, request_id: str) -> None:

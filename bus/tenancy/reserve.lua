@@ -1,11 +1,15 @@
 -- Set aside what a request may use of each of its accounts, or nothing at all.
 --
--- KEYS: the reservation; then for each account its record, buckets, running requests, holds and
--- what it has spent this month.
+-- KEYS: the reservation, the set of currencies; then for each account its record, buckets, running
+-- requests, holds and what it has spent this month.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
--- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line; then for each
--- account the version of its record, requests and tokens per minute, concurrent requests and budget
--- (empty: no limit).
+-- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line, the suffix of the
+-- cost's currency (empty: the default one); then for each account the version of its record,
+-- requests and tokens per minute, concurrent requests and budget in that currency (empty: no limit).
+--
+-- Money of a currency is counted by itself: what was spent under the account's key with the suffix,
+-- what is held as the billionths with the suffix, and the sum of a currency's holds in the field that
+-- is named as the suffix.
 --
 -- A job that waits in line takes each place that becomes free, so that requests of its account that
 -- cannot wait would find none. Once one of these is refused, jobs leave them a quarter of each limit,
@@ -35,11 +39,12 @@ end
 local request, lapse_ms, keep_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local tokens, cost = tonumber(ARGV[5]), tonumber(ARGV[6])
 local is_in_line = ARGV[7] == '1'
+local currency = ARGV[8]
 
 local accounts = {}
 local changed = false
-for i = 1, (#KEYS - 1) / 5 do
-  local k, a = 5 * i - 4, 5 * i + 2
+for i = 1, (#KEYS - 2) / 5 do
+  local k, a = 5 * i - 3, 5 * i + 3
   accounts[i] = {
     record = KEYS[k + 1], buckets = KEYS[k + 2], running = KEYS[k + 3], holds = KEYS[k + 4],
     spent_key = KEYS[k + 5],
@@ -67,8 +72,8 @@ local function release_lapsed(account)
     local held = redis.call('HGET', account.holds, id)
     if held then
       redis.call('HDEL', account.holds, id)
-      -- The field without a name is the sum of the others.
-      redis.call('HINCRBY', account.holds, '', '-' .. held)
+      local nano, held_in = string.match(held, '^(%d+)(.*)$')
+      redis.call('HINCRBY', account.holds, held_in, '-' .. nano)
     end
   end
 end
@@ -90,8 +95,8 @@ local function load(account)
   account.requests = drained(kept[2], account.rpm, elapsed)
   account.tokens = drained(kept[3], account.tpm, elapsed)
   account.num_running = redis.call('ZCOUNT', account.running, '(' .. now, '+inf')
-  account.held = tonumber(redis.call('HGET', account.holds, '') or 0)
-  account.spent = tonumber(redis.call('GET', account.spent_key) or 0)
+  account.held = tonumber(redis.call('HGET', account.holds, currency) or 0)
+  account.spent = tonumber(redis.call('GET', account.spent_key .. currency) or 0)
 end
 
 local refused, limit, wait = 0, '', 0
@@ -163,8 +168,8 @@ local function take(account)
   redis.call('ZADD', account.running, now + lapse_ms, request)
   live_for(account.running, lapse_ms + DAY_MS)
   if cost > 0 then
-    redis.call('HSET', account.holds, request, ARGV[6])
-    redis.call('HINCRBY', account.holds, '', ARGV[6])
+    redis.call('HSET', account.holds, request, ARGV[6] .. currency)
+    redis.call('HINCRBY', account.holds, currency, ARGV[6])
     live_for(account.holds, lapse_ms + DAY_MS)
   end
 end
@@ -184,6 +189,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
       }
     end
     redis.call('SET', KEYS[1], cmsgpack.pack(made), 'PX', lapse_ms + keep_ms)
+    if currency ~= '' then redis.call('SADD', KEYS[2], string.sub(currency, 2)) end
   elseif not is_in_line and wait >= 0 then
     keep_yielding(accounts[refused])
   end

@@ -4,20 +4,22 @@
 -- account has spent in the month of the request.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
 -- so that it does not count as a request either), its cost in billionths, ms to remember that it is
--- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again.
+-- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again, and the
+-- suffix of the cost's currency, as in reserve.lua.
 -- Answers 1 if this settled it, 0 if there was nothing to settle.
 
 local TICKS = 60000
 local SETTLED = 'settled'
 
 local now, request, tokens, cost = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local keep_ms, month_ms, remember = ARGV[5], ARGV[6], ARGV[7] == '1'
+local keep_ms, month_ms, remember, currency = ARGV[5], ARGV[6], ARGV[7] == '1', ARGV[8]
 if not now then
   local time = redis.call('TIME')
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
-local function charge(key)
+local function charge(account_key)
+  local key = account_key .. currency
   if cost ~= '0' then
     redis.call('INCRBY', key, cost)
     redis.call('PEXPIRE', key, month_ms)
@@ -64,7 +66,8 @@ for _, account in ipairs(made.accounts) do
   local held = redis.call('HGET', holds, request)
   if held then
     redis.call('HDEL', holds, request)
-    redis.call('HINCRBY', holds, '', '-' .. held)
+    local nano, held_in = string.match(held, '^(%d+)(.*)$')
+    redis.call('HINCRBY', holds, held_in, '-' .. nano)
   end
   charge(spent_key)
 end

@@ -14,6 +14,7 @@ from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.redis.protocol import Argument
 from millrace.runtime.tasks import outcomes
+from millrace.schemas.tenants import DEFAULT_CURRENCY
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ _GIVE_UP_S = 600.0
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended: its tokens (None: nothing was served) and what it cost in billionths.
+    """How a request ended: its tokens (None: nothing was served) and what it cost, in billionths of
+    ``currency``.
 
     ``spent_keys`` are for one that Redis may not know of: where its accounts keep what they spent.
     ``remember``: others may settle it again, or set something aside for it once more.
@@ -43,6 +45,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     cost_nano: int
     since_s: float
     spent_keys: tuple[str, ...] = ()
+    currency: str = DEFAULT_CURRENCY
     remember: bool = False
 
 
@@ -137,6 +140,7 @@ class Settlements:
             KEEP_MS,
             _KEEP_MONTH_MS,
             int(settlement.remember),
+            redis_keys.currency_suffix(settlement.currency),
         ]
         return bool(await self._link.evaluate(_SETTLE, keys, arguments))
 

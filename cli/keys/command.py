@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +16,13 @@ from millrace.schemas.errors import MillraceError, ParameterError
 
 if TYPE_CHECKING:
     from millrace.runtime.redis.link import RedisLink
-    from millrace.schemas.tenants import KeyRecord, LimitOverrides, TenantRecord, TierLimits
+    from millrace.schemas.tenants import (
+        Budget,
+        KeyRecord,
+        LimitOverrides,
+        TenantRecord,
+        TierLimits,
+    )
 
 _T = TypeVar("_T")
 
@@ -82,7 +87,12 @@ def _add_limits(parser: argparse.ArgumentParser, counts: Sequence[str]) -> None:
         group.add_argument(
             f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
         )
-    group.add_argument("--monthly-budget", metavar="MONEY", type=partial(_limit, Decimal, "amount"))
+    group.add_argument(
+        "--monthly-budget",
+        metavar="MONEY",
+        type=partial(_limit, _budget, "amount such as 100, '50 EUR' or '100 USD, 50 EUR'"),
+        help="money a month in USD, or with a currency; several currencies with commas",
+    )
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -232,12 +242,18 @@ def _tenant(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _budget(text: str) -> Budget:
+    from millrace.schemas.tenants import parse_budget
+
+    return parse_budget(text)
+
+
 def _limit(kind: Callable[[str], _T], what: str, text: str) -> _T | str:
     if text in {_NONE, _DEFAULT}:
         return text
     try:
         return kind(text)
-    except (ValueError, InvalidOperation):
+    except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}, none or default") from None
 
 

@@ -14,8 +14,10 @@ from millrace.schemas.tenants import (
     LimitSet,
     TenantRecord,
     TierLimits,
+    budgets_of,
     effective_tier,
     limits_of,
+    lower_limit,
 )
 
 _UNITS = {
@@ -23,7 +25,6 @@ _UNITS = {
     "tokens_per_minute": "tokens/min",
     "concurrent_requests": "at once",
     "context_tokens": "context",
-    "monthly_budget": "a month",
 }
 
 
@@ -84,12 +85,12 @@ def as_table(keys: Sequence[KeyReport]) -> str:
 
 
 def _lower(one: LimitSet, other: LimitSet) -> LimitSet:
-    pairs = {name: (getattr(one, name), getattr(other, name)) for name in _UNITS}
+    budget = dict(budgets_of(one.monthly_budget))
+    for currency, amount in budgets_of(other.monthly_budget).items():
+        budget[currency] = min(amount, budget.get(currency, amount))
     return LimitSet(
-        **{
-            name: min((limit for limit in pair if limit is not None), default=None)
-            for name, pair in pairs.items()
-        }
+        **{name: lower_limit(getattr(one, name), getattr(other, name)) for name in _UNITS},
+        monthly_budget=budget or None,
     )
 
 
@@ -99,6 +100,8 @@ def _limits(limits: LimitSet) -> str:
         for name, unit in _UNITS.items()
         if getattr(limits, name) is not None
     ]
+    budget = budgets_of(limits.monthly_budget)
+    told += [f"{amount} {currency} a month" for currency, amount in budget.items()]
     return ", ".join(told) or "none"
 
 

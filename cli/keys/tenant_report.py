@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -11,7 +12,14 @@ from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.api.limits import AccountLimits, account_limits
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LimitSet, TenantRecord, TierLimits, limits_of
+from millrace.schemas.tenants import (
+    LimitSet,
+    TenantRecord,
+    TierLimits,
+    budget_text,
+    budgets_of,
+    limits_of,
+)
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +68,9 @@ def as_text(report: TenantReport) -> str:
     """A line for the tenant and one for each limit."""
     tier = "none" if report.tier is None else report.tier.value
     lines = [f"Tenant {report.tenant}, tier {tier}"]
-    for name, size in msgspec.structs.asdict(report.limits).items():
+    budget = budgets_of(report.limits.monthly_budget) or None
+    limits = msgspec.structs.asdict(report.limits) | {"monthly_budget": budget}
+    for name, size in limits.items():
         origin = "set for this tenant" if name in report.set_here else "by its tier"
         line = f"  {name:<20} {_shown(size):>12}"
         if report.usage is not None and hasattr(report.usage.remaining, name):
@@ -70,9 +80,12 @@ def as_text(report: TenantReport) -> str:
     if report.tier is not None:
         lines.append(f"  The limits of tiers are {report.tiers_from}.")
     if report.usage is not None:
-        lines.append(f"  spent this month: {report.usage.spent}, held: {report.usage.held}")
+        spent, held = _shown(report.usage.spent), _shown(report.usage.held)
+        lines.append(f"  spent this month: {spent}; held: {held}")
     return "\n".join(lines)
 
 
 def _shown(size: object) -> str:
+    if isinstance(size, Mapping):
+        return budget_text(size) or "nothing"
     return "none" if size is None else str(size)

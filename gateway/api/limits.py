@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Literal, Protocol
 
@@ -18,29 +19,30 @@ from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.transport.http import json_response
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LimitSet, check_tenant, from_nano
+from millrace.schemas.tenants import LimitSet, budgets_of, check_tenant, from_nano
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of each limit of a ``LimitSet`` that requests use up; None: no limit."""
+    """What is left of each limit of a ``LimitSet`` that requests use up; None: no limit.
+    ``monthly_budget`` is what is left of each currency that has a budget."""
 
     requests_per_minute: int | None
     tokens_per_minute: int | None
     concurrent_requests: int | None
     context_tokens: int | None
-    monthly_budget: Decimal | None
+    monthly_budget: Mapping[str, Decimal] | None
 
 
 class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant or key: its limits, what is left of them, and what it has spent this month. What
-    runs may cost ``held`` at most, which is not left either."""
+    """A tenant or key: its limits, what is left of them, and what it has spent this month, by
+    currency. What runs may cost ``held`` at most, which is not left either."""
 
     kind: Literal["tenant", "key"]
     name: str
     limits: LimitSet
     remaining: Remaining
-    spent: Decimal
-    held: Decimal
+    spent: Mapping[str, Decimal]
+    held: Mapping[str, Decimal]
 
 
 class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +94,13 @@ class LimitsApi:
 
 def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
     """An account as it is shown."""
-    limits = account.limits
-    spent, held = from_nano(usage.spent_nano), from_nano(usage.held_nano)
+    limits, budgets = account.limits, budgets_of(account.limits.monthly_budget)
+    spent = {currency: from_nano(spend.spent_nano) for currency, spend in usage.money.items()}
+    held = {currency: from_nano(spend.held_nano) for currency, spend in usage.money.items()}
+    left_of = {
+        currency: max(Decimal(0), budget - spent[currency] - held[currency])
+        for currency, budget in budgets.items()
+    }
     left = Remaining(
         requests_per_minute=_left(limits.requests_per_minute, usage.requests),
         tokens_per_minute=_left(limits.tokens_per_minute, usage.tokens),
@@ -103,11 +110,7 @@ def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
             else max(0, limits.concurrent_requests - usage.num_running)
         ),
         context_tokens=limits.context_tokens,
-        monthly_budget=(
-            None
-            if limits.monthly_budget is None
-            else max(Decimal(0), limits.monthly_budget - spent - held)
-        ),
+        monthly_budget=left_of or None,
     )
     return AccountLimits(
         kind=account.kind,

@@ -84,6 +84,7 @@ class Admission:
             cost_upper=cost(model.prices, num_prompt, 0, num_completion),
             deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
             longest_tokens=max(map(_longest_tokens, jobs)),
+            currency=model.prices.currency,
         )
         return reservation.headers
 
@@ -101,7 +102,7 @@ class Admission:
             self.release(reservation_id)
             return
         price = sum((_price(model, usage) for usage in known), Decimal(0))
-        self._limiter.settle_soon(reservation_id, total_usage(known), price)
+        self._limiter.settle_soon(reservation_id, total_usage(known), price, model.prices.currency)
 
 
 def tier_of(request: GenerationRequest, caller: Caller) -> Tier:

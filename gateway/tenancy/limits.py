@@ -17,6 +17,7 @@ from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import DEFAULT_CURRENCY
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,7 @@ class Limiter(LimitKeeper):
         deadline_s: float,
         tier: Tier | None = None,
         longest_tokens: int | None = None,
+        currency: str = DEFAULT_CURRENCY,
     ) -> Reservation:
         """As ``take``. Raises AuthenticationError for a key revoked by now."""
         try:
@@ -65,6 +67,7 @@ class Limiter(LimitKeeper):
                 deadline_s=deadline_s,
                 tier=tier,
                 longest_tokens=longest_tokens,
+                currency=currency,
             )
         except RateLimitError as error:
             error.headers = rate_headers(error.accounts, error.usages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -137,18 +136,17 @@ class JobAdmission:
         lapse_s = _LAPSE_S
         if job.deadline_ns is not None:
             lapse_s = max((job.deadline_ns - now_ns) / _NS_PER_S, _SHORTEST_LAPSE_S)
+        prices = self._prices(job.model)
         taken = await self._keeper.take(
             _Publisher(job.tenant, job.tier),
             reservation_id,
             model=job.model,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            cost_upper=self._cost_upper(job.model, num_prompt_tokens, max_tokens),
+            cost_upper=cost(prices, num_prompt_tokens, 0, max_tokens),
+            currency=prices.currency,
             deadline_s=lapse_s,
             in_line=True,
         )
         self._tell(job.tenant, taken.accounts[0], taken.usages[0], is_granted=True)
         return taken.degraded
-
-    def _cost_upper(self, model: str, num_prompt_tokens: int, max_tokens: int) -> Decimal:
-        return cost(self._prices(model), num_prompt_tokens, 0, max_tokens)

@@ -136,9 +136,24 @@ def test_limits_of_a_tenant(keys: Keys) -> None:
     assert back["limits"]["monthly_budget"] == "100.50"
     text = keys("tenant", "acme", "--show")
     assert "Tenant acme, tier pro" in text
-    assert "spent this month: 0, held: 0" in text
+    assert re.search(r"monthly_budget +100.50 USD +100.50 USD left", text)
+    assert "spent this month: 0 USD; held: 0 USD" in text
     usage = keys.json("tenant", "acme", "--show")["usage"]
     assert usage["remaining"]["requests_per_minute"] == 600
+
+
+def test_a_budget_for_each_currency(keys: Keys) -> None:
+    set_now = keys.json("tenant", "acme", "--monthly-budget", "100, 50.5 EUR")
+    assert set_now["limits"]["monthly_budget"] == {"USD": "100", "EUR": "50.5"}
+    shown = keys("tenant", "acme", "--show")
+    assert re.search(r"monthly_budget +100 USD, 50.5 EUR +100 USD, 50.5 EUR left", shown)
+    keys("create", "--tenant", "acme", "--monthly-budget", "20 EUR")
+    [told] = keys.json("list")
+    assert told["limits"] == {"monthly_budget": {"EUR": "20"}}
+    assert told["effective_limits"]["monthly_budget"] == {"EUR": "20", "USD": "100"}
+    assert keys("list").splitlines()[2].endswith("20 EUR a month, 100 USD a month")
+    keys("tenant", "acme", "--monthly-budget", "none")
+    assert keys.json("tenant", "acme")["limits"]["monthly_budget"] is None
 
 
 def test_the_table(keys: Keys) -> None:
@@ -186,6 +201,7 @@ async def test_the_last_use_of_a_key(redis_server: RedisServer, keys: Keys) -> N
         (("create", "--tenant", "a", "--requests-per-minute", "0"), "between 1 and"),
         (("tenant", "a", "--monthly-budget", "-1"), "between 0 and"),
         (("tenant", "a", "--monthly-budget", "NaN"), "between 0 and"),
+        (("tenant", "a", "--monthly-budget", "5 euro"), "three capital letters"),
         (("revoke", "000000000000"), "there is no key"),
     ],
 )
@@ -196,9 +212,18 @@ def test_bad_input(keys: Keys, arguments: tuple[str, ...], complaint: str) -> No
     assert keys.json("list") == []
 
 
-def test_a_limit_that_is_no_number(keys: Keys) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--requests-per-minute", "many"),
+        ("--monthly-budget", "EUR 5"),
+        ("--monthly-budget", "5 EUR, 6 EUR"),
+        ("--monthly-budget", "1,5"),
+    ],
+)
+def test_a_limit_that_is_no_number(keys: Keys, option: str, text: str) -> None:
     with pytest.raises(SystemExit):
-        keys.run("tenant", "a", "--requests-per-minute", "many")
+        keys.run("tenant", "a", option, text)
 
 
 def test_where_redis_is(

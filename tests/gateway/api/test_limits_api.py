@@ -107,7 +107,9 @@ async def test_what_a_caller_may_use_and_has_left(
     assert key["limits"]["monthly_budget"] == "1.5"
     assert key["remaining"]["requests_per_minute"] == 0
     assert key["remaining"]["tokens_per_minute"] is None
-    assert (key["spent"], key["held"]) == ("0", "0")
+    assert key["remaining"]["monthly_budget"] == {"USD": "1.5"}
+    assert (key["spent"], key["held"]) == ({"USD": "0"}, {"USD": "0"})
+    assert (tenant["remaining"]["monthly_budget"], tenant["spent"]) == (None, {})
 
 
 async def test_a_streamed_answer_has_the_headers_too(

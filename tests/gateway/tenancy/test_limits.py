@@ -113,7 +113,7 @@ async def test_a_budget_is_held_and_then_spent(bench: LimitBench) -> None:
     await bench.limiter.settle("r1", used(10, 10), Decimal("0.400000001"))
     await reserve(bench.limiter, caller, "r2", cost="0.599999999")
     await bench.limiter.settle("r2", used(10, 10), Decimal("0.5"))
-    with pytest.raises(InsufficientQuotaError, match=r"0\.900000001 is spent") as refused:
+    with pytest.raises(InsufficientQuotaError, match=r"0\.900000001 USD is spent") as refused:
         await reserve(bench.limiter, caller, "r3", cost="0.1")
     assert refused.value.code == "insufficient_quota"
     assert refused.value.limit == "monthly_budget"
@@ -121,6 +121,56 @@ async def test_a_budget_is_held_and_then_spent(bench: LimitBench) -> None:
     await reserve(bench.limiter, caller, "free", cost="0")
     await bench.clock.advance(10.5 * 86_400)
     await reserve(bench.limiter, caller, "r3", cost="0.9")
+
+
+async def test_a_budget_counts_its_own_currency_only(bench: LimitBench) -> None:
+    await bench.tenant("acme", monthly_budget={"USD": Decimal(1), "EUR": Decimal(2)})
+    caller = await bench.caller("acme", monthly_budget=Decimal(5))
+    await reserve(bench.limiter, caller, "u1", cost="0.9")
+    await reserve(bench.limiter, caller, "e1", cost="1.5", currency="EUR")
+    with pytest.raises(InsufficientQuotaError, match="acme reached: 2 EUR"):
+        await reserve(bench.limiter, caller, "e2", cost="0.6", currency="EUR")
+    # No account has a budget in francs: nothing bounds them, and they are counted.
+    await reserve(bench.limiter, caller, "c1", cost="1000", currency="CHF")
+    await bench.limiter.settle("c1", used(1, 1), Decimal(900), "CHF")
+    await bench.limiter.settle("e1", used(1, 1), Decimal("1.5"), "EUR")
+    with pytest.raises(InsufficientQuotaError, match=r"1\.5 EUR is spent .* cost 0\.6 EUR\."):
+        await reserve(bench.limiter, caller, "e2", cost="0.6", currency="EUR")
+    [(_, tenant), (_, key)] = await bench.limiter.usage(caller)
+    assert tenant.money == {
+        "USD": (0, 900_000_000),
+        "EUR": (1_500_000_000, 0),
+        "CHF": (900_000_000_000, 0),
+    }
+    assert key.money == tenant.money
+    await bench.limiter.settle("u1", used(1, 1), Decimal("0.25"))
+    [(_, tenant), _] = await bench.limiter.usage(caller)
+    assert tenant.money["USD"] == (250_000_000, 0)
+
+
+async def test_money_of_another_currency_lapses_too(bench: LimitBench) -> None:
+    await bench.tenant("acme", monthly_budget={"EUR": Decimal(1)})
+    caller = await bench.caller("acme")
+    await reserve(bench.limiter, caller, "e1", cost="1", currency="EUR", deadline_s=30)
+    await bench.clock.advance(30.0)
+    # Whatever the currency of the next request, what lapsed comes back.
+    await reserve(bench.limiter, caller, "u1", cost="1")
+    [(_, tenant), _] = await bench.limiter.usage(caller)
+    assert tenant.money["EUR"] == (0, 0)
+    await reserve(bench.limiter, caller, "e2", cost="1", currency="EUR", deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    ("budget", "complaint"),
+    [
+        ({"euro": Decimal(1)}, "three capital letters"),
+        ({"EUR": Decimal(-1)}, "0 and 9000000 EUR"),
+        ({}, "must name an amount"),
+    ],
+)
+def test_budgets_that_cannot_be_kept(budget: dict[str, Decimal], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        LimitOverrides(monthly_budget=budget)
 
 
 async def test_what_nobody_settles_lapses(bench: LimitBench) -> None:
@@ -133,8 +183,8 @@ async def test_what_nobody_settles_lapses(bench: LimitBench) -> None:
     await bench.limiter.settle("r1", used(1, 1), Decimal("0.25"))
     await bench.limiter.settle("r2", None, None)
     [(_, tenant), (_, key)] = await bench.limiter.usage(caller)
-    assert tenant.spent_nano == key.spent_nano == 250_000_000
-    assert tenant.held_nano == tenant.num_running == 0
+    assert tenant.spend().spent_nano == key.spend().spent_nano == 250_000_000
+    assert tenant.spend().held_nano == tenant.num_running == 0
 
 
 async def test_a_tiers_window(bench: LimitBench) -> None:
@@ -188,7 +238,7 @@ async def test_any_gateway_settles_and_only_once(bench: LimitBench) -> None:
     )
     assert sorted(outcomes) == [False] * 5 + [True]
     [(_, tenant), _] = await other.usage(caller)
-    assert tenant.spent_nano == 100_000_000
+    assert tenant.spend().spent_nano == 100_000_000
     assert not await other.settle("never made", None, None)
 
 
@@ -236,7 +286,7 @@ async def test_settling_does_not_keep_anybody_waiting(bench: LimitBench) -> None
     await bench.limiter.close(5.0)
     assert bench.limiter.settlements.num_waiting == bench.limiter.settlements.num_lost == 0
     [(_, tenant), _] = await bench.limiter.usage(caller)
-    assert (tenant.num_running, tenant.spent_nano) == (0, 100_000_000)
+    assert (tenant.num_running, tenant.spend().spent_nano) == (0, 100_000_000)
     left = {key for key in await bench.keys() if key.startswith("resv:")}
     assert not left
 

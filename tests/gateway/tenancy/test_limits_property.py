@@ -201,9 +201,11 @@ async def _live(url: str, steps: list[object]) -> None:
             [(_, tenant), (_, of_key)] = await gateways[0].usage(caller)
             lives = [life for life in observer.lives.values() if life.key == number]
             for usage in (tenant, of_key):
-                assert usage.num_running == usage.held_nano == 0
-            assert tenant.spent_nano == sum(spent_nano(it) for it in observer.lives.values())
-            assert of_key.spent_nano == sum(spent_nano(life) for life in lives)
+                assert usage.num_running == usage.spend().held_nano == 0
+            assert tenant.spend().spent_nano == sum(
+                spent_nano(it) for it in observer.lives.values()
+            )
+            assert of_key.spend().spent_nano == sum(spent_nano(life) for life in lives)
         assert not await link.call("KEYS", "resv:*")
         await clock.advance(600.0)
         [(_, tenant), _] = await gateways[0].usage(callers[0])

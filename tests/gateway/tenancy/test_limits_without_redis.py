@@ -71,19 +71,26 @@ async def test_redis_goes_and_comes_back(redis_server: RedisServer) -> None:
             assert made.degraded
             with pytest.raises(InsufficientQuotaError):
                 await reserve(bench.limiter, caller, "dear", cost="0.2")
+            await reserve(bench.limiter, caller, "euro", cost="0.2", currency="EUR")
             bench.limiter.settle_soon("running", used(1, 1), Decimal("0.05"))
             bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
             bench.limiter.settle_soon("meanwhile", used(1, 1), Decimal("0.15"))
             await eventually(lambda: bench.clock.num_sleepers > 0)
-            assert bench.limiter.settlements.num_waiting == 3
+            bench.limiter.settle_soon("euro", used(1, 1), Decimal("0.1"), "EUR")
+            assert bench.limiter.settlements.num_waiting == 4
         finally:
             redis_server.resume()
         while bench.limiter.settlements.num_waiting:
             await bench.clock.advance(1.1)
             await asyncio.sleep(0.01)
         [(_, tenant), _] = await bench.limiter.usage(caller)
-        assert tenant.spent_nano == 900_000_000
-        assert (tenant.num_running, tenant.held_nano) == (0, 0)
+        assert tenant.spend().spent_nano == 900_000_000
+        await reserve(bench.limiter, caller, "later", cost="0.1", currency="EUR")
+        [(_, tenant), _] = await bench.limiter.usage(caller)
+        assert tenant.spend("EUR") == (100_000_000, 100_000_000)
+        await bench.limiter.settle("later", None, None)
+        [(_, tenant), _] = await bench.limiter.usage(caller)
+        assert (tenant.num_running, tenant.spend().held_nano) == (0, 0)
         assert not (await reserve(bench.limiter, caller, "after", cost="0.1")).degraded
     finally:
         await bench.close()

@@ -169,6 +169,7 @@ class Finalizer:
                 request_id=reservation.reservation_id,
                 num_tokens=num_tokens,
                 cost_nano=to_nano(record.cost),
+                currency=record.currency,
                 since_s=self._context.clock.monotonic(),
                 spent_keys=(reservation.spent_key,),
                 remember=True,
