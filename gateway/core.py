@@ -199,7 +199,13 @@ class Gateway:
             self.response_context,
         )
         self.resuming = Resuming(bus, settings, index, models, self.identity, self.response_context)
-        self.idempotency = Idempotency(index, self.submitter, self.resuming, self.response_context)
+        self.idempotency = Idempotency(
+            index,
+            self.submitter,
+            self.resuming,
+            self.response_context,
+            self.metrics.count_repeated_answer,
+        )
         self.keys = KeyWatch(redis, clock, self._keys_in_use, self._on_closed_keys)
         self._handovers: Subscription | None = None
         self._watch()
@@ -315,5 +321,8 @@ class Gateway:
     def _on_end(self, stream: OpenStream) -> None:
         if isinstance(stream.owner, ResponseStream):
             stream.owner.note_end(stream)
-        self.metrics.count_end(stream, self.clock.monotonic())
+        if not stream.was_counted:
+            self.metrics.count_end(stream, self.clock.monotonic())
+        elif not stream.delivery.num_resumes:
+            return  # the client that had the end reads the answer again
         self.deliveries.put(delivery_record(stream, self.gateway_id, self.clock))

@@ -56,6 +56,11 @@ class Metrics:
         self._generation_tokens = counter(
             "millrace_generation_tokens", "Tokens given out to clients", ["model"]
         )
+        self._repeated_answers = counter(
+            "millrace_repeated_answers",
+            "Answers that were given again for an Idempotency-Key, which are no generations",
+            ["model"],
+        )
         self._replays = counter("millrace_replays", "Times that missing frames were asked for")
         self._resumes = counter(
             "millrace_resumes", "Times that a client came back to its stream", ["model"]
@@ -142,6 +147,10 @@ class Metrics:
         if stream.num_seen > 1:
             seconds = (last_s - first_s) / (stream.num_seen - 1)
             self._of(self._per_token_s, model).observe(seconds)
+
+    def count_repeated_answer(self, model: str) -> None:
+        """Take in a request that gets the answer of an earlier one with its key."""
+        self._of(self._repeated_answers, model).inc()
 
     def count_request(self, route: str, status: int) -> None:
         """Take in an HTTP request that was answered."""

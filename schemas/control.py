@@ -267,10 +267,13 @@ class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the gateway that had a stream has read of it; it has handed the stream over to the one
-    that asked. ``seen`` is by the id of the job, of which an answer may have several."""
+    that asked. ``seen`` is by the id of the job, of which an answer may have several.
+    ``started_ns`` is given by a gateway that does not have the answer: one that it accepted after
+    that time has ended there, and was counted."""
 
     token_ids: tuple[int, ...] = ()
     seen: dict[str, DeliveryStatistics] = {}
+    started_ns: int | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -89,8 +89,9 @@ def capacity() -> Sequence[Panel]:
         by_model("Preemptions", "preemptions"),
         series(
             "All workers: busy and idle money",
-            "workers",
+            "device_cost",
             ("busy_cost", "idle_cost"),
+            by=("currency",),
             stack=True,
         ),
         series("All workers: sequences", "workers", ("running", "waiting", "queued")),
@@ -186,8 +187,8 @@ def capacity() -> Sequence[Panel]:
 
 def cost() -> Sequence[Panel]:
     return (
-        stat("Tenants pay", "totals", _money("cost"), width=6, text=True),
-        stat("Devices cost", "totals", _money("device_cost"), width=6, text=True),
+        stat("Tenants pay", "totals", _money("costs"), width=6, text=True),
+        stat("Devices cost", "totals", _money("device_costs"), width=6, text=True),
         stat("Device time", "totals", "device_us / 1e6", unit="s", width=6),
         stat("Energy", "totals", "energy_j", unit="joule", width=6),
         stat("Output tokens", "totals", "completion_tokens", width=6),
@@ -306,8 +307,10 @@ def reliability() -> Sequence[Panel]:
 
 
 def _money(column: str) -> str:
-    """With its currency, rounded; the tables have it exact."""
-    return f"concat(toString(round(toFloat64OrZero({column}), 4)), ' ', currency)"
+    """Each amount with its currency, rounded; the tables have it exact."""
+    amount = "concat(toString(round(toFloat64OrZero(amount), 4)), ' ', currency)"
+    amounts = f"arrayMap((currency, amount) -> {amount}, currencies, {column})"
+    return f"arrayStringConcat({amounts}, ', ')"
 
 
 _INTERRUPTIONS = ("moves", "preemptions", "shed", "expired", "failed", "resumes", "stalls")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
 from millrace.gateway.request.resuming import Resuming, UnknownRequestError
@@ -22,12 +24,15 @@ class Idempotency:
         submitter: RequestSubmitter,
         resuming: Resuming,
         context: ResponseContext,
+        on_repeat: Callable[[str], None],
     ) -> None:
+        """``on_repeat`` is told the model of each answer that is given again."""
         self._index = index
         self._submitter = submitter
         self._resuming = resuming
         self._responses = context.responses
         self._clock = context.clock
+        self._on_repeat = on_repeat
         self._submitting: set[str] = set()
 
     async def submit(
@@ -58,6 +63,7 @@ class Idempotency:
                 continue
             if requester.trace is not None:
                 requester.trace.attach_response(response)
+            self._on_repeat(response.request.model)
             return response
         self._submitting.add(known_id)
         try:

@@ -47,7 +47,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
     ``key_id`` is the API key that asked. ``reasoning`` is how its completions begin with thoughts,
-    ``prompt_token_ids`` are of each prompt if they are to be told.
+    ``prompt_token_ids`` are of each prompt if they are to be told. ``was_counted``: a former
+    gateway recorded the end of the request.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: ReasoningFormat | None = None
     key_id: str = ""
     prompt_token_ids: PromptTokenIds = ()
+    was_counted: bool = False
 
 
 class IdempotencyConflictError(MillraceError, code="idempotency_conflict", http_status=409):

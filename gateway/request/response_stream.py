@@ -84,7 +84,8 @@ class ResponseStream(ResponseReader):
     something to store, and ``finish``. One that goes away calls ``abort``, which cancels, or
     ``detach``, after which somebody else may take the response over. ``owner`` is the client's own.
     One that ``is_copy`` is read by another client beside the response itself, and leaves that
-    alone: only a ``cancel`` is for both.
+    alone: only a ``cancel`` is for both. ``was_counted``: its end was recorded before, and it is
+    read again.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ResponseStream(ResponseReader):
         first_indices: tuple[int, ...] = (),
         owner: object = None,
         is_copy: bool = False,
+        was_counted: bool = False,
     ) -> None:
         super().__init__(accepted, context.gaps, first_indices)
         self.context = context
@@ -103,6 +105,7 @@ class ResponseStream(ResponseReader):
         self._headers = [*headers, *route_headers(accepted.request)]
         self.owner = owner
         self.is_copy = is_copy
+        self.was_counted = was_counted
         # A cancel that the client asked for is no failure, whatever ``refusal`` says.
         self.was_cancelled = False
         self.trace: RequestTrace | None = None

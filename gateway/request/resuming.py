@@ -54,6 +54,7 @@ class Resuming:
         self._identity = identity
         self._context = context
         self._clock = context.clock
+        self._started_ns = context.clock.now_ns()
         self._streams = context.streams
         self._sharing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -86,14 +87,15 @@ class Resuming:
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         # Of rounds that are still to be asked for.
         keep_transcript = await self._identity.keeps_transcripts(state.tenant)
-        is_dead = False
-        statistics: dict[str, DeliveryStatistics] = {}
+        handed_over: HandedOver | None = HandedOver(started_ns=self._started_ns)
         if state.holder != self._gateway_id:
             handed_over = await self._ask_holder(state)
-            is_dead = handed_over is None
-            statistics = {} if handed_over is None else handed_over.seen
+        is_dead = handed_over is None
+        statistics = {} if handed_over is None else handed_over.seen
         responses, history = self._context.responses, self._context.history
         former = responses.get(request_id)
+        if former is None and self._has_ended(state, handed_over):
+            state = replace(state, was_counted=True)
         if former is not None:
             statistics |= self._statistics_of(former)
             former.hand_off()
@@ -102,12 +104,19 @@ class Resuming:
             statistics = self._first_statistics(state, next_indices, is_dead=is_dead)
         # Those of rounds that are still to be read.
         history.keep(request_id, statistics)
-        response = ResponseStream(self._context, accepted, first_indices=next_indices, owner=owner)
+        response = ResponseStream(
+            self._context,
+            accepted,
+            first_indices=next_indices,
+            owner=owner,
+            was_counted=state.was_counted,
+        )
         for index, own in enumerate(_by_job(state, next_indices)):
             job = job_of(state, job_id(request_id, index, 0), keep_transcript=keep_transcript)
             # What a beam search found comes as a whole, or not at all.
             from_index = 0 if job.sampling.use_beam_search else own[0]
             stream = self._streams.take_over(job, client, response, from_index)
+            stream.was_counted = state.was_counted
             if job.request_id in statistics:
                 continue_statistics(stream, statistics[job.request_id], self._clock)
             response.add_choices(stream, own)
@@ -199,11 +208,19 @@ class Resuming:
         statistics = history.of(request_id)
         history.forget(request_id)
         if response is None:
-            return HandedOver(seen=statistics)
+            return HandedOver(seen=statistics, started_ns=self._started_ns)
         token_ids = tuple(response.choices[0].stream.reader.token_ids)
         statistics = {**statistics, **self._statistics_of(response)}
         response.hand_off()
         return HandedOver(token_ids=token_ids, seen=statistics)
+
+    def _has_ended(self, state: RequestState, handed_over: HandedOver | None) -> bool:
+        """Whether a gateway has recorded the end of a request that is not here, by what its holder
+        answered. What a holder that died had recorded is not known before the deadline."""
+        if handed_over is not None and handed_over.started_ns is None:
+            return False  # the holder still had it
+        ended_there = handed_over is not None and state.created_ns >= (handed_over.started_ns or 0)
+        return ended_there or self._clock.now_ns() > state.deadline_ns
 
     def _statistics_of(self, response: ResponseStream) -> dict[str, DeliveryStatistics]:
         """What the client saw of the rounds that run."""

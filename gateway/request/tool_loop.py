@@ -184,6 +184,7 @@ class ToolCallLoop:
             response,
             from_index=max(0, choice.next_index - choice.num_tokens),
         )
+        stream.was_counted = response.was_counted
         before = context.history.of(response.request_id).get(job.request_id)
         if before is not None:
             continue_statistics(stream, before, self._clock)

@@ -52,7 +52,8 @@ class OpenStream:
     before ``look_at_s`` (monotonic).
 
     One that ``is_copy`` is read beside the stream itself, for somebody else who asked the same:
-    nothing is settled, recorded or cancelled because of it.
+    nothing is settled, recorded or cancelled because of it. One that ``was_counted`` is read after
+    its end was recorded: no metric counts it again.
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class OpenStream:
         "reader",
         "replay",
         "stream_sequence",
+        "was_counted",
     )
 
     def __init__(
@@ -91,6 +93,7 @@ class OpenStream:
         self.phase = Phase.ATTACHED
         self.detached_until_s: float | None = None
         self.is_copy = False
+        self.was_counted = False
         self.from_index = from_index
         self.reader = StreamReader(from_index)
         self.is_ready = False
@@ -154,7 +157,8 @@ class OpenStream:
                 delivery.first_token_s = now_s
             else:
                 gap_s = now_s - delivery.last_token_s
-                gaps.add(gap_s, progress.num_tokens)
+                if not (self.is_copy or self.was_counted):
+                    gaps.add(gap_s, progress.num_tokens)
                 if gap_s > delivery.unnoted_gap_s:
                     delivery.note_gap(gap_s)
             delivery.last_token_s = now_s

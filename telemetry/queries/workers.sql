@@ -1,18 +1,12 @@
--- What the workers did, in steps: tokens per second, sequences, queue, KV blocks, device time and cost.
+-- What the workers did, in steps: tokens per second, sequences, queue, KV blocks and device time.
 -- Levels are means over time, of each worker first and then added up; the queue belongs to a model,
--- and each of its workers sees all of it. Money is for plotting: idle_cost has it exact. A short step
--- that is not over yet is left out; steps of a minute or more are of whole minutes. A worker at rest
--- reports twice a minute, so that its last half minute may be missing.
+-- and each of its workers sees all of it. A short step that is not over yet is left out; steps of a
+-- minute or more are of whole minutes. A worker at rest reports twice a minute, so that its last half
+-- minute may be missing. device_cost has what the devices cost.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param step_s: the length of a step (default 60)
 WITH
-    toInt64(toUnixTimestamp(now())) AS now_s,
-    toInt64({step_s:UInt32}) AS step_s,
-    if({from_s:Int64} <= 0, now_s + {from_s:Int64}, {from_s:Int64}) AS first_s,
-    if({to_s:Int64} <= 0, now_s + {to_s:Int64}, {to_s:Int64}) AS last_s,
-    if(step_s < 60, first_s, intDiv(first_s, 60) * 60) AS begin_s,
-    if(step_s < 60 AND last_s >= now_s, intDiv(now_s, step_s) * step_s, last_s) AS end_s,
+    {{worker_steps}},
     sums AS
     (
         SELECT
@@ -31,9 +25,7 @@ WITH
             w.blocks_ms AS blocks_ms,
             w.used_blocks_ms AS used_blocks_ms,
             w.prefix_query_tokens AS query_tokens,
-            w.prefix_hit_tokens AS hit_tokens,
-            toFloat64(device_per_hour) * w.busy_us / 3.6e9 AS busy_cost,
-            toFloat64(device_per_hour) * w.idle_us / 3.6e9 AS idle_cost
+            w.prefix_hit_tokens AS hit_tokens
         FROM workers_by_minute AS w FINAL
         WHERE {{workers_in_range}}
           AND step_s >= 60
@@ -54,22 +46,10 @@ WITH
             s.num_blocks * period_ms,
             (toInt64(s.num_blocks) - toInt64(s.num_free_blocks)) * period_ms,
             s.prefix_query_tokens,
-            s.prefix_hit_tokens,
-            toFloat64(device_per_hour) * s.busy_us / 3.6e9,
-            toFloat64(device_per_hour) * (period_ms * s.num_devices * 1000 - s.busy_us) / 3.6e9
+            s.prefix_hit_tokens
         FROM
         (
-            -- A rest is of every step that it lasted.
-            SELECT
-                *,
-                if(busy_us = 0 AND num_running = 0, period_ms / 1000 / step_s, 1) AS lasted,
-                toInt64(greatest(round(lasted), 1)) AS num_pieces,
-                arrayJoin(range(num_pieces)) AS piece
-            FROM worker_samples FINAL
-            WHERE step_s < 60
-              AND sampled_at >= toDateTime64(begin_s, 6, 'UTC')
-              AND sampled_at < toDateTime64(end_s, 6, 'UTC') + toIntervalSecond(30)
-              AND ({model:String} = '' OR model = {model:String})
+            {{worker_pieces}}
         ) AS s
     ),
     by_worker AS
@@ -89,9 +69,7 @@ WITH
             sum(x.blocks_ms) / period_ms AS blocks,
             sum(x.used_blocks_ms) / period_ms AS used_blocks,
             sum(x.query_tokens) AS query_tokens,
-            sum(x.hit_tokens) AS hit_tokens,
-            sum(x.busy_cost) AS busy_cost,
-            greatest(sum(x.idle_cost), 0) AS idle_cost
+            sum(x.hit_tokens) AS hit_tokens
         FROM sums AS x
         WHERE x.at_s >= begin_s AND x.at_s < end_s
         GROUP BY t, model, worker
@@ -112,9 +90,7 @@ WITH
             sum(b.blocks) AS blocks,
             sum(b.used_blocks) AS used_blocks,
             sum(b.query_tokens) AS query_tokens,
-            sum(b.hit_tokens) AS hit_tokens,
-            sum(b.busy_cost) AS busy_cost,
-            sum(b.idle_cost) AS idle_cost
+            sum(b.hit_tokens) AS hit_tokens
         FROM by_worker AS b
         GROUP BY t, model
     )
@@ -130,9 +106,7 @@ SELECT
     sum(m.queued) AS queued,
     100 * sum(m.used_blocks) / greatest(sum(m.blocks), 1) AS kv_use_percent,
     100 * sum(m.busy) / sum(m.workers) AS busy_percent,
-    if(sum(m.query_tokens) = 0, NULL, 100 * sum(m.hit_tokens) / sum(m.query_tokens)) AS prefix_hit_percent,
-    sum(m.busy_cost) AS busy_cost,
-    sum(m.idle_cost) AS idle_cost
+    if(sum(m.query_tokens) = 0, NULL, 100 * sum(m.hit_tokens) / sum(m.query_tokens)) AS prefix_hit_percent
 FROM by_model AS m
 GROUP BY m.t
 ORDER BY t

@@ -35,21 +35,31 @@ const OBJECTIVES = [
   number("Budget left", left, { note: "Of the error budget of the whole window" }),
 ];
 
-const wrong = new Table("alerts", ALERTS, "Nothing is wrong that this page can tell.");
+const wrong = new Table("alerts", ALERTS, "No alerts are firing.");
 const well = new Table("alerts-well", ALERTS, "Nothing is known to be well.");
 const objectives = new Table("slo", OBJECTIVES, "No request has ended in this window.");
 
-/** Show the alerts, those that are well apart, and the objectives' rows. */
-export function showAlerts({ alerts, budget }) {
+/** Show the alerts, those that are well apart, and the objectives' rows. The words above them name
+ * budgets that are used up too: error budgets, and monthly budgets that requests were refused for. */
+export function showAlerts({ alerts, budget, refusals }) {
+  const overspent = budget.filter(({ budget_left }) => budget_left !== null && budget_left < 0);
+  const tenants = new Set(refusals.filter(({ limit_reached }) => limit_reached === "monthly_budget").map(({ tenant }) => tenant));
   const count = (state) => alerts.filter((row) => row.state === state).length;
   const [firing, pending, unknown] = ["firing", "pending", "unknown"].map(count);
+  wrong.none = `No alerts are firing.${overspent.length ? ` The error budget of ${overspent.map(({ model }) => model).join(", ")} is overspent: see Objectives.` : ""}`;
   wrong.show(alerts.filter((row) => row.state !== "ok"));
   well.show(alerts.filter((row) => row.state === "ok"));
   byId("alerts-well-count").textContent = `${alerts.length - firing - pending - unknown} that are well`;
-  const parts = [[firing, "firing"], [pending, "pending"], [unknown, "unknown"]].filter(([number]) => number);
-  const text = parts.length ? parts.map(([number, word]) => `${number} ${word}`).join(", ") : "none fires";
+  const parts = [
+    [firing, "firing"],
+    [pending, "pending"],
+    [unknown, "unknown"],
+    [overspent.length, overspent.length === 1 ? "error budget overspent" : "error budgets overspent"],
+    [tenants.size, tenants.size === 1 ? "tenant over its monthly budget" : "tenants over their monthly budgets"],
+  ].filter(([number]) => number);
+  const text = parts.length ? parts.map(([number, word]) => `${number} ${word}`).join(", ") : "No alerts are firing";
   if (byId("alerts-note").textContent !== text) byId("alerts-note").textContent = text;
-  byId("alerts-note").dataset.state = firing ? "firing" : pending || unknown ? "pending" : "ok";
+  byId("alerts-note").dataset.state = firing || overspent.length ? "firing" : parts.length ? "pending" : "ok";
   objectives.show(budget);
   const [first] = budget;
   byId("slo-note").textContent = first ? `${percent(100 * first.target)} with TTFT up to ${ms(first.ttft_ms)} and TPOT up to ${ms(first.tpot_ms)}, over ${lasting(first.window_s)}` : "";

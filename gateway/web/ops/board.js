@@ -1,6 +1,7 @@
 // The charts of the page: what each of them asks and shows.
 
 import { Chart } from "./chart.js";
+import { currenciesOf } from "./currencies.js";
 import { compact, money } from "./format.js";
 import { reasonsOf } from "./refusals.js";
 import { byId } from "/static/dom.js";
@@ -18,6 +19,8 @@ const INTERRUPTIONS = [
 ];
 const RETURNS = [{ key: "resumes", label: "resumed" }, { key: "stalls", label: "stalled" }];
 
+const DEVICES = [{ key: "busy_cost", label: "busy" }, { key: "idle_cost", label: "idle", hue: 5 }];
+
 const latency = (name) => ({
   series: PERCENTILES.map((label) => ({ key: `${name}_${label}_ms`, label })),
   former: `${name}_p95_ms`,
@@ -26,8 +29,6 @@ const latency = (name) => ({
 /** All charts, in their sections; `save(query, params)` saves what one shows. */
 export class Board {
   constructor(save, onZoom) {
-    this.currency = "USD";
-    const shown = (value, digits) => money(value, this.currency, digits);
     const chart = (section, query, options) => {
       const made = new Chart({ format: compact, onZoom, onSave: () => save(query, { step_s: made.step }), ...options });
       // Tables stand last in their section.
@@ -58,20 +59,23 @@ export class Board {
       queue: chart("capacity", "workers", { title: "Queue", unit: "requests", kind: "area", series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }], note: ALL_TENANTS }),
       batch: chart("capacity", "workers", { title: "Batch", unit: "sequences a worker", kind: "area", series: [{ key: "batch", label: "running" }, { key: "workers", label: "workers" }], note: ALL_TENANTS }),
       kv: chart("capacity", "workers", { title: "Utilisation", unit: "%", kind: "area", most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "device busy" }], note: ALL_TENANTS }),
-      cost: chart("cost", "cost_by_model", { title: "Tenants pay", unit: "", kind: "bars", format: shown, series: [] }),
-      devices: chart("cost", "workers", { title: "Devices cost", unit: "", kind: "bars", format: shown, series: [{ key: "busy_cost", label: "busy" }, { key: "idle_cost", label: "idle", hue: 5 }], note: ALL_TENANTS }),
       runs: chart("reliability", "interruptions", { title: "Not as planned", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Runs that another worker went on with, preemptions for want of KV blocks, and requests that were shed, expired or failed." }),
       refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by the limit that was reached, or else the error, with the HTTP status." }),
       delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Returns to a stream that was lost, and gaps of a second or more between tokens." }),
     };
+    const inCurrency = (currency) => ({ unit: currency, kind: "bars", format: (value, digits) => money(value, currency, digits) });
+    this.moneyCharts = new Map();
+    this.makeMoneyCharts = (currency) => ({
+      cost: chart("cost", "cost_by_model", { title: "Tenants pay", series: [], ...inCurrency(currency) }),
+      devices: chart("cost", "device_cost", { title: "Devices cost", series: DEVICES, note: ALL_TENANTS, ...inCurrency(currency) }),
+    });
   }
 
   /** Draw rows of the queries over the frame's range; the store's clock sets the axis, as the
    * reader's own may be wrong. */
-  show(rows, { step, barStep, seconds }, currency) {
+  show(rows, { step, barStep, seconds }) {
     const { before } = rows;
     const former = (name, of = (all) => all) => before && { rows: of(before[name]), shift: before.shift, words: before.words };
-    this.currency = currency;
     const first = rows.traffic[0]?.t ?? Math.floor(Date.now() / 1000) - seconds;
     const from = first;
     const to = rows.traffic.length ? rows.traffic[rows.traffic.length - 1].t + step : from + seconds;
@@ -85,10 +89,7 @@ export class Board {
     for (const name of ["queue_wait", "ttft", "tpot", "itl", "e2e"]) draw(name, rows.latency, fine, former("latency"));
     draw("first_byte", rows.clientLatency, fine, former("clientLatency"));
     for (const name of ["queue", "batch", "kv"]) draw(name, rows.workers, fine, former("workers"));
-    draw("devices", rows.devices.filter(hasCost), coarse, former("devices", (all) => picked(all.filter(hasCost), charts.devices.series)));
-    charts.devices.unit.textContent = currency;
-    const costs = (all) => modelCosts(all, currency).rows;
-    this.#showCost(rows.cost, coarse, former("cost", costs));
+    this.#showMoney(rows, coarse, former);
     for (const name of ["runs", "delivery"]) {
       const { series } = charts[name];
       const met = (all) => picked(all.filter((row) => series.some(({ key }) => row[key] > 0)), series);
@@ -98,12 +99,19 @@ export class Board {
     charts.refused.update(refused.rows, coarse, refused.series, former("refusedOverTime", (all) => reasonsOf(all).rows));
   }
 
-  #showCost(rows, axis, former) {
-    const { rows: shown, series } = modelCosts(rows, this.currency);
-    const others = new Set(rows.filter((row) => row.currency !== this.currency).map((row) => row.currency));
-    const { cost } = this.charts;
-    cost.unit.textContent = others.size ? `${this.currency}; also ${[...others].join(", ")}` : this.currency;
-    cost.update(shown, axis, series, former);
+  /** Two charts for each currency that there is money of; those of other currencies are hidden. */
+  #showMoney(rows, axis, former) {
+    const currencies = currenciesOf(rows);
+    for (const currency of currencies) {
+      if (!this.moneyCharts.has(currency)) this.moneyCharts.set(currency, this.makeMoneyCharts(currency));
+    }
+    for (const [currency, { cost, devices }] of this.moneyCharts) {
+      for (const { panel } of [cost, devices]) panel.hidden = !currencies.includes(currency);
+      const { rows: shown, series } = modelCosts(rows.cost, currency);
+      cost.update(shown, axis, series, former("cost", (all) => modelCosts(all, currency).rows));
+      const mine = (all) => all.filter((row) => row.currency === currency && hasCost(row));
+      devices.update(mine(rows.devices), axis, DEVICES, former("devices", (all) => picked(mine(all), DEVICES)));
+    }
   }
 }
 
@@ -120,7 +128,7 @@ function picked(rows, series) {
   return [...byTime.values()];
 }
 
-/** One colour for each model; of several currencies, the one of most requests is drawn. */
+/** What requests in a currency cost, with one colour for each model. */
 function modelCosts(rows, currency) {
   const mine = rows.filter((row) => row.currency === currency);
   const sums = new Map();

@@ -64,7 +64,7 @@ async function refresh() {
 
 function show(rows, frame) {
   const [totals] = rows.totals;
-  board.show(rows, frame, totals.currency || board.currency);
+  board.show(rows, frame);
   showTotals(rows, frame, rows.before?.words);
   showAlerts(rows);
   showRollouts(rows);

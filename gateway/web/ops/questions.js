@@ -12,7 +12,7 @@ const RECENT_ROWS = 50;
 const REFUSAL_ROWS = 50;
 const USAGE_ROWS = 100;
 const MIN_COMPARED_MS = 15_000;
-const OF_WORKERS = new Set(["workers", "unit_cost"]);
+const OF_WORKERS = new Set(["workers", "device_cost", "unit_cost"]);
 const OF_TENANTS = new Set(["refusals", "refusals_over_time", "recent_refusals"]);
 
 /** The parameters of a query for a view: workers serve all tenants, and who is refused has no model. */
@@ -60,7 +60,7 @@ export async function askAll(view, frame, signal) {
     clientLatency: put("client_latency", fine),
     firstByte: seldom("first_byte", JOINED_MS),
     workers: put("workers", fine),
-    devices: put("workers", coarse),
+    devices: put("device_cost", coarse),
     cost: put("cost_by_model", coarse),
     interruptions: put("interruptions", coarse),
     unitCost: put("unit_cost"),
@@ -91,7 +91,7 @@ async function askBefore(view, { step, barStep }, { bounds, shift, words }, sign
     clientLatency: put("client_latency", fine),
     firstByte: put("first_byte"),
     workers: put("workers", fine),
-    devices: put("workers", coarse),
+    devices: put("device_cost", coarse),
     cost: put("cost_by_model", coarse),
     interruptions: put("interruptions", coarse),
     refusedOverTime: put("refusals_over_time", coarse),

@@ -1,6 +1,7 @@
 // The figures of the whole range.
 
 import { difference } from "./compare.js";
+import { currenciesOf, moneyOf } from "./currencies.js";
 import { compact, joules, money, ms, percent, span, whole } from "./format.js";
 import { byId, make } from "/static/dom.js";
 
@@ -15,13 +16,12 @@ const FIRST_BYTE = "What clients saw, median: from the request at the gateway to
 export function showTotals(rows, { seconds }, words) {
   const figures = figuresOf(rows);
   const before = rows.before && figuresOf(rows.before);
-  const { totals, idle } = figures;
+  const { totals } = figures;
+  const currencies = currenciesOf(rows);
   const lost = figures.lost;
   const cached = totals.prompt_tokens ? percent((100 * totals.cached_tokens) / totals.prompt_tokens) : "none";
   const parts = [`${whole(totals.failed)} failed`, `${whole(totals.shed)} shed`];
   if (totals.expired) parts.push(`${whole(totals.expired)} expired`);
-  const others = totals.currencies.filter((one) => one !== totals.currency);
-  const paid = (value) => money(value, totals.currency);
   const latency = (name, key, from, title) => ({
     name: `${name} p50`,
     value: ms(from[`${key}_p50_ms`]),
@@ -40,21 +40,32 @@ export function showTotals(rows, { seconds }, words) {
     latency("TPOT", "tpot", figures.latencies, "Time per output token, median"),
     latency("Whole answer", "e2e", figures.latencies, "From receipt to the end, median"),
     { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output came as they had been proposed ahead`, of: (one) => one.totals.completion_tokens },
-    { name: "Tenants pay", value: paid(totals.cost), detail: others.length ? `also in ${others.join(", ")}` : perMillion(totals.cost, totals), title: `Exactly ${totals.cost} ${totals.currency}`, of: (one) => one.totals.cost, shown: paid },
-    { name: "Devices cost", value: paid(totals.device_cost), detail: `${span(totals.device_us)} busy · ${totals.energy_j === null ? "" : `${joules(totals.energy_j)} · `}${paid(idle)} idle`, title: `What requests' device time cost us, exactly ${totals.device_cost} ${totals.currency}; idle time of all devices apart`, of: (one) => one.totals.device_cost, shown: paid },
+    ...currencies.flatMap((currency) => moneyTiles(figures, currency, currencies.length > 1)),
   ];
   byId("totals").replaceChildren(...tiles.map((tile) => draw(tile, figures, before, words)));
 }
 
-/** What the tiles go by; money of another currency is not compared. */
-function figuresOf({ totals: [totals], devices, refusedOverTime, firstByte }) {
+/** What tenants pay and what devices cost in a currency; the energy is that of all requests. */
+function moneyTiles({ totals: { energy_j }, money: rows }, currency, isOneOfSeveral) {
+  const name = (what) => (isOneOfSeveral ? `${what}, ${currency}` : what);
+  const sums = moneyOf(rows, currency);
+  const shown = (value) => money(value, currency);
+  const energy = energy_j === null || isOneOfSeveral ? "" : `${joules(energy_j)} · `;
+  return [
+    { name: name("Tenants pay"), value: shown(sums.cost), detail: perMillion(sums), title: `Exactly ${sums.cost} ${currency}, for ${whole(sums.requests)} requests`, of: (one) => moneyOf(one.money, currency).cost, shown },
+    { name: name("Devices cost"), value: shown(sums.device_cost), detail: `${span(sums.device_us)} busy · ${energy}${shown(sums.idle_cost)} idle`, title: `What requests' device time cost us, exactly ${sums.device_cost} ${currency}; idle time of all devices apart`, of: (one) => moneyOf(one.money, currency).device_cost, shown },
+  ];
+}
+
+/** What the tiles go by. */
+function figuresOf({ totals: [totals], cost, devices, refusedOverTime, firstByte }) {
   const all = firstByte.find(({ model }) => model === "");
   return {
     totals,
     lost: totals.failed + totals.expired + totals.shed,
     refused: sum(refusedOverTime),
     limited: sum(refusedOverTime.filter(({ status }) => status === 429)),
-    idle: devices.reduce((until, row) => until + row.idle_cost, 0),
+    money: { cost, devices },
     latencies: { ...totals, first_byte_p50_ms: all?.first_byte_p50_ms, first_byte_p95_ms: all?.first_byte_p95_ms, first_byte_p99_ms: all?.first_byte_p99_ms },
   };
 }
@@ -77,6 +88,6 @@ function draw({ name, value, detail, alarm, title = detail, of, shown = whole, b
   );
 }
 
-function perMillion(cost, { completion_tokens, currency }) {
+function perMillion({ cost, completion_tokens, currency }) {
   return completion_tokens ? `${money((1e6 * Number(cost)) / completion_tokens, currency)} per 1M output` : "nothing yet";
 }

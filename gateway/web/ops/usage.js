@@ -21,9 +21,14 @@ const FIGURES = [
   number("Cached", (row) => (Number(row.prompt_tokens) ? percent((100 * row.cached_tokens) / row.prompt_tokens) : "–"), { unit: "of them", sort: (row) => row.cached_tokens / Math.max(1, row.prompt_tokens), title: (row) => whole(row.cached_tokens) }),
   number("Output", (row) => compact(Number(row.completion_tokens)), { unit: "tokens", sort: (row) => Number(row.completion_tokens), title: (row) => whole(row.completion_tokens) }),
   number("Device time", (row) => span(Number(row.device_us)), { sort: (row) => Number(row.device_us) }),
-  number("Devices cost", (row) => money(row.device_cost, row.currency), { sort: (row) => Number(row.device_cost), title: (row) => `Exactly ${row.device_cost} ${row.currency}` }),
-  number("Tenants pay", (row) => money(row.cost, row.currency), { sort: (row) => Number(row.cost), title: (row) => `Exactly ${row.cost} ${row.currency}` }),
+  number("Devices cost", (row) => money(row.device_cost, row.currency), { sort: (row) => byCurrency(row, row.device_cost), title: (row) => `Exactly ${row.device_cost} ${row.currency}` }),
+  number("Tenants pay", (row) => money(row.cost, row.currency), { sort: (row) => byCurrency(row, row.cost), title: (row) => `Exactly ${row.cost} ${row.currency}` }),
 ];
+
+/** What amounts are sorted by: those of a currency stand together. */
+function byCurrency({ currency }, amount) {
+  return `${currency} ${Number(amount).toFixed(12).padStart(40, "0")}`;
+}
 
 let table = null;
 let by = "";

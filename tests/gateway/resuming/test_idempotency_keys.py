@@ -25,6 +25,7 @@ from tests.gateway.resuming.clients import (
     slow,
     until,
 )
+from tests.gateway.resuming.test_deliveries import records
 from tests.support.running_gateway import MODEL
 from tests.support.waiting import eventually
 
@@ -53,6 +54,50 @@ async def test_one_answer_for_one_key(pair: Pair) -> None:
         )
         bad = await http.post(PATH, json=body, headers={"Idempotency-Key": "k" * 256})
         assert bad.json()["error"]["param"] == "idempotency-key"
+
+
+def counted(pair: Pair, name: str) -> float:
+    """A metric of both gateways together, whatever its labels."""
+    total = 0.0
+    for front in (pair.first, pair.second):
+        for line in front.gateway.metrics.render().decode().splitlines():
+            if line.startswith((f"{name}{{", f"{name} ")):
+                total += float(line.rpartition(" ")[2])
+    return total
+
+
+async def test_an_answer_given_again_is_no_generation(pair: Pair) -> None:
+    headers = {"Idempotency-Key": "k-again"}
+    async with (
+        httpx.AsyncClient(base_url=pair.first.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=pair.second.url, timeout=10) as other,
+    ):
+        # The second one reads the answer while it is made.
+        both = await asyncio.gather(
+            *(http.post(PATH, json=CHAT, headers=headers) for _ in range(2))
+        )
+        assert [answer.status_code for answer in both] == [200, 200]
+        before = {name: counted(pair, name) for name in _OF_GENERATIONS}
+        assert before["millrace_generations_total"] == 1
+        assert before["millrace_generation_tokens_total"] == len(TEXT)
+        for client in (http, other, http, other):
+            assert (await client.post(PATH, json=CHAT, headers=headers)).status_code == 200
+    async with opened(pair.second) as socket:  # and again to a client that has all of it
+        await send(socket, "resume", id="a", request_id=both[0].headers["x-request-id"])
+        await until(socket, "done")
+    [record] = await records(pair)
+    assert (record.outcome, record.tokens_delivered) == ("done", len(TEXT))
+    assert {name: counted(pair, name) for name in _OF_GENERATIONS} == before
+    assert counted(pair, "millrace_repeated_answers_total") == 5
+
+
+_OF_GENERATIONS = (
+    *("millrace_generations_total", "millrace_generation_tokens_total"),
+    *("millrace_prompt_tokens_total", "millrace_e2e_request_latency_seconds_count"),
+    *("millrace_time_to_first_token_seconds_count", "millrace_inter_token_latency_seconds_count"),
+    *("millrace_time_per_output_token_seconds_count", "millrace_resumes_total"),
+    *("millrace_replays_total", "millrace_moved_generations_total", "millrace_stalls_total"),
+)
 
 
 async def test_token_ids_are_told_again(pair: Pair) -> None:

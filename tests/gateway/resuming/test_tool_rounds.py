@@ -313,10 +313,10 @@ async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
         num_published += 1
         return await real(job, reserved=True)
 
-    def note(request_id: str, usage: Usage | None, cost: Decimal | None) -> None:
+    def note(request_id: str, usage: Usage | None, cost: Decimal | None, *more: str) -> None:
         if request_id.endswith("-r1"):
             settled.append(usage)
-        settle_soon(request_id, usage, cost)
+        settle_soon(request_id, usage, cost, *more)
 
     monkeypatch.setattr(limiter, "reserve", slow_reserve)
     monkeypatch.setattr(limiter, "settle_soon", note)

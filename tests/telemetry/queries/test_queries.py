@@ -93,7 +93,8 @@ async def test_totals_count_each_request_once(store: Store) -> None:
     assert totals["requests"] == 60
     for counted in ("completion_tokens", "proposed_tokens", "accepted_tokens"):
         assert totals[counted] == sum(getattr(record, counted) for record in records)
-    assert Decimal(totals["cost"]) == sum(record.cost for record in records)
+    assert totals["currencies"] == ["USD"]
+    assert Decimal(totals["costs"][0]) == sum(record.cost for record in records)
     assert totals["ttft_p50_ms"] == pytest.approx(
         sorted(record.ttft_ms for record in records)[30], rel=0.1
     )
@@ -146,7 +147,7 @@ async def test_a_step_longer_than_a_sample_makes_no_idle_time(store: Store) -> N
         for n, busy_us in enumerate((1_500_000, 0, 1_900_000, 400_000), start=1)
     ]
     await store.insert(WORKER_SAMPLES, WORKER_SAMPLES.to_columns(samples, range(4)), "long")
-    rows = await ask(store, "workers", from_s=-300, step_s=20)
+    rows = await ask(store, "device_cost", from_s=-300, step_s=20)
     assert sum(row["busy_cost"] for row in rows) == pytest.approx(3.8)
     assert sum(row["idle_cost"] for row in rows) == pytest.approx(0.2)
 
@@ -170,6 +171,7 @@ async def test_a_group_idles_with_all_its_devices(store: Store, step_s: int) -> 
     await Rollups(store, SystemClock(), 1.0).reconcile()
     rows = await ask(store, "workers", from_s=-300, step_s=step_s)
     assert [row["busy_percent"] for row in rows] == [pytest.approx(50)]
+    rows = await ask(store, "device_cost", from_s=-300, step_s=step_s)
     assert [row["busy_cost"] for row in rows] == [pytest.approx(4)]
     assert [row["idle_cost"] for row in rows] == [pytest.approx(4)]
     (idle,) = await ask(store, "idle_cost")
@@ -190,7 +192,9 @@ async def test_a_rest_is_of_every_step_that_it_lasted(store: Store) -> None:
     rows = await ask(store, "workers", from_s=to_s - 60, to_s=to_s, step_s=5)
     assert [unix_s(row["t"]) for row in rows] == list(range(to_s - 60, to_s, 5))
     assert {(row["workers"], row["busy_percent"]) for row in rows} == {(1, 0.0)}
-    assert sum(row["idle_cost"] for row in rows) == pytest.approx(60.0)
+    costs = await ask(store, "device_cost", from_s=to_s - 60, to_s=to_s, step_s=5)
+    assert [row["t"] for row in costs] == [row["t"] for row in rows]
+    assert sum(row["idle_cost"] for row in costs) == pytest.approx(60.0)
 
 
 async def test_a_worker_at_rest_is_there_for_longer(store: Store) -> None:

@@ -206,7 +206,9 @@ class _Ledger:
         self.reserved.append(taken)
         return Reservation(headers=[(b"x-ratelimit-limit-tokens", b"9")])
 
-    def settle_soon(self, _request_id: str, usage: Usage | None, _cost: Decimal | None) -> None:
+    def settle_soon(
+        self, _request_id: str, usage: Usage | None, _cost: Decimal | None, _currency: str = ""
+    ) -> None:
         self.settled.append(usage)
 
 
