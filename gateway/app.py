@@ -45,6 +45,7 @@ from millrace.gateway.openapi import document as openapi
 from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
 from millrace.gateway.rendering.rendering import Endpoint
 from millrace.gateway.rendering.text_completions import COMPLETIONS
+from millrace.gateway.tenancy.identity import token_of
 from millrace.gateway.transport.http import (
     CALLER,
     REFUSED,
@@ -115,7 +116,8 @@ def build_app(gateway: Gateway) -> AsgiApp:
             await refuse_handshake(scope, send, refusal)
 
     def refused(scope: Scope, refusal: Refusal) -> Refusal:
-        gateway.refusals.note(_ORIGIN, refusal, None)
+        if _is_noted(scope, refusal):
+            gateway.refusals.note(_ORIGIN, refusal, None)
         is_messages = f"{scope['path']}/".startswith(f"{messages.route}/")
         return messages.shaped(refusal) if is_messages else refusal
 
@@ -200,10 +202,19 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
             route = getattr(scope.get("route"), "path", _UNMATCHED) if status else _UNMATCHED
             gateway.metrics.count_request(route, status or 500)
             refusal: Refusal | None = scope.get(REFUSED)
-            if refusal is not None:
+            if refusal is not None and _is_noted(scope, refusal):
                 gateway.refusals.note(route, refusal, scope.get(CALLER), request_id)
 
     return counted
+
+
+def _is_noted(scope: Scope, refusal: Refusal) -> bool:
+    """Whether a refusal is one of a request to the API. Pages, their icons, the questions of /ops,
+    probes and scrapes are not; nor is what a page asks to learn whether a key is needed."""
+    if scope.get("method") not in _METHODS_OF_FILES:
+        return True
+    is_keyless = refusal.status == 401 and token_of(scope) is None
+    return scope["path"].startswith(_API) and not is_keyless
 
 
 def _refused(request: Request, refusal: Refusal) -> Refusal:

@@ -93,6 +93,30 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
+async def test_pages_and_probes_are_no_refused_requests(front: RunningGateway, book: Book) -> None:
+    """They ask before a key is given, and again and again."""
+    async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+        for path in ("/ops/api/totals", "/ops/api/alerts", "/v1/models", "/v1/tools", "/v1/limits"):
+            assert (await http.get(path)).status_code == 401, path
+        assert (await http.get("/ops/api/totals", headers=bearer("mr-no"))).status_code == 401
+        for path in ("/favicon.ico", "/robots.txt", "/ops/nothing.js", "/healthy"):
+            assert (await http.get(path)).status_code == 404, path
+        assert (await http.head("/nowhere")).status_code == 404
+        # A key that opens nothing is a refusal, and so is each request for work.
+        assert (await http.get("/v1/models", headers=bearer("mr-no"))).status_code == 401
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 401
+        assert (await http.post("/nowhere", json={})).status_code == 404
+    await book.until(3)
+    assert book.kinds() == {
+        ("", "/v1/models", 401, "invalid_api_key", ""): 1,
+        ("", "/v1/chat/completions", 401, "invalid_api_key", ""): 1,
+        ("", "unmatched", 404, "not_found", ""): 1,
+    }
+    metrics = front.gateway.metrics.render().decode()
+    assert 'millrace_refused_requests_total{code="invalid_api_key",route="/ops' not in metrics
+    assert 'millrace_http_requests_total{route="/ops/api/{query}",status="401"} 3.0' in metrics
+
+
 async def test_what_http_refuses(front: RunningGateway, book: Book, store: TenantStore) -> None:
     one_a_minute = LimitOverrides(requests_per_minute=1)
     record, limited_token = await store.create_key("acme", 0, limits=one_a_minute)
