@@ -9,7 +9,6 @@ SELECT
     currency,
     toString(sum(requests.cost)) AS cost,
     toString(sum(requests.device_cost)) AS device_cost,
-    sum(device_us) AS device_us,
     count() AS requests,
     sum(prompt_tokens) AS prompt_tokens,
     sum(completion_tokens) AS completion_tokens

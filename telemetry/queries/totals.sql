@@ -1,7 +1,8 @@
 -- The range in one row: requests by how they ended, tokens, latencies, what tenants pay, device time.
 -- Percentiles, to within 1 %, are of the requests that got so far, E2E of those that were answered.
 -- energy_j is of the energy_requests that were measured, NULL if none was. Money is exact, as text:
--- costs and device_costs have an amount for each of the currencies, in their order.
+-- costs and device_costs have an amount for each of the currencies, in their order; so do the lists of
+-- requests, output tokens and device time of each currency.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{range}}
@@ -22,9 +23,15 @@ SELECT
     sum(c.device_us) AS device_us,
     sum(c.energy_j) AS energy_j,
     sum(c.energy_requests) AS energy_requests,
-    (arraySort(groupArray((c.currency, toString(c.cost), toString(c.device_cost)))) AS money).1 AS currencies,
+    (arraySort(groupArray((
+        c.currency, toString(c.cost), toString(c.device_cost),
+        toString(c.n), toString(c.completion_tokens), toString(c.device_us)
+    ))) AS money).1 AS currencies,
     money.2 AS costs,
     money.3 AS device_costs,
+    money.4 AS currency_requests,
+    money.5 AS currency_completion_tokens,
+    money.6 AS currency_device_us,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[1] AS ttft_p50_ms,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[2] AS ttft_p95_ms,
     quantilesBFloat16IfMerge(0.5, 0.95, 0.99)(c.ttft)[3] AS ttft_p99_ms,

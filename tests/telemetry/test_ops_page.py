@@ -11,9 +11,10 @@ from playwright.async_api import Page, expect
 
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import WORKER_SAMPLES
+from tests.support.contrast import unreadable_texts
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, shoot
 from tests.telemetry.records import worker_sample
-from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_month
+from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_euros, fill_month
 
 _NUM_CHARTS = 16
 _MANY_ROWS = 50_000
@@ -118,6 +119,61 @@ async def test_unreachable_telemetry_is_said_and_it_recovers(store: Store, ops: 
     await shoot(page, "ops-away")
     await ops.comes()
     await expect(page.locator("#problem")).to_be_hidden(timeout=10_000)
+
+
+async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
+    """Money of two currencies and a spent error budget are there, and all of it is readable while
+    the page loads, lives, waits for telemetry or for a key, in light and dark."""
+    await fill(store)
+    await fill_euros(store)
+    found = []
+
+    async def look(page: Page, state: str) -> None:
+        for theme in ("light", "dark"):
+            await page.emulate_media(
+                color_scheme="dark" if theme == "dark" else "light", reduced_motion="reduce"
+            )
+            await expect(page.locator("html")).to_have_attribute("data-theme", theme)
+            found.extend(f"{state}, {theme}: {text}" for text in await unreadable_texts(page))
+            await shoot(page, f"ops-{state.replace(' ', '-')}-{theme}", full=True)
+
+    page, complaints = await ops.open()
+    await page.route("**/api/**", lambda route: route.abort())
+    await page.reload()
+    await look(page, "nothing yet")
+    await expect(page.locator("#problem")).to_be_visible()
+    await look(page, "never reached")
+    await page.unroute("**/api/**")
+    complaints.clear()
+    await expect(page.locator("#recent tbody tr")).to_have_count(50, timeout=15_000)
+    await expect(page.locator(".tile dt:text-is('Tenants pay, EUR') + dd")).to_have_text("€6.00")
+    await expect(page.locator(".tile dt:text-is('Tenants pay, USD') + dd")).to_contain_text("$")
+    await expect(page.locator("#cost .panel:visible h3 .unit")).to_have_text(
+        ["EUR", "EUR", "USD", "USD", "computed"]
+    )
+    await expect(page.locator("#slo tbody")).to_contain_text("overspent")
+    await expect(page.locator("#alerts-note")).to_contain_text("1 error budget overspent")
+    await expect(page.locator("#alerts tbody")).not_to_contain_text("Nothing is wrong")
+    await look(page, "live")
+    await page.locator("#recent tbody a").first.click()
+    await expect(page.locator("#request .timeline li").first).to_be_visible()
+    await look(page, "one request")
+    await page.keyboard.press("Escape")
+    assert complaints == []
+    await ops.leaves()
+    await expect(page.locator("#problem")).to_be_visible(timeout=15_000)
+    await look(page, "telemetry is away")
+    await ops.comes()
+    refused = {"error": {"message": "This needs an API key of an administrator."}}
+    await page.route("**/api/**", lambda route: route.fulfill(status=403, json=refused))
+    await page.reload()
+    await expect(page.locator("#key")).to_be_visible()
+    await look(page, "a key is asked for")
+    await page.unroute("**/api/**")
+    tables, _ = await ops.open("tables.html")
+    await expect(tables.locator("#said")).to_contain_text("Times are UTC")
+    await look(tables, "tables")
+    assert found == [], "\n".join(found)
 
 
 async def test_on_a_phone_nothing_overflows(store: Store, ops: OpsPage) -> None:

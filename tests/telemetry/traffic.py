@@ -177,6 +177,40 @@ async def fill(store: Store, refused: Sequence[RefusalRecord] | None = None) -> 
     return records
 
 
+async def fill_euros(store: Store) -> None:
+    """Six requests of a model that is priced in EUR, at 1 EUR each, and its worker. One fails, which
+    is more than the error budget of the model."""
+    now_ns = time.time_ns()
+    records = [
+        msgspec.structs.replace(
+            _request(number, now_ns - number * 10**9),
+            request_id=f"req-euro-{number}",
+            model_served="demo-eu",
+            status=Status.DONE if number < 6 else Status.FAILED,
+            error_code="" if number < 6 else "engine_error",
+            finish_reason="stop" if number < 6 else "",
+            cost=Decimal(1),
+            device_cost=Decimal("0.25"),
+            currency="EUR",
+            price_version="2026-01-eu",
+        )
+        for number in range(1, 7)
+    ]
+    samples = [
+        msgspec.structs.replace(
+            worker_sample(number, sampled_ns=now_ns - number * 10**9, worker="worker-eu"),
+            model="demo-eu",
+            device_per_hour=_HOURLY,
+            currency="EUR",
+        )
+        for number in range(60)
+    ]
+    await store.insert(REQUESTS, REQUESTS.to_columns(records, range(10_000, 10_006)), "euros")
+    columns = WORKER_SAMPLES.to_columns(samples, range(10_000, 10_060))
+    await store.insert(WORKER_SAMPLES, columns, "euros")
+    await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
+
+
 async def fill_month(store: Store, rows: int) -> None:
     """Requests of the last 30 days, made by the engine itself."""
     await store.command(_MONTH, {"rows": rows})

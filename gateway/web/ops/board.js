@@ -1,7 +1,7 @@
 // The charts of the page: what each of them asks and shows.
 
 import { Chart } from "./chart.js";
-import { currenciesOf } from "./currencies.js";
+import { moneyOf } from "./currencies.js";
 import { compact, money } from "./format.js";
 import { reasonsOf } from "./refusals.js";
 import { byId } from "/static/dom.js";
@@ -101,7 +101,7 @@ export class Board {
 
   /** Two charts for each currency that there is money of; those of other currencies are hidden. */
   #showMoney(rows, axis, former) {
-    const currencies = currenciesOf(rows);
+    const currencies = moneyOf(rows).map(({ currency }) => currency);
     for (const currency of currencies) {
       if (!this.moneyCharts.has(currency)) this.moneyCharts.set(currency, this.makeMoneyCharts(currency));
     }

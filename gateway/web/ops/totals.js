@@ -1,7 +1,7 @@
 // The figures of the whole range.
 
 import { difference } from "./compare.js";
-import { currenciesOf, moneyOf } from "./currencies.js";
+import { moneyOf, nothingOf } from "./currencies.js";
 import { compact, joules, money, ms, percent, span, whole } from "./format.js";
 import { byId, make } from "/static/dom.js";
 
@@ -17,7 +17,6 @@ export function showTotals(rows, { seconds }, words) {
   const figures = figuresOf(rows);
   const before = rows.before && figuresOf(rows.before);
   const { totals } = figures;
-  const currencies = currenciesOf(rows);
   const lost = figures.lost;
   const cached = totals.prompt_tokens ? percent((100 * totals.cached_tokens) / totals.prompt_tokens) : "none";
   const parts = [`${whole(totals.failed)} failed`, `${whole(totals.shed)} shed`];
@@ -40,32 +39,34 @@ export function showTotals(rows, { seconds }, words) {
     latency("TPOT", "tpot", figures.latencies, "Time per output token, median"),
     latency("Whole answer", "e2e", figures.latencies, "From receipt to the end, median"),
     { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output came as they had been proposed ahead`, of: (one) => one.totals.completion_tokens },
-    ...currencies.flatMap((currency) => moneyTiles(figures, currency, currencies.length > 1)),
+    ...figures.money.flatMap((sums) => moneyTiles(sums, totals, figures.money.length > 1)),
   ];
   byId("totals").replaceChildren(...tiles.map((tile) => draw(tile, figures, before, words)));
 }
 
 /** What tenants pay and what devices cost in a currency; the energy is that of all requests. */
-function moneyTiles({ totals: { energy_j }, money: rows }, currency, isOneOfSeveral) {
+function moneyTiles(sums, { energy_j }, isOneOfSeveral) {
+  const { currency } = sums;
   const name = (what) => (isOneOfSeveral ? `${what}, ${currency}` : what);
-  const sums = moneyOf(rows, currency);
   const shown = (value) => money(value, currency);
+  const of = (figures) => figures.money.find((one) => one.currency === currency) ?? nothingOf(currency);
   const energy = energy_j === null || isOneOfSeveral ? "" : `${joules(energy_j)} · `;
   return [
-    { name: name("Tenants pay"), value: shown(sums.cost), detail: perMillion(sums), title: `Exactly ${sums.cost} ${currency}, for ${whole(sums.requests)} requests`, of: (one) => moneyOf(one.money, currency).cost, shown },
-    { name: name("Devices cost"), value: shown(sums.device_cost), detail: `${span(sums.device_us)} busy · ${energy}${shown(sums.idle_cost)} idle`, title: `What requests' device time cost us, exactly ${sums.device_cost} ${currency}; idle time of all devices apart`, of: (one) => moneyOf(one.money, currency).device_cost, shown },
+    { name: name("Tenants pay"), value: shown(sums.cost), detail: perMillion(sums), title: `Exactly ${sums.cost} ${currency}, for ${whole(sums.requests)} requests`, of: (one) => of(one).cost, shown },
+    { name: name("Devices cost"), value: shown(sums.device_cost), detail: `${span(sums.device_us)} busy · ${energy}${shown(sums.idle_cost)} idle`, title: `What requests' device time cost us, exactly ${sums.device_cost} ${currency}; idle time of all devices apart`, of: (one) => of(one).device_cost, shown },
   ];
 }
 
 /** What the tiles go by. */
-function figuresOf({ totals: [totals], cost, devices, refusedOverTime, firstByte }) {
+function figuresOf(rows) {
+  const { totals: [totals], refusedOverTime, firstByte } = rows;
   const all = firstByte.find(({ model }) => model === "");
   return {
     totals,
     lost: totals.failed + totals.expired + totals.shed,
     refused: sum(refusedOverTime),
     limited: sum(refusedOverTime.filter(({ status }) => status === 429)),
-    money: { cost, devices },
+    money: moneyOf(rows),
     latencies: { ...totals, first_byte_p50_ms: all?.first_byte_p50_ms, first_byte_p95_ms: all?.first_byte_p95_ms, first_byte_p99_ms: all?.first_byte_p99_ms },
   };
 }

@@ -1,13 +1,15 @@
-"""axe-core finds nothing wrong with the page, in whatever state it is."""
+"""axe-core finds nothing wrong with the page, in whatever state it is; disabled controls, which it
+leaves out, are readable too."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from tests.gateway.page.windows import MARKS, PHONE, ask, complete, ready, watched
+from tests.support.contrast import unreadable_texts
 from tests.support.running_gateway import RunningGateway
 
 pytestmark = MARKS
@@ -36,6 +38,8 @@ class Checked:
                 for node in violation["nodes"]:
                     what = f"{violation['id']} {node['target']} {node['failureSummary']}"
                     self.found.append(f"{state}, {theme}: {what}")
+            for text in await unreadable_texts(self.page):
+                self.found.append(f"{state}, {theme}: {text}")
 
 
 async def test_nothing_is_wrong_with_the_page(front: RunningGateway, page: Page) -> None:
@@ -75,6 +79,36 @@ async def test_nothing_is_wrong_with_the_page(front: RunningGateway, page: Page)
     await expect(page.locator(".turn .trouble").last).to_contain_text("unreachable")
     front.broker.start()
     await checked.look("trouble")
+    assert checked.found == [], "\n".join(checked.found)
+
+
+async def test_it_is_readable_while_it_waits(browser: Browser, front: RunningGateway) -> None:
+    """For the gateway's models, for a key, for an answer."""
+    async with watched(browser, front.url) as window:
+        page = await window.context.new_page()
+        checked = Checked(page)
+        held: list[Route] = []
+        await page.route("**/v1/models", lambda route: held.append(route))
+        await page.goto(front.url)
+        await expect(page.locator(".examples button").first).to_be_disabled()
+        await checked.look("before the models are known")
+        error = {
+            "error": {"message": "This gateway demands an API key.", "code": "invalid_api_key"}
+        }
+        await held.pop().fulfill(status=401, json=error)
+        await expect(page.locator("#settings")).to_be_visible()
+        await checked.look("before a key is given")
+        await page.keyboard.press("Escape")
+        await page.unroute("**/v1/models")
+        await page.reload()
+        await ready(page)
+        front.worker.gate.clear()
+        await page.locator("#prompt").fill("hello")
+        await page.locator("#send").click()
+        await expect(page.locator(".answer").last).to_have_attribute("aria-busy", "true")
+        await checked.look("before an answer")
+        front.worker.gate.set()
+        await complete(page)
     assert checked.found == [], "\n".join(checked.found)
 
 
