@@ -41,8 +41,8 @@ A process reads one YAML or TOML file (`--config` of `millrace up` and of the se
 that `{FILE_VARIABLE}` names), then the variables, which win. The key `nats.url` is the key `url` of
 the table `nats`, and the variable `{PREFIX}NATS__URL`. A variable with `_FILE` behind its name
 (`{PREFIX}NATS__PASSWORD_FILE`) names a file that holds the value. A list in a variable is comma
-separated, a table is in JSON. An unknown key, a wrong type, and a negative number stop the process at
-its start, with the reason.
+separated, a table is in JSON. An unknown key, a wrong type, and a negative number stop the process
+at its start, with the reason.
 
 Variables that Kubernetes sets in a pod for a Service named `millrace` or `millrace-…`
 (`{PREFIX}PORT=tcp://…`, `{PREFIX}SERVICE_HOST`, `{PREFIX}GATEWAY_PORT_8000_TCP_ADDR` …) are

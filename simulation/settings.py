@@ -11,6 +11,7 @@ from millrace.bus.fleet.role_shares import RoleShares
 from millrace.schemas.config import Config
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.tenants import DEFAULT_CURRENCY
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 3_600.0
     slo: Slo | None = None
     gpu_hour_price: float = 2.5
+    currency: str = DEFAULT_CURRENCY
     gpus_per_worker: float | None = None
 
     def workers_of(self, model: str) -> int:

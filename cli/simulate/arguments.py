@@ -144,7 +144,12 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add_report_arguments(group)
     group.add_argument("--slo-ttft-ms", type=float, metavar="MS")
     group.add_argument("--slo-tpot-ms", type=float, metavar="MS")
-    group.add_argument("--gpu-hour-price", type=float, default=2.5, metavar="$")
+    group.add_argument(
+        "--gpu-hour-price",
+        default="2.5",
+        metavar="MONEY",
+        help="in USD, or with a currency, such as '2.5 EUR' (default: %(default)s)",
+    )
     group.add_argument(
         "--gpus-per-worker", type=float, metavar="N", help="default: as --tensor-parallel, or 1"
     )

@@ -20,6 +20,7 @@ from millrace.runtime.settings import load_config
 from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.tenants import budgets_of, check_currency, parse_budget
 from millrace.simulation.settings import Failure, KvLink, Settings
 from millrace.simulation.traces.synthesise import Kind, Recipe, parse_tenants
 from millrace.workers.simulated.latency_model import LatencyModel
@@ -47,6 +48,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if arguments.switch_roles and not roles:
         raise ConfigError("--switch-roles takes --workers with roles, such as prefill:1,decode:2")
     gpus = arguments.gpus_per_worker
+    currency, gpu_hour_price = _price("--gpu-hour-price", arguments.gpu_hour_price)
     return Settings(
         config=_config_of(arguments),
         num_workers=num_workers,
@@ -58,9 +60,20 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         restart_s=seconds("--restart-time", arguments.restart_time),
         drain_s=seconds("--drain", arguments.drain),
         slo=_slo(arguments),
-        gpu_hour_price=_at_least_0("--gpu-hour-price", arguments.gpu_hour_price),
+        gpu_hour_price=gpu_hour_price,
+        currency=currency,
         gpus_per_worker=None if gpus is None else _at_least_0("--gpus-per-worker", gpus),
     )
+
+
+def _price(name: str, text: str) -> tuple[str, float]:
+    """The currency and the amount of one price."""
+    try:
+        [(currency, amount)] = budgets_of(parse_budget(text)).items()
+        check_currency(currency)
+    except ValueError as error:
+        raise ConfigError(f"{name} takes one amount, such as 2.5 or '2.5 EUR': {error}") from error
+    return currency, _at_least_0(name, float(amount))
 
 
 def _config_of(arguments: argparse.Namespace) -> Config:

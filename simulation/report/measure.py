@@ -229,6 +229,7 @@ def _cost(workers: Sequence[WorkerIncarnation], overall: Group, settings: Settin
     output = overall.output_tokens
     tokens = output + overall.prompt_tokens
     return Cost(
+        currency=settings.currency,
         gpu_hours=gpu_hours,
         gpu_hour_price=settings.gpu_hour_price,
         total=total,

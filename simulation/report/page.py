@@ -52,7 +52,7 @@ def _card(one: PolicyReport) -> str:
     shown = "-" if ttft is None else f"{number(ttft.p50)} ms"
     more = "nothing was answered" if ttft is None else f"TTFT p50; p99 {number(ttft.p99)} ms"
     price = one.cost.per_1m_output_tokens
-    cost = "" if price is None else f"${price:,.3f} per 1M output tokens"
+    cost = "" if price is None else f"{price:,.3f} {one.cost.currency} per 1M output tokens"
     return card(one.policy, shown, more, cost)
 
 

@@ -70,8 +70,10 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers cost money from when they are started until they are gone. None: no tokens."""
+    """Workers cost money, in ``currency``, from when they are started until they are gone. None: no
+    tokens."""
 
+    currency: str
     gpu_hours: float
     gpu_hour_price: float
     total: float

@@ -17,9 +17,9 @@ _MAX_TENANTS = 12
 Row = tuple[str, Callable[[PolicyReport], str]]
 _COSTS: tuple[Row, ...] = (
     ("GPU-hours", lambda one: f"{one.cost.gpu_hours:,.2f}"),
-    ("$ in all", lambda one: f"{one.cost.total:,.2f}"),
-    ("$ per 1M output tokens", lambda one: _money(one.cost.per_1m_output_tokens)),
-    ("$ per 1M tokens, in and out", lambda one: _money(one.cost.per_1m_tokens)),
+    ("cost in all", lambda one: f"{one.cost.total:,.2f} {one.cost.currency}"),
+    ("cost per 1M output tokens", lambda one: _money(one.cost.per_1m_output_tokens, one)),
+    ("cost per 1M tokens, in and out", lambda one: _money(one.cost.per_1m_tokens, one)),
 )
 
 
@@ -202,5 +202,5 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.2f}"
 
 
-def _money(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4f}"
+def _money(value: float | None, one: PolicyReport) -> str:
+    return "-" if value is None else f"{value:,.4f} {one.cost.currency}"

@@ -47,6 +47,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/gateway/request/agents_requests.txt", ("tests/gateway/request/test_unheld_calls.py",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
+    ("tests/support/texts_of_page.js", ("tests/support/chromium.py",)),
     ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),
     ("tests/bus/nats/sent/*", ("tests/bus/nats/test_publishers.py",)),
     ("tests/clients/publishers/*", ("tests/e2e/test_publishers.py",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,6 +35,25 @@ def test_a_file_and_variables_above_it(tmp_path: Path) -> None:
     assert config.worker.engine.max_num_sequences == 7
     assert config.worker.flush_interval_ms == 2.5
     assert config.scheduler.models == ("demo", "other")
+
+
+def test_a_budget_in_several_currencies(tmp_path: Path) -> None:
+    name = "MILLRACE_GATEWAY__TIERS__FREE__MONTHLY_BUDGET"
+    assert load_config(None, {name: "50"}).gateway.tiers.free.monthly_budget == 50
+    assert load_config(None, {name: "null"}).gateway.tiers.free.monthly_budget is None
+    named = load_config(None, {name: '{"EUR": 50, "USD": 12.5}'})
+    assert named.gateway.tiers.free.monthly_budget == {"EUR": 50, "USD": Decimal("12.5")}
+    yaml = tmp_path / "millrace.yaml"
+    yaml.write_text("gateway: {tiers: {free: {monthly_budget: {EUR: 50}}}}\n")
+    assert load_config(str(yaml), {}).gateway.tiers.free.monthly_budget == {"EUR": 50}
+    for text, complaint in (
+        ('{"EUR": ', "no table in JSON"),
+        ('{"euro": 1}', "three capital letters"),
+        ('{"EUR": -1}', "between 0 and 9000000 EUR"),
+        ("50 EUR", name),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            load_config(None, {name: text})
 
 
 def test_yaml_and_the_file_variable(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from playwright.async_api import Page, expect
 
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import WORKER_SAMPLES
-from tests.support.contrast import unreadable_texts
+from tests.support.chromium import unreadable_texts
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, shoot
 from tests.telemetry.records import worker_sample
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_euros, fill_month
@@ -126,7 +126,7 @@ async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None
     the page loads, lives, waits for telemetry or for a key, in light and dark."""
     await fill(store)
     await fill_euros(store)
-    found = []
+    found: list[str] = []
 
     async def look(page: Page, state: str) -> None:
         for theme in ("light", "dark"):

@@ -178,8 +178,8 @@ async def fill(store: Store, refused: Sequence[RefusalRecord] | None = None) -> 
 
 
 async def fill_euros(store: Store) -> None:
-    """Six requests of a model that is priced in EUR, at 1 EUR each, and its worker. One fails, which
-    is more than the error budget of the model."""
+    """Six requests of a model that is priced in EUR, at 1 EUR each, and its worker. One fails,
+    which is more than the error budget of the model."""
     now_ns = time.time_ns()
     records = [
         msgspec.structs.replace(

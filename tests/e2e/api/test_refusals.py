@@ -105,7 +105,7 @@ async def test_requests_that_the_engine_refuses_cost_nothing(
     (invoiced,) = json.loads(_cli(system, *invoice, "--format", "json"))["rows"]
     assert (invoiced["requests"], float(invoiced["difference"])) == (1, 0.0)
     limits = (await http.get("/v1/limits", headers=headers)).json()
-    spent = {float(account["spent"]) for account in limits["accounts"]}
+    spent = {float(account["spent"]["USD"]) for account in limits["accounts"]}
     # To the billionth, rounded up.
     assert all(0 <= one - float(invoiced["amount"]) < 2e-9 for one in spent)
 

@@ -9,7 +9,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, Route, expect
 
 from tests.gateway.page.windows import MARKS, PHONE, ask, complete, ready, watched
-from tests.support.contrast import unreadable_texts
+from tests.support.chromium import unreadable_texts
 from tests.support.running_gateway import RunningGateway
 
 pytestmark = MARKS

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.tenants import TenantStore
@@ -19,7 +22,13 @@ from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LimitOverrides, TenantRecord, from_nano, to_nano
+from millrace.schemas.tenants import (
+    LimitOverrides,
+    TenantRecord,
+    budgets_of,
+    from_nano,
+    to_nano,
+)
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
@@ -28,19 +37,31 @@ TENANT = LimitOverrides(
     requests_per_minute=6,
     tokens_per_minute=400,
     concurrent_requests=4,
-    monthly_budget=Decimal(2),
+    monthly_budget={"USD": Decimal(2), "EUR": Decimal("1.2")},
 )
 KEYS = (
     LimitOverrides(requests_per_minute=4, monthly_budget=Decimal("1.5")),
-    LimitOverrides(concurrent_requests=2, tokens_per_minute=250),
+    LimitOverrides(
+        concurrent_requests=2, tokens_per_minute=250, monthly_budget={"EUR": Decimal(1)}
+    ),
 )
+
+
+class Wanted(NamedTuple):
+    """What a request sets aside, and for how long."""
+
+    key: int
+    tokens: int
+    cents: int
+    currency: str
+    lapse_s: int
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """As many at the same time as there are entries: key, tokens, cents, seconds."""
+    """As many at the same time as there are entries."""
 
-    requests: list[tuple[int, int, int, int]]
+    requests: list[Wanted]
 
 
 @dataclass(frozen=True)
@@ -58,8 +79,13 @@ class Advance:
     eighths_s: int
 
 
-REQUEST = st.tuples(
-    st.integers(0, 1), st.integers(1, 260), st.integers(0, 80), st.sampled_from([5, 30, 600])
+REQUEST = st.builds(
+    Wanted,
+    st.integers(0, 1),
+    st.integers(1, 260),
+    st.integers(0, 80),
+    st.sampled_from(["USD", "EUR", "CHF"]),
+    st.sampled_from([5, 30, 600]),
 )
 STEPS = st.lists(
     st.one_of(
@@ -80,9 +106,7 @@ STEPS = st.lists(
 class Life:
     """What an observer saw of a granted request. Its share of what it set aside is eighths."""
 
-    key: int
-    tokens: int
-    cents: int
+    wanted: Wanted
     granted_s: float
     lapses_s: float
     settled: bool = False
@@ -98,20 +122,20 @@ class Observer:
     def check(self, now_s: float) -> None:
         self._check_account(list(self.lives.values()), TENANT, now_s)
         for number, limits in enumerate(KEYS):
-            of_key = [life for life in self.lives.values() if life.key == number]
+            of_key = [life for life in self.lives.values() if life.wanted.key == number]
             self._check_account(of_key, limits, now_s)
 
     def _check_account(self, lives: list[Life], limits: LimitOverrides, now_s: float) -> None:
         if isinstance(limits.concurrent_requests, int):
             running = [life for life in lives if not life.settled and life.lapses_s > now_s]
             assert len(running) <= limits.concurrent_requests
-        if isinstance(limits.monthly_budget, Decimal):
-            nano = sum(spent_nano(life) for life in lives if life.settled)
+        assert limits.monthly_budget is not UNSET
+        for currency, budget in budgets_of(limits.monthly_budget).items():
+            settled = [life for life in lives if life.settled and life.wanted.currency == currency]
+            nano = sum(spent_nano(life) for life in settled)
             # What lapses unsettled and is settled late may come on top.
-            late = sum(
-                life.cents * 10_000_000 for life in lives if life.settled and life.lapses_s <= now_s
-            )
-            assert nano - late <= to_nano(limits.monthly_budget)
+            late = sum(life.wanted.cents * 10_000_000 for life in settled if life.lapses_s <= now_s)
+            assert nano - late <= to_nano(budget)
         served = [life for life in lives if not (life.settled and life.share is None)]
         for first in served:
             within = [life for life in served if life.granted_s >= first.granted_s]
@@ -125,12 +149,12 @@ class Observer:
 
 def used_tokens(life: Life) -> int:
     if not life.settled:
-        return life.tokens
-    return 0 if life.share is None else life.tokens * life.share // 8
+        return life.wanted.tokens
+    return 0 if life.share is None else life.wanted.tokens * life.share // 8
 
 
 def spent_nano(life: Life) -> int:
-    return 0 if life.share is None else life.cents * 10_000_000 * life.share // 8
+    return 0 if life.share is None else life.wanted.cents * 10_000_000 * life.share // 8
 
 
 @settings(
@@ -163,7 +187,7 @@ async def _live(url: str, steps: list[object]) -> None:
     for caller in callers:
         # So that every limiter has read the records, of which the one alone is told.
         for gateway in gateways:
-            await reserve(gateway, caller, "warm", 1, 0, 1)
+            await reserve(gateway, caller, "warm", Wanted(0, 1, 0, "USD", 1))
             await gateway.settle("warm", None, None)
     alone._known.update(gateways[0]._known)
     observer = Observer()
@@ -173,21 +197,19 @@ async def _live(url: str, steps: list[object]) -> None:
                 case Advance(eighths_s):
                     await clock.advance(eighths_s / 8)
                 case Reserve(requests):
-                    wanted = [(f"r{number}.{place}", *it) for place, it in enumerate(requests)]
+                    wanted = [(f"r{number}.{place}", it) for place, it in enumerate(requests)]
                     granted = await asyncio.gather(
                         *(
-                            reserve(gateways[place % 2], callers[key], name, tokens, cents, lapse_s)
-                            for place, (name, key, tokens, cents, lapse_s) in enumerate(wanted)
+                            reserve(gateways[place % 2], callers[one.key], name, one)
+                            for place, (name, one) in enumerate(wanted)
                         )
                     )
-                    for was_granted, (name, key, tokens, cents, lapse_s) in zip(
-                        granted, wanted, strict=True
-                    ):
-                        here = await reserve(alone, callers[key], name, tokens, cents, lapse_s)
+                    for was_granted, (name, one) in zip(granted, wanted, strict=True):
+                        here = await reserve(alone, callers[one.key], name, one)
                         assert here == was_granted
                         if was_granted == "granted":
                             now_s = clock.monotonic()
-                            observer.lives[name] = Life(key, tokens, cents, now_s, now_s + lapse_s)
+                            observer.lives[name] = Life(one, now_s, now_s + one.lapse_s)
                 case Settle(place, share, times):
                     names = list(observer.lives)
                     if names:
@@ -199,13 +221,15 @@ async def _live(url: str, steps: list[object]) -> None:
             await settle(observer, name, 4, [gateways[0], alone])
         for number, caller in enumerate(callers):
             [(_, tenant), (_, of_key)] = await gateways[0].usage(caller)
-            lives = [life for life in observer.lives.values() if life.key == number]
+            lives = [life for life in observer.lives.values() if life.wanted.key == number]
             for usage in (tenant, of_key):
-                assert usage.num_running == usage.spend().held_nano == 0
-            assert tenant.spend().spent_nano == sum(
-                spent_nano(it) for it in observer.lives.values()
-            )
-            assert of_key.spend().spent_nano == sum(spent_nano(life) for life in lives)
+                assert usage.num_running == 0
+                assert not any(spend.held_nano for spend in usage.money.values())
+            for currency in ("USD", "EUR", "CHF"):
+                assert tenant.spend(currency).spent_nano == spent_in(
+                    observer.lives.values(), currency
+                )
+                assert of_key.spend(currency).spent_nano == spent_in(lives, currency)
         assert not await link.call("KEYS", "resv:*")
         await clock.advance(600.0)
         [(_, tenant), _] = await gateways[0].usage(callers[0])
@@ -217,9 +241,11 @@ async def _live(url: str, steps: list[object]) -> None:
         await away.close()
 
 
-async def reserve(
-    limiter: Limiter, caller: Caller, name: str, tokens: int, cents: int, lapse_s: float
-) -> str:
+def spent_in(lives: Iterable[Life], currency: str) -> int:
+    return sum(spent_nano(life) for life in lives if life.wanted.currency == currency)
+
+
+async def reserve(limiter: Limiter, caller: Caller, name: str, wanted: Wanted) -> str:
     """ "granted", or the limit that refused and the wait."""
     try:
         await limiter.reserve(
@@ -227,9 +253,10 @@ async def reserve(
             name,
             model="m",
             num_prompt_tokens=0,
-            max_tokens=tokens,
-            cost_upper=Decimal(cents).scaleb(-2),
-            deadline_s=lapse_s,
+            max_tokens=wanted.tokens,
+            cost_upper=Decimal(wanted.cents).scaleb(-2),
+            deadline_s=wanted.lapse_s,
+            currency=wanted.currency,
         )
     except RateLimitError as error:
         return f"{error.limit} {error.retry_after_s}"
@@ -241,9 +268,9 @@ async def settle(observer: Observer, name: str, share: int | None, limiters: lis
     settled_before = life.settled
     if not settled_before:
         life.settled, life.share = True, share
-    usage = None if share is None else Usage(completion_tokens=life.tokens * share // 8)
-    cost = None if share is None else from_nano(life.cents * 10_000_000 * share // 8)
+    usage = None if share is None else Usage(completion_tokens=life.wanted.tokens * share // 8)
+    cost = None if share is None else from_nano(life.wanted.cents * 10_000_000 * share // 8)
     first, *others = limiters
-    assert await first.settle(name, usage, cost) is not settled_before
+    assert await first.settle(name, usage, cost, life.wanted.currency) is not settled_before
     for other in others:
-        await other.settle(name, usage, cost)
+        await other.settle(name, usage, cost, life.wanted.currency)
