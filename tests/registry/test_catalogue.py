@@ -201,6 +201,12 @@ def test_impossible_counts_are_refused() -> None:
         cost(book(), 10, 11, 0)
 
 
+@pytest.mark.parametrize("currency", ["euro", "eur", "", "€", "EUR "])
+def test_a_currency_is_a_code(currency: str) -> None:
+    with pytest.raises(ValueError, match="three capital letters, such as USD or EUR"):
+        book(currency=currency)
+
+
 @pytest.mark.parametrize("price", [Decimal(-1), Decimal("NaN"), Decimal("Infinity")])
 def test_prices_are_prices(price: Decimal) -> None:
     with pytest.raises(ValueError, match="output_per_million"):

@@ -13,7 +13,7 @@ from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import WORKER_SAMPLES
 from tests.support.chromium import unreadable_texts
 from tests.telemetry.ops_page import OpsPage, count_charts_with_marks, shoot
-from tests.telemetry.records import worker_sample
+from tests.telemetry.records import refusal_record, worker_sample
 from tests.telemetry.traffic import NUM_REQUESTS, fill, fill_euros, fill_month
 
 _NUM_CHARTS = 16
@@ -124,7 +124,8 @@ async def test_unreachable_telemetry_is_said_and_it_recovers(store: Store, ops: 
 async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None:
     """Money of two currencies and a spent error budget are there, and all of it is readable while
     the page loads, lives, waits for telemetry or for a key, in light and dark."""
-    await fill(store)
+    refused = refusal_record(time.time_ns(), 1, tenant="acme", limit="monthly_budget")
+    await fill(store, [refused])
     await fill_euros(store)
     found: list[str] = []
 
@@ -152,7 +153,9 @@ async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None
         ["EUR", "EUR", "USD", "USD", "computed"]
     )
     await expect(page.locator("#slo tbody")).to_contain_text("overspent")
-    await expect(page.locator("#alerts-note")).to_contain_text("1 error budget overspent")
+    await expect(page.locator("#alerts-note")).to_contain_text(
+        "1 error budget overspent, 1 tenant over its monthly budget"
+    )
     await expect(page.locator("#alerts tbody")).not_to_contain_text("Nothing is wrong")
     await look(page, "live")
     await page.locator("#recent tbody a").first.click()
@@ -164,8 +167,8 @@ async def test_it_is_readable_in_every_state(store: Store, ops: OpsPage) -> None
     await expect(page.locator("#problem")).to_be_visible(timeout=15_000)
     await look(page, "telemetry is away")
     await ops.comes()
-    refused = {"error": {"message": "This needs an API key of an administrator."}}
-    await page.route("**/api/**", lambda route: route.fulfill(status=403, json=refused))
+    forbidden = {"error": {"message": "This needs an API key of an administrator."}}
+    await page.route("**/api/**", lambda route: route.fulfill(status=403, json=forbidden))
     await page.reload()
     await expect(page.locator("#key")).to_be_visible()
     await look(page, "a key is asked for")

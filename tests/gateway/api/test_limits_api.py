@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from decimal import Decimal
+from typing import Any
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
 from millrace.bus.tenancy.tenants import TenantStore
+from millrace.gateway.models import Models
+from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.jobs import Tier
+from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
-from tests.support.running_gateway import MODEL, running_gateway
+from tests.support.running_gateway import MODEL, ByteModel, running_gateway
 from tests.support.servers import RedisServer
 from tests.support.waiting import eventually
 
@@ -110,6 +114,66 @@ async def test_what_a_caller_may_use_and_has_left(
     assert key["remaining"]["monthly_budget"] == {"USD": "1.5"}
     assert (key["spent"], key["held"]) == ({"USD": "0"}, {"USD": "0"})
     assert (tenant["remaining"]["monthly_budget"], tenant["spent"]) == (None, {})
+
+
+class _Euros(ByteModel):
+    """A million tokens cost a million EUR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices = PriceBook(
+            version="eu",
+            currency="EUR",
+            input_per_million=Decimal(1_000_000),
+            cached_input_per_million=Decimal(1_000_000),
+            output_per_million=Decimal(1_000_000),
+        )
+
+
+async def test_a_budget_bounds_its_own_currency(
+    redis_config: RedisConfig, store: TenantStore
+) -> None:
+    models = Models(
+        {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)},
+        lambda _name: _Euros(),
+    )
+    poor = LimitOverrides(monthly_budget={"EUR": Decimal(1), "USD": Decimal(10**6)})
+    _, poor_token = await store.create_key("acme", 0, limits=poor)
+    dollars = LimitOverrides(monthly_budget=Decimal(1))
+    _, dollars_token = await store.create_key("acme", 0, limits=dollars)
+    asks: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": MODEL, "prompt": "abc", "max_tokens": 3}),
+        ("/v1/messages", CHAT),
+        ("/v1/responses", {"model": MODEL, "input": "abc", "max_output_tokens": 16}),
+        ("/v1/embeddings", {"model": MODEL, "input": "abc"}),
+    )
+    async with (
+        running_gateway(GatewayConfig(auth="required"), models, redis=redis_config) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=10) as http,
+    ):
+        for path, body in asks[:-1]:
+            refused = await http.post(path, json=body, headers=bearer(poor_token))
+            assert refused.status_code == 429, path
+            assert "monthly_budget of key" in refused.text
+            assert "1 EUR. 0 EUR is spent and the request may cost" in refused.text
+            answer = await http.post(path, json=body, headers=bearer(dollars_token))
+            assert answer.status_code == 200, path
+        path, body = asks[-1]
+        refused = await http.post(path, json=body, headers=bearer(poor_token))
+        assert (refused.status_code, "1 EUR" in refused.text) == (429, True)
+
+        async def is_settled() -> bool:
+            shown = (await http.get("/v1/limits", headers=bearer(dollars_token))).json()
+            return all(not float(amount) for amount in shown["accounts"][1]["held"].values())
+
+        await eventually(is_settled)
+        shown = (await http.get("/v1/limits", headers=bearer(dollars_token))).json()
+    tenant, key = shown["accounts"]
+    assert key["remaining"]["monthly_budget"] == {"USD": "1"}
+    assert (key["spent"]["USD"], float(key["spent"]["EUR"]) > 0) == ("0", True)
+    assert tenant["spent"] == {"EUR": key["spent"]["EUR"]}
+    assert tenant["remaining"]["monthly_budget"] is None
 
 
 async def test_a_streamed_answer_has_the_headers_too(

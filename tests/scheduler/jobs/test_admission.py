@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from decimal import Decimal
 from functools import partial
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
@@ -57,8 +58,8 @@ def door_of(bench: LimitBench, link: RedisLink | None = None) -> JobAdmission:
     return JobAdmission(keeper, lambda _model: PRICES, bench.clock)
 
 
-async def spent(bench: LimitBench, tenant: str) -> Decimal:
-    found: bytes | None = await bench.link.call("GET", f"spent:t:{tenant}:202611")
+async def spent(bench: LimitBench, tenant: str, currency: str = "") -> Decimal:
+    found: bytes | None = await bench.link.call("GET", f"spent:t:{tenant}:202611{currency}")
     return Decimal(int(found or 0)).scaleb(-9)
 
 
@@ -68,7 +69,9 @@ async def standing(bench: LimitBench, tenant: str) -> tuple[int, int]:
     return found.num_running, found.tokens // 60_000
 
 
-async def settle(bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: int) -> bool:
+async def settle(
+    bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: int, currency: str = "USD"
+) -> bool:
     """As a worker does at the end."""
     assert job.reservation is not None
     settlements = Settlements(bench.link, bench.clock, redis_time=False)
@@ -77,6 +80,7 @@ async def settle(bench: LimitBench, job: ScheduledJob, num_tokens: int, cost: in
             request_id=job.reservation.reservation_id,
             num_tokens=num_tokens,
             cost_nano=cost * 10**9,
+            currency=currency,
             since_s=bench.clock.monotonic(),
             spent_keys=(job.reservation.spent_key,),
             remember=True,
@@ -100,6 +104,26 @@ async def test_a_job_over_a_limit_waits_for_it(bench: LimitBench) -> None:
         late = scheduled_job(tenant)
         assert await admission.admit(late) == answer, tenant
         assert late.reservation is None
+
+
+async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench) -> None:
+    """It may cost 19 EUR."""
+    await bench.tenant("acme", monthly_budget={"USD": Decimal(1), "EUR": Decimal(20)})
+    await bench.tenant("dollars", monthly_budget=Decimal(1))
+    keeper = LimitKeeper(bench.link, TierLimits(), bench.clock, redis_time=False, remembers=True)
+    euros = msgspec.structs.replace(PRICES, currency="EUR")
+    admission = JobAdmission(keeper, lambda _model: euros, bench.clock)
+    job = scheduled_job("acme")
+    assert await admission.admit(job) is None
+    assert await admission.admit(scheduled_job("acme")) == NotYet(1.0, ends_free_it=True)
+    assert await admission.admit(scheduled_job("dollars")) is None
+    assert await settle(bench, job, 10, 12, "EUR")
+    assert await spent(bench, "acme") == 0
+    assert await spent(bench, "acme", ":EUR") == 12
+    late = await admission.admit(scheduled_job("acme"))
+    assert isinstance(late, TerminalStatus)
+    assert late.code == "insufficient_quota"
+    assert "20 EUR. 12 EUR is spent" in late.message
 
 
 async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
