@@ -323,6 +323,8 @@ class Gateway:
             stream.owner.note_end(stream)
         if not stream.was_counted:
             self.metrics.count_end(stream, self.clock.monotonic())
-        elif not stream.delivery.num_resumes:
-            return  # the client that had the end reads the answer again
+        elif stream.delivery.num_resumes:
+            self.metrics.count_return(stream.job.model)
+        else:
+            return  # a client that had the end reads the answer again
         self.deliveries.put(delivery_record(stream, self.gateway_id, self.clock))

@@ -148,6 +148,10 @@ class Metrics:
             seconds = (last_s - first_s) / (stream.num_seen - 1)
             self._of(self._per_token_s, model).observe(seconds)
 
+    def count_return(self, model: str) -> None:
+        """Take in a client that came back for the end of an answer, which was counted before."""
+        self._of(self._resumes, model).inc()
+
     def count_repeated_answer(self, model: str) -> None:
         """Take in a request that gets the answer of an earlier one with its key."""
         self._of(self._repeated_answers, model).inc()

@@ -111,6 +111,7 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
     [early] = await records(pair)
     assert early.outcome == "disconnect"
     assert early.tokens_delivered == num_seen[0] < len(TEXT)
+    assert generations_and_returns(pair) == (1, 0)
     await go_on(pair, pair.second, reading)
     [late] = await records(pair)
     assert late.request_id == early.request_id
@@ -118,3 +119,15 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
     assert late.tokens_delivered == len(TEXT)
     assert late.first_byte_ms - early.first_byte_ms < 1
     assert late.total_ms > early.total_ms
+    assert generations_and_returns(pair) == (1, 1)
+
+
+def generations_and_returns(pair: Pair) -> tuple[float, float]:
+    names = ("millrace_generations_total", "millrace_resumes_total")
+    texts = [front.gateway.metrics.render().decode() for front in (pair.first, pair.second)]
+    lines = [line for text in texts for line in text.splitlines()]
+    first, second = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+        for name in names
+    )
+    return first, second
