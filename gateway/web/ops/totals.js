@@ -41,6 +41,7 @@ export function showTotals(rows, { seconds }, words) {
     { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output came as they had been proposed ahead`, of: (one) => one.totals.completion_tokens },
     ...figures.money.flatMap((sums) => moneyTiles(sums, totals, figures.money.length > 1)),
   ];
+  byId("totals").classList.toggle("wide", figures.money.length > 1);
   byId("totals").replaceChildren(...tiles.map((tile) => draw(tile, figures, before, words)));
 }
 
