@@ -98,7 +98,8 @@ class Charge(NamedTuple):
     """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
     that one of its several prompts and its completion may have, None if it has but one.
     ``cost_nano`` is in ``currency``.
-    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait."""
+    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait.
+    ``num_requests`` is how many requests it counts as: 0 for a later part of one that counts."""
 
     request_id: str
     model: str
@@ -110,6 +111,7 @@ class Charge(NamedTuple):
     longest_tokens: int | None = None
     in_line: bool = False
     currency: str = DEFAULT_CURRENCY
+    num_requests: int = 1
 
     @property
     def num_tokens(self) -> int:

@@ -152,6 +152,7 @@ class LimitKeeper:
         longest_tokens: int | None = None,
         in_line: bool = False,
         currency: str = DEFAULT_CURRENCY,
+        num_requests: int = 1,
     ) -> Taken:
         """Set aside tokens (of all prompts and choices together), money and a place.
 
@@ -159,7 +160,8 @@ class LimitKeeper:
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the holder's. The same ``request_id`` again takes nothing more.
-        ``in_line`` is as for ``Charge``, ``cost_upper`` is in ``currency``. Raises
+        ``in_line`` and ``num_requests`` are as for ``Charge``, ``cost_upper`` is in ``currency``.
+        Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
         LimitsUnreachableError for a batch while Redis is unreachable.
         """
@@ -174,6 +176,7 @@ class LimitKeeper:
             longest_tokens=longest_tokens,
             in_line=in_line,
             currency=currency,
+            num_requests=num_requests,
         )
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -373,6 +376,7 @@ class LimitKeeper:
             charge.cost_nano,
             int(charge.in_line),
             redis_keys.currency_suffix(charge.currency),
+            charge.num_requests,
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]

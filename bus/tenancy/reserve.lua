@@ -4,8 +4,9 @@
 -- requests, holds and what it has spent this month.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
 -- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line, the suffix of the
--- cost's currency (empty: the default one); then for each account the version of its record,
--- requests and tokens per minute, concurrent requests and budget in that currency (empty: no limit).
+-- cost's currency (empty: the default one), how many requests it counts as; then for each account the
+-- version of its record, requests and tokens per minute, concurrent requests and budget in that
+-- currency (empty: no limit).
 --
 -- Money of a currency is counted by itself: what was spent under the account's key with the suffix,
 -- what is held as the billionths with the suffix, and the sum of a currency's holds in the field that
@@ -40,11 +41,12 @@ local request, lapse_ms, keep_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local tokens, cost = tonumber(ARGV[5]), tonumber(ARGV[6])
 local is_in_line = ARGV[7] == '1'
 local currency = ARGV[8]
+local requests = tonumber(ARGV[9])
 
 local accounts = {}
 local changed = false
 for i = 1, (#KEYS - 2) / 5 do
-  local k, a = 5 * i - 3, 5 * i + 3
+  local k, a = 5 * i - 3, 5 * i + 4
   accounts[i] = {
     record = KEYS[k + 1], buckets = KEYS[k + 2], running = KEYS[k + 3], holds = KEYS[k + 4],
     spent_key = KEYS[k + 5],
@@ -128,7 +130,7 @@ local function check_bucket(i, account, name, used, wanted, per_minute)
 end
 
 local function check(i, account)
-  check_bucket(i, account, 'requests_per_minute', account.requests, 1, account.rpm)
+  check_bucket(i, account, 'requests_per_minute', account.requests, requests, account.rpm)
   check_bucket(i, account, 'tokens_per_minute', account.tokens, tokens, account.tpm)
   local concurrent = account.concurrent
   if concurrent and account.num_running >= concurrent - share(account, concurrent) then
@@ -153,9 +155,9 @@ local function keep_yielding(account)
 end
 
 local function take(account)
-  account.requests = account.rpm and account.requests + TICKS or 0
+  account.requests = account.rpm and account.requests + requests * TICKS or 0
   account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
-  account.requests_taken = account.requests_taken + 1
+  account.requests_taken = account.requests_taken + requests
   account.tokens_taken = account.tokens_taken + tokens
   account.num_running = account.num_running + 1
   account.held = account.held + cost
@@ -180,7 +182,7 @@ for i, account in ipairs(accounts) do load(account) end
 if redis.call('EXISTS', KEYS[1]) == 0 then
   for i, account in ipairs(accounts) do check(i, account) end
   if refused == 0 then
-    local made = {tokens = tokens, accounts = {}}
+    local made = {requests = requests, tokens = tokens, accounts = {}}
     for i, account in ipairs(accounts) do
       take(account)
       made.accounts[i] = {

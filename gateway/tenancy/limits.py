@@ -54,6 +54,7 @@ class Limiter(LimitKeeper):
         tier: Tier | None = None,
         longest_tokens: int | None = None,
         currency: str = DEFAULT_CURRENCY,
+        num_requests: int = 1,
     ) -> Reservation:
         """As ``take``. Raises AuthenticationError for a key revoked by now."""
         try:
@@ -68,6 +69,7 @@ class Limiter(LimitKeeper):
                 tier=tier,
                 longest_tokens=longest_tokens,
                 currency=currency,
+                num_requests=num_requests,
             )
         except RateLimitError as error:
             error.headers = rate_headers(error.accounts, error.usages)
