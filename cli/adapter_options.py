@@ -107,7 +107,7 @@ def offered_adapter(
         tenants=tuple(tenants),
         description=description,
     )
-    folder = check_offer(offer, entry.engine_kind, {*names, *catalogue.routes})
+    folder = check_offer(offer, entry.engine_kind, {*names, *catalogue.routes}, entry.prices)
     return read_offer(offer, folder, outline_for(resolve(entry), folder), time.time_ns())
 
 

@@ -58,8 +58,11 @@ def check_adapter_name(name: str) -> None:
         )
 
 
-def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str]) -> Path:
-    """The folder of an offer whose model is run by ``engine``; ``taken`` are names of models.
+def check_offer(
+    offer: AdapterOffer, engine: EngineKind, taken: Collection[str], prices: PriceBook
+) -> Path:
+    """The folder of an offer whose model is run by ``engine`` and has ``prices``; ``taken`` are
+    names of models.
 
     Raises ParameterError naming the field for a bad name, tenant or price book,
     AdapterTakenError for a model's name, AdapterError for a model that takes no adapters, and what
@@ -75,9 +78,16 @@ def check_offer(offer: AdapterOffer, engine: EngineKind, taken: Collection[str])
             raise ParameterError("tenants", f"{error}.") from error
     if offer.prices is not None:
         try:
-            msgspec.convert(offer.prices, PriceBook)
+            own = msgspec.convert(offer.prices, PriceBook)
         except ValueError as error:
             raise ParameterError("prices", f"prices are no price book: {error}.") from error
+        if own.currency != prices.currency and prices.device_per_hour:
+            raise ParameterError(
+                "prices",
+                f"prices are in {own.currency}, but devices of {offer.model} cost "
+                f"{prices.currency}, and a request has one currency. Give prices in "
+                f"{prices.currency}.",
+            )
     if engine not in ADAPTING_ENGINES:
         raise AdapterError(
             f"The model {offer.model} is run by {engine}, which is given no adapters here; models "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,17 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not self.version:
             raise ValueError("version must not be empty")
         check_currency(self.currency)
+
+
+def prices_with(prices: PriceBook, own: dict[str, Any] | None) -> PriceBook:
+    """The prices of an adapter whose price book is ``own`` (None: ``prices``, which are its
+    model's). A device costs what the model says, unless that is in another currency."""
+    if own is None:
+        return prices
+    book = msgspec.convert(own, PriceBook)
+    if book.currency != prices.currency:
+        return book
+    return msgspec.structs.replace(book, device_per_hour=prices.device_per_hour)
 
 
 UNPRICED = PriceBook(

@@ -74,7 +74,7 @@ class AdaptersApi:
         now_ns = gateway.clock.now_ns()
 
         def read() -> Adapter:
-            folder = check_offer(offer, engine, taken)
+            folder = check_offer(offer, engine, taken, model.prices)
             return read_offer(offer, folder, model.adapter_outline(folder), now_ns)
 
         adapter = await asyncio.to_thread(read)

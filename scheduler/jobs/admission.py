@@ -11,7 +11,7 @@ from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
 from millrace.bus.tenancy.accounts import Account, AccountUsage, month_of, num_places
 from millrace.bus.tenancy.errors import LimitsUnreachableError, RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
-from millrace.registry.pricing import PriceBook, cost
+from millrace.registry.pricing import PriceBook, cost, prices_with
 from millrace.runtime.clock import Clock
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_limit, refused
@@ -82,7 +82,7 @@ class JobAdmission:
             spent_key=spent_key(tenant_account(job.tenant), month_of(now_ns)),
         )
         try:
-            is_local = await self._reserve(reservation_id, job, now_ns)
+            is_local = await self._reserve(reservation_id, scheduled, now_ns)
         except MillraceError as error:
             if scheduled.interrupted:
                 return None
@@ -129,14 +129,16 @@ class JobAdmission:
             scheduled.is_reserved_here = False
             self._keeper.settle_here(scheduled.reservation.reservation_id)
 
-    async def _reserve(self, reservation_id: str, job: Job, now_ns: int) -> bool:
+    async def _reserve(self, reservation_id: str, scheduled: ScheduledJob, now_ns: int) -> bool:
         """Whether it was set aside within this process, as Redis is unreachable."""
+        job, adapter = scheduled.job, scheduled.adapter
         num_prompt_tokens = len(job.prompt_token_ids or ())
         max_tokens = job.max_completion_tokens
         lapse_s = _LAPSE_S
         if job.deadline_ns is not None:
             lapse_s = max((job.deadline_ns - now_ns) / _NS_PER_S, _SHORTEST_LAPSE_S)
-        prices = self._prices(job.model)
+        own = None if adapter is None else adapter.prices
+        prices = prices_with(self._prices(job.model), own)
         taken = await self._keeper.take(
             _Publisher(job.tenant, job.tier),
             reservation_id,

@@ -12,9 +12,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from millrace.registry.adapters import AdapterOffer, check_offer
 from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import Catalogue, load_catalogue
-from millrace.registry.pricing import PriceBook, cost
+from millrace.registry.pricing import PriceBook, cost, prices_with
 from millrace.registry.source import resolve
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
@@ -199,6 +200,19 @@ def test_cost_is_exact() -> None:
 def test_impossible_counts_are_refused() -> None:
     with pytest.raises(ParameterError, match="11 cached"):
         cost(book(), 10, 11, 0)
+
+
+def test_an_adapter_has_its_model_s_devices_in_one_currency() -> None:
+    model = book(device_per_hour=Decimal(3))
+    own = dict.fromkeys(("input_per_million", "cached_input_per_million"), "1")
+    own |= {"version": "a", "output_per_million": "2"}
+    assert prices_with(model, None) is model
+    assert prices_with(model, own).device_per_hour == 3
+    other = prices_with(model, own | {"currency": "EUR"})
+    assert (other.currency, other.device_per_hour) == ("EUR", Decimal(0))
+    offer = AdapterOffer(name="sql", model="m", source="/sql", prices=own | {"currency": "EUR"})
+    with pytest.raises(ParameterError, match=r"in EUR.* m cost USD.* Give prices in USD"):
+        check_offer(offer, EngineKind.REAL, (), model)
 
 
 @pytest.mark.parametrize("currency", ["euro", "eur", "", "€", "EUR "])

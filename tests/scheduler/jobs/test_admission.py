@@ -24,6 +24,7 @@ from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.jobs import AnswerForm, Tier
+from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.records import Status
 from millrace.schemas.tenants import TierLimits
 from tests.scheduler.scheduled_jobs import scheduled_job
@@ -120,6 +121,11 @@ async def test_a_job_counts_against_the_budget_in_its_currency(bench: LimitBench
     assert await settle(bench, job, 10, 12, "EUR")
     assert await spent(bench, "acme") == 0
     assert await spent(bench, "acme", ":EUR") == 12
+    adapted = scheduled_job("acme")
+    own = {"version": "a", "currency": "CHF", "output_per_million": "9000000"}
+    own |= dict.fromkeys(("input_per_million", "cached_input_per_million"), "0")
+    adapted.adapter = AdapterRef(name="sql", version="1", source="/sql", prices=own)
+    assert await admission.admit(adapted) is None  # no budget bounds francs
     late = await admission.admit(scheduled_job("acme"))
     assert isinstance(late, TerminalStatus)
     assert late.code == "insufficient_quota"

@@ -6,10 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from millrace.bus.tenancy.settling import Settlement, Settlements
-from millrace.registry.pricing import PriceBook
+from millrace.registry.pricing import PriceBook, prices_with
 from millrace.runtime.retry import doubling_delays, retry
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import PayloadTooLargeError
@@ -105,10 +103,7 @@ class Finalizer:
         """The adapter's, if it has a price book; our own costs are the model's."""
         prices = self._context.model.entry.prices
         adapter = generation.adapter
-        if adapter is None or adapter.prices is None:
-            return prices
-        own = msgspec.convert(adapter.prices, PriceBook)
-        return msgspec.structs.replace(own, device_per_hour=prices.device_per_hour)
+        return prices_with(prices, None if adapter is None else adapter.prices)
 
     def _forget(self, request_id: str, ended: asyncio.Task[None]) -> None:
         entry = self._ending.get(request_id)
