@@ -24,9 +24,7 @@ def _hash128(data: bytes) -> tuple[int, int]:
     if size >= 16:
         return _with_seed(data[16:], _word(data, 0) ^ _K3, _word(data, 8))
     if size >= 8:
-        return _with_seed(
-            b"", _word(data, 0) ^ (size * _K0 & _MASK), _word(data, size - 8) ^ _K1
-        )
+        return _with_seed(b"", _word(data, 0) ^ (size * _K0 & _MASK), _word(data, size - 8) ^ _K1)
     return _with_seed(data, _K0, _K1)
 
 
@@ -83,9 +81,7 @@ def _murmur(data: bytes, a: int, b: int) -> tuple[int, int]:
     return a ^ b, _mix(b, a)
 
 
-def _weak(
-    words: tuple[int, ...], at: int, a: int, b: int
-) -> tuple[int, int]:
+def _weak(words: tuple[int, ...], at: int, a: int, b: int) -> tuple[int, int]:
     """A weak hash of four words with two seeds."""
     w, x, y, z = words[at : at + 4]
     a += w
