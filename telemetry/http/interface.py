@@ -11,10 +11,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine, Mapping
+from functools import partial
+from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.content_coding import (
     ACCEPTED,
@@ -174,6 +177,22 @@ class HttpInterface:
         await _answer(send, 200, b"", headers)
 
 
+class _Protocol(HttpProtocol):
+    """Closes the connection behind an answer that ends before it is complete."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, partial(_cut_off, cycle, app))
+
+
+async def _cut_off(
+    cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    await app(scope, receive, send)
+    if cycle.response_started and not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.transport.close()
+
+
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
@@ -185,7 +204,7 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
-                http=HttpProtocol,
+                http=_Protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,
