@@ -84,7 +84,7 @@ _OWN = (
 )
 # The role of an analyst, who sees nothing of these tables.
 ANALYST = "analyst"
-_PRIVATE_TABLES = ("transcripts",)
+_PRIVATE_TABLES = ("transcripts", "transcripts_once")
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
