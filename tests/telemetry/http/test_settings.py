@@ -126,6 +126,7 @@ async def test_settings_that_would_write_are_refused_by_name(
         ({"output_format_json_quote_64bit_integers": "maybe"}, 400, 467, "maybe"),
         ({"session_timezone": "Mars/Olympus"}, 400, 36, "Mars/Olympus"),
         ({"dialect": "prql"}, 400, 452, "dialect"),
+        ({"format_avro_schema_registry_url": "http://a"}, 400, 452, "registry_url"),
         ({"compress": "yes"}, 400, 467, "compress: use 0 or 1"),
         ({"client_protocol_version": "-1"}, 400, 72, "client_protocol_version"),
         ({"session_timeout": "999999"}, 400, 374, "3600"),
