@@ -74,6 +74,8 @@ async def test_costly_settings_are_cut_to_the_limits(client: httpx.AsyncClient) 
         ("max_threads", "64", "2"),
     ):
         assert await ask(client, setting(name), **{name: value}) == f"{seen}\n", (name, value)
+    for name in ("max_temporary_data_on_disk_size_for_user", "os_threads_nice_value_query"):
+        assert (await refused(client, "SELECT 1", **{name: "1"}))[1] == 452, name
     for clause in ("max_execution_time = 0", "max_memory_usage = 100000000000", "max_threads = 64"):
         status, number, why = await refused(client, f"SELECT 1 SETTINGS {clause}")
         assert (status, number) == (400, 452), why
