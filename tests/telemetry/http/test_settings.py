@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
+import msgspec
 import pytest
 
+from millrace.cli.analytics.store import ask_server
 from millrace.schemas.config import ClickHouseConfig
 from millrace.telemetry.http.arguments import IGNORED_SETTINGS
 from millrace.telemetry.http.formats import CONTENT_TYPES
-from millrace.telemetry.http.interface import HttpInterface
+from millrace.telemetry.http.interface import HttpInterface, HttpServer
 from millrace.telemetry.store.store import Store
 from tests.support.repository import ROOT
 from tests.telemetry.stores import streaming
@@ -155,6 +158,17 @@ async def test_times_are_in_clickhouse_s_form_and_in_the_zone_that_is_asked(
     )
     assert answer.text == "Asia/Tokyo\t1970-01-01 09:00:00\n"
     assert answer.headers["x-clickhouse-timezone"] == "Asia/Tokyo"
+
+
+async def test_millrace_sql_asks_for_times_with_their_zone(store: Store) -> None:
+    config = msgspec.structs.replace(CONFIG, serve_port=0)
+    server = HttpServer(streaming(store), config)
+    task = asyncio.create_task(server.run())
+    config = msgspec.structs.replace(config, url=server.url)
+    told = await asyncio.to_thread(ask_server, "SELECT toDateTime(0, 'UTC') AS t", config, {})
+    assert b'"1970-01-01T00:00:00Z"' in told
+    server.stop()
+    await task
 
 
 async def test_a_session_keeps_what_was_set(client: httpx.AsyncClient) -> None:
