@@ -64,6 +64,12 @@ class AnswerPipe:
                         loop.remove_reader(self._read_end)
         return b""
 
+    def write(self, data: bytes) -> None:
+        """Write what the engine did not write itself, in a thread."""
+        view = memoryview(data)
+        while view and not self.is_left:
+            view = view[os.write(self._write_end, view) :]
+
     def leave(self) -> None:
         """No more is read: the engine, which may wait, cannot write."""
         if self.is_left:

@@ -84,27 +84,31 @@ _OWN = (
 )
 # The role of an analyst, who sees nothing of these tables.
 ANALYST = "analyst"
-_PRIVATE_TABLES = ("transcripts",)
+_PRIVATE_TABLES = ("transcripts", "transcripts_once")
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
 _MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
-# read or write, have it read another language than the guard does, show its insides, or lift the
-# bounds.
+# read or write, or an address that it would ask, have it read another language than the guard does,
+# show its insides, or lift the bounds.
 _CONSTANT = (
     "ai_function_allow_insecure_endpoint",
     "allow_introspection_functions",
     "allow_python_table_function",
     "dialect",
+    "format_avro_schema_registry_url",
     "format_schema",
     "format_schema_message_name",
     "format_schema_source",
     "format_template_resultset",
     "format_template_row",
+    "input_format_record_errors_file_path",
     "max_memory_usage_for_user",
+    "max_temporary_data_on_disk_size_for_user",
     "memory_overcommit_ratio_denominator",
     "memory_usage_overcommit_max_wait_microseconds",
+    "os_threads_nice_value_query",
     "output_format_schema",
     "polyglot_dialect",
     "promql_database",

@@ -147,6 +147,13 @@ class EmbeddedReader(StreamingReader):
                     database = question.database or self._database
                     head = own_processes.with_known_ids(statement, database)
                 pipe.output_format = output_format
+                if head.lower().startswith("show "):
+                    # The engine leaves the rows of most SHOW statements out of an outfile.
+                    rows = connection.query(
+                        f"{head} {statement.tail}", output_format, params=values
+                    )
+                    pipe.write(rows.bytes() or b"")
+                    return
                 connection.query(
                     f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
                     "Null",

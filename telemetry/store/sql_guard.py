@@ -77,14 +77,18 @@ def require_reading(sql: str) -> Statement:
     """The statement. Raises QueryError with ClickHouse's code for anything that is not one reading
     statement or KILL QUERY."""
     tokens = tokens_of(sql)
-    previous = ""
     for number, token in enumerate(tokens):
         if token.text == ";":
             if any(following.text != ";" for following in tokens[number:]):
                 raise _refuse("one statement at a time, without another after ';'")
             tokens = tokens[:number]
             break
-        if token.name in _REACHING_OUT:
+    clause = _format_clause(tokens)
+    previous = ""
+    for number, token in enumerate(tokens):
+        # The format ArrowStream has the name of a function; a format is no function.
+        is_format = clause is not None and number == clause + 1
+        if token.name in _REACHING_OUT and not is_format:
             raise _refuse(f"the function {token.name} reaches out of the database")
         if (previous, token.name, token.kind) == ("into", "outfile", "word"):
             raise _refuse("INTO OUTFILE writes a file")
@@ -98,12 +102,11 @@ def require_reading(sql: str) -> Statement:
             f"{kind.upper():.100} is not one of SELECT, WITH, SHOW, DESCRIBE, EXPLAIN, EXISTS, "
             "KILL QUERY"
         )
-    return _in_parts(sql, tokens, kind)
+    return _in_parts(sql, tokens, kind, clause)
 
 
-def _in_parts(sql: str, tokens: list[Token], kind: str) -> Statement:
+def _in_parts(sql: str, tokens: list[Token], kind: str, clause: int | None) -> Statement:
     start, end = tokens[0].start, tokens[-1].end
-    clause = _format_clause(tokens)
     if clause is None:
         return Statement(sql[start:end], kind, sql[start:end], "", "")
     word, named = tokens[clause], tokens[clause + 1]

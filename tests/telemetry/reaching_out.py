@@ -125,9 +125,6 @@ _SQL = (
     "GRANT ALL ON *.* TO default",
     # What changes the connection, or stops others.
     "SET readonly = 0",
-    "SET ROLE ALL",
-    "SET ROLE NONE",
-    "USE system",
     "EXECUTE AS default SELECT 1",
     "KILL MUTATION WHERE 1",
     "SYSTEM SHUTDOWN",
@@ -149,6 +146,11 @@ _SQL = (
     "SELECT addressToLine(1)",
     "SELECT * FROM system.symbols",
     "SELECT aiGenerate('x', map('credentials', 'x'))",
+    (
+        "SELECT 1 AS n FORMAT AvroConfluent SETTINGS output_format_avro_confluent_subject = 's', "
+        "format_avro_schema_registry_url = 'http://127.0.0.1:{port}/'"
+    ),
+    "SELECT 1 SETTINGS input_format_record_errors_file_path = '{out}'",
 )
 REACHING_OUT = (
     *(f"SELECT * FROM {function}" for function in _FUNCTIONS),
