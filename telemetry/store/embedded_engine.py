@@ -90,26 +90,36 @@ _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
 _MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
-# read or write, have it read another language than the guard does, show its insides, or lift the
-# bounds.
+# read or write, hold expressions that the guard does not see, have it read another language than
+# the guard does, show its insides, or lift the bounds.
 _CONSTANT = (
+    "additional_result_filter",
+    "additional_table_filters",
     "ai_function_allow_insecure_endpoint",
     "allow_introspection_functions",
     "allow_python_table_function",
     "dialect",
+    "filter",
     "format_schema",
     "format_schema_message_name",
     "format_schema_source",
     "format_template_resultset",
     "format_template_row",
+    "input_format_record_errors_file_path",
     "max_memory_usage_for_user",
     "memory_overcommit_ratio_denominator",
     "memory_usage_overcommit_max_wait_microseconds",
+    "order",
     "output_format_schema",
+    "parallel_replicas_custom_key",
     "polyglot_dialect",
     "promql_database",
     "promql_table",
+    "rename_files_after_processing",
+    "schema_inference_hints",
+    "select",
     "send_logs_level",
+    "sort",
     "use_query_cache",
 )
 _MIB = 1024 * 1024

@@ -147,11 +147,16 @@ class EmbeddedReader(StreamingReader):
                     database = question.database or self._database
                     head = own_processes.with_known_ids(statement, database)
                 pipe.output_format = output_format
-                connection.query(
-                    f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
-                    "Null",
-                    params=values,
-                )
+                if head.startswith("SHOW "):
+                    # The engine answers most of them by a query of its own, which loses the clause.
+                    shown = f"{head} FORMAT {output_format} {statement.tail}"
+                    pipe.write(connection.query(shown, output_format, params=values).bytes() or b"")
+                else:
+                    connection.query(
+                        f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
+                        "Null",
+                        params=values,
+                    )
                 if ids:
                     self._kill(ids)
             finally:
