@@ -12,6 +12,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 import uvicorn
@@ -29,15 +30,21 @@ from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
+from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
     EscapedText,
+    ExternalTable,
     QueryError,
     Question,
     StreamingReader,
 )
 from millrace.telemetry.store.sql_guard import require_reading
+from millrace.telemetry.store.view_statements import changes_views
+
+if TYPE_CHECKING:
+    from millrace.telemetry.store.analyst_views import AnalystViews
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +93,16 @@ _ACCEPTED = frozenset(
 class HttpInterface:
     """A bare ASGI application."""
 
-    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
-        """Raises ConfigError where there is no password to ask for."""
+    def __init__(
+        self,
+        reader: StreamingReader,
+        config: ClickHouseConfig,
+        views: AnalystViews | None = None,
+    ) -> None:
+        """Statements that change ``views`` are refused without them. Raises ConfigError where
+        there is no password to ask for."""
         self._reader = reader
+        self._views = views
         self._access = AccessCheck(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,8 +143,18 @@ class HttpInterface:
             or "TabSeparated"
         )
         try:
-            body = await _read_body(with_decoded_body(scope, receive))
+            decoded = with_decoded_body(scope, receive)
+            external: tuple[ExternalTable, ...] = ()
+            body = ""
+            if has_form(scope):
+                external = await read_form(scope, decoded, arguments)
+            else:
+                body = await _read_body(decoded)
             sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
+            if self._views is not None and changes_views(sql):
+                await self._views.run(sql, database or None)
+                await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": "{}"})
+                return
             question = Question(
                 sql=require_reading(sql).text,
                 parameters=_parameters(arguments),
@@ -140,6 +164,7 @@ class HttpInterface:
                 query_id=query_id,
                 user=user,
                 client=scope["client"][0] if scope.get("client") else "",
+                external=external,
             )
             await _while_connected(receive, self._stream(send, question, headers))
         except (ContentCodingError, BadCodingError, RatioError) as error:
@@ -173,8 +198,13 @@ class HttpInterface:
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
-    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
-        interface = HttpInterface(reader, config)
+    def __init__(
+        self,
+        reader: StreamingReader,
+        config: ClickHouseConfig,
+        views: AnalystViews | None = None,
+    ) -> None:
+        interface = HttpInterface(reader, config, views)
         self._socket = _listen(config.serve_host, config.serve_port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"

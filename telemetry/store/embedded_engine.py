@@ -22,6 +22,7 @@ import chdb
 
 from millrace.runtime.imports import without
 from millrace.telemetry.store.reading import ReadLimits, quote
+from millrace.telemetry.store.view_statements import ANALYSTS
 
 # What its Arrow tables are made with, of which nothing here is: a sixth of a second of a start.
 with without("pyarrow"):
@@ -62,6 +63,9 @@ _USERS = """<clickhouse>
     <analyst><grants>
 {analyst}
     </grants></analyst>
+    <view_maker><grants>
+{view_maker}
+    </grants></view_maker>
   </roles>
   <users>
     <default>
@@ -73,6 +77,7 @@ _USERS = """<clickhouse>
         <query>GRANT SHOW DATABASES ON *.*</query>
         <query>GRANT owner</query>
         <query>GRANT analyst</query>
+        <query>GRANT view_maker</query>
       </grants>
     </default>
   </users>
@@ -84,7 +89,14 @@ _OWN = (
 )
 # The role of an analyst, who sees nothing of these tables.
 ANALYST = "analyst"
-_PRIVATE_TABLES = ("transcripts",)
+PRIVATE_TABLES = ("transcripts",)
+# The role in which views of analysts are made, beside that of an analyst. The engine asks for the
+# rights to tables where a view gets another name.
+VIEW_MAKER = "view_maker"
+_OF_VIEWS = (
+    "CREATE VIEW, CREATE TABLE, DROP VIEW, DROP TABLE, INSERT, ALTER MODIFY COMMENT, "
+    "ALTER COMMENT COLUMN"
+)
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
@@ -161,10 +173,15 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     }
     owner = [f"GRANT {_OWN} ON {quote(name)}.*" for name in databases]
     analyst = [f"GRANT SHOW, SELECT ON {quote(name)}.*" for name in databases]
+    for role in (owner, analyst):
+        role.append(f"GRANT SHOW, SELECT ON {ANALYSTS}.*")
+        # Of external tables: a connection makes them before it becomes read-only.
+        role.append("GRANT CREATE TEMPORARY TABLE ON *.*")
+    owner.append(f"GRANT CREATE DATABASE ON {ANALYSTS}.*")
     analyst += [
         f"REVOKE SHOW, SELECT ON {quote(name)}.{table}"
         for name in databases
-        for table in _PRIVATE_TABLES
+        for table in PRIVATE_TABLES
     ]
     return _USERS.format(
         settings="\n".join(f"<{name}>{value}</{name}>" for name, value in settings.items()),
@@ -174,6 +191,7 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
         ),
         owner="\n".join(f"<query>{escape(grant)}</query>" for grant in owner),
         analyst="\n".join(f"<query>{escape(grant)}</query>" for grant in analyst),
+        view_maker=f"<query>GRANT {_OF_VIEWS} ON {ANALYSTS}.*</query>",
     )
 
 
