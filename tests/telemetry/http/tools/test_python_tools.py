@@ -111,7 +111,7 @@ async def test_a_tool_answers_what_an_analyst_asks(
         (tmp_path / "config.py").write_text(_SUPERSET)
         more["SUPERSET_CONFIG_PATH"] = str(tmp_path / "config.py")
     said = await run((bin_folder / "python", _HERE / f"with_{tool}.py", url), tmp_path, more)
-    answers = json.loads(said.splitlines()[-1])
+    answers, _ = json.JSONDecoder().raw_decode(said[said.index('{"databases"') :])
     columns = await columns_of(store, "requests_once")
     assert {"millrace", "analysts", "system"} <= set(answers["databases"])
     assert {"requests_once", "deliveries_once", "prices"} <= set(answers["tables"])
