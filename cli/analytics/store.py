@@ -168,6 +168,7 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
         "database": config.database,
         "default_format": _WIRE_FORMAT,
         "readonly": "1",
+        "date_time_output_format": "iso",
         **{f"param_{name}": escaped(str(value)) for name, value in given.items()},
     }
     is_tls = server_address(config).scheme == "https"

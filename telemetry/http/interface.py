@@ -1,8 +1,8 @@
-"""A small, read-only part of ClickHouse's HTTP interface over the embedded store.
+"""ClickHouse's HTTP interface over the embedded store, as a user with ``readonly = 2`` sees it.
 
 ``GET /ping``; ``GET`` or ``POST`` on ``/`` with SQL in ``query``, in the body, or the first half in
-one and the rest in the other. Output goes through as the engine made it. All but ``/ping`` is for
-who has the password (see ``door``).
+one and the rest in the other. Output goes through as the engine makes it. All but ``/ping`` is for
+clients that have a password (see ``access``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import uuid
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.content_coding import (
     ACCEPTED,
@@ -29,16 +30,21 @@ from millrace.runtime.http.protocol import HttpProtocol
 from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
-from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
+from millrace.telemetry.http.access import AccessCheck, Refusal
+from millrace.telemetry.http.answer_body import AnswerBody, held
+from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
+from millrace.telemetry.http.blocks import decompressed
 from millrace.telemetry.http.external_data import has_form, read_form
+from millrace.telemetry.http.formats import content_type, spelled
+from millrace.telemetry.http.sql_sessions import Change, Session, Sessions, change_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
-    EscapedText,
     ExternalTable,
     QueryError,
     Question,
     StreamingReader,
+    User,
 )
 from millrace.telemetry.store.sql_guard import require_reading
 from millrace.telemetry.store.view_statements import changes_views
@@ -51,42 +57,17 @@ logger = logging.getLogger(__name__)
 _MAX_SQL_BYTES = 1024 * 1024
 _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
-# Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type.
-_UNKNOWN = frozenset({16, 46, 47, 50, 60, 81, 115})
-_PARAMETER_PREFIX = "param_"
-_CONTENT_TYPES = (
-    ("JSONEachRow", "application/x-ndjson"),
-    ("JSON", "application/json"),
-    ("CSV", "text/csv"),
-    (("TabSeparated", "TSV"), "text/tab-separated-values"),
-    ("Pretty", "text/plain"),
-)
-# What ClickHouse's clients send along and what changes nothing here: sessions, identification,
-# compression of a transport that is the loopback, and modes that are ours anyway.
-_ACCEPTED = frozenset(
-    {
-        "add_http_cors_header",
-        "buffer_size",
-        "cancel_http_readonly_queries_on_client_close",
-        "client_protocol_version",
-        "compress",
-        "database",
-        "date_time_input_format",
-        "decompress",
-        "default_format",
-        "enable_http_compression",
-        "http_headers_progress_interval_ms",
-        "password",
-        "query",
-        "query_id",
-        "readonly",
-        "send_progress_in_http_headers",
-        "session_check",
-        "session_id",
-        "session_timeout",
-        "user",
-        "wait_end_of_query",
-    }
+# Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type,
+# setting, format.
+_UNKNOWN = frozenset({16, 46, 47, 50, 60, 73, 81, 115})
+_NOT_IMPLEMENTED = 48
+_METHODS = "GET, HEAD, POST, OPTIONS"
+# The times of answers are ClickHouse's own unless a client asks for others.
+_DEFAULT_SETTINGS = {"date_time_output_format": "simple", TIMEZONE: "UTC"}
+# Nothing is known of a query when its answer begins.
+_NO_PROGRESS = (
+    '{"read_rows":"0","read_bytes":"0","written_rows":"0","written_bytes":"0",'
+    '"total_rows_to_read":"0","result_rows":"0","result_bytes":"0","elapsed_ns":"0"}'
 )
 
 
@@ -104,6 +85,7 @@ class HttpInterface:
         self._reader = reader
         self._views = views
         self._access = AccessCheck(config)
+        self._sessions = Sessions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,87 +94,129 @@ class HttpInterface:
         refusal = self._access.refusal_of_origin(scope)
         if refusal is not None:
             await _refuse(send, refusal)
-        elif path == "/ping":
+        elif path in {"/ping", "/replicas_status"}:
             if method in {"GET", "HEAD"}:
                 await _answer(send, 200, b"Ok.\n")
             else:
                 await _answer(send, 405, b"Use GET or HEAD.\n", {"Allow": "GET, HEAD"})
         elif path not in {"/", "/query"}:
             await _answer(send, 404, b"There is no handle for this path. Use /ping or /?query=\n")
-        elif method not in {"GET", "POST"}:
-            await _answer(send, 405, b"Use GET or POST.\n", {"Allow": "GET, POST"})
+        elif method == "OPTIONS":
+            await _answer(send, 204, b"", {"Allow": _METHODS})
+        elif method not in {"GET", "HEAD", "POST"}:
+            await _answer(send, 405, f"Use {_METHODS}.\n".encode(), {"Allow": _METHODS})
+        elif path == "/" and method != "POST" and not scope["query_string"]:
+            await _answer(send, 200, b"Ok.\n")
         else:
             await self._query(scope, receive, send)
 
     async def _query(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arguments = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        user = self._access.user_of(scope, arguments)
+        given = given_in(scope["query_string"])
+        user = self._access.user_of(scope, given)
         if isinstance(user, Refusal):
             await _refuse(send, user)
             return
-        query_id = shown(arguments.get("query_id") or str(uuid.uuid4()))
-        headers = {
-            "X-ClickHouse-Query-Id": query_id,
-            "X-ClickHouse-Server-Display-Name": "millrace",
-            "X-ClickHouse-Timezone": "UTC",
-        }
-        database = header_of(scope, b"x-clickhouse-database") or arguments.get("database")
-        output_format = (
-            header_of(scope, b"x-clickhouse-format")
-            or arguments.get("default_format")
-            or "TabSeparated"
-        )
+        headers = {"X-ClickHouse-Server-Display-Name": "millrace"}
         try:
             decoded = with_decoded_body(scope, receive)
             external: tuple[ExternalTable, ...] = ()
-            body = ""
             if has_form(scope):
-                external = await read_form(scope, decoded, arguments)
-            else:
-                body = await _read_body(decoded)
-            sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
+                # Its parts are arguments as well.
+                external, decoded = await read_form(scope, decoded, given), _no_body
+            arguments = read_arguments(scope, given)
+            headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
+            sql = _sql(arguments, await _read_body(decoded))
+            session = self._sessions.session(user, arguments)
+            question = _question(sql, user, arguments, session, scope, external)
+            headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
             if self._views is not None and changes_views(sql):
-                await self._views.run(sql, database or None)
-                await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": "{}"})
-                return
-            question = Question(
-                sql=require_reading(sql).text,
-                parameters=_parameters(arguments),
-                output_format=output_format,
-                database=database or None,
-                settings=_settings(arguments),
-                query_id=query_id,
-                user=user,
-                client=scope["client"][0] if scope.get("client") else "",
-                external=external,
-            )
-            await _while_connected(receive, self._stream(send, question, headers))
+                work = self._change_views(send, self._views, question, headers)
+            elif (change := change_of(sql)) is not None:
+                work = self._change(send, question, session, change, headers)
+            else:
+                work = self._stream(send, question, arguments, headers)
+            await _while_connected(receive, work)
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
             await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
-            return
         except QueryError as error:
             headers["X-ClickHouse-Exception-Code"] = str(error.number)
             await _answer(send, _status(error.number), f"{error.message}\n".encode(), headers)
 
-    async def _stream(self, send: Send, question: Question, headers: Mapping[str, str]) -> None:
+    async def _stream(
+        self, send: Send, question: Question, arguments: Arguments, headers: Mapping[str, str]
+    ) -> None:
         """Send the answer as it comes. An error behind its beginning stands at its end, and the
         connection closes before the answer is complete."""
+        question = msgspec.structs.replace(question, sql=require_reading(question.sql).text)
         async with self._reader.stream(question) as answer:
+            output_format = spelled(answer.output_format)
+            body = AnswerBody(arguments, output_format)
+            chunks = await held(aiter(answer)) if arguments.waits else aiter(answer)
+            first = await body.piece(await anext(chunks, b""))
             more = {
                 **headers,
-                "X-ClickHouse-Format": answer.output_format,
-                "Content-Type": _content_type(answer.output_format),
+                "X-ClickHouse-Format": output_format,
+                "X-ClickHouse-Exception-Tag": body.tag,
+                "X-ClickHouse-Summary": _NO_PROGRESS,
+                "Content-Type": content_type(output_format, is_array=arguments.is_array),
             }
+            if body.content_encoding:
+                more["Content-Encoding"] = body.content_encoding
             await _start(send, 200, more)
+            await _send_part(send, first)
             try:
-                async for chunk in answer:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async for chunk in chunks:
+                    await _send_part(send, await body.piece(chunk))
             except QueryError as error:
-                text = f"\n{error.message}\n".encode()
-                await send({"type": "http.response.body", "body": text, "more_body": True})
+                await _send_part(send, body.failed(error.message))
                 return
-            await send({"type": "http.response.body", "body": b""})
+            await send({"type": "http.response.body", "body": body.end()})
+
+    async def _change(
+        self,
+        send: Send,
+        question: Question,
+        session: Session,
+        change: Change,
+        headers: Mapping[str, str],
+    ) -> None:
+        """Answer SET or USE, which change what the statements of a session begin with. The engine
+        says whether it takes the settings."""
+        asked = msgspec.structs.replace(
+            question,
+            sql="SELECT 1",
+            settings={**question.settings, **change.settings},
+            database=change.database or question.database,
+        )
+        async with self._reader.stream(asked) as answer:
+            async for _ in answer:
+                pass
+        session.apply(change)
+        await _answer(send, 200, b"", headers)
+
+    async def _change_views(
+        self, send: Send, views: AnalystViews, question: Question, headers: Mapping[str, str]
+    ) -> None:
+        """Answer a statement that makes, renames or drops views."""
+        await views.run(question.sql, question.database)
+        await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": _NO_PROGRESS})
+
+
+class _Protocol(HttpProtocol):
+    """Closes the connection behind an answer that ends before it is complete."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, partial(_cut_off, cycle, app))
+
+
+async def _cut_off(
+    cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    await app(scope, receive, send)
+    if cycle.response_started and not cycle.response_complete:
+        cycle.disconnected = True
+        cycle.transport.close()
 
 
 class HttpServer:
@@ -211,7 +235,7 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
-                http=HttpProtocol,
+                http=_Protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -246,7 +270,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _read_body(receive: Receive) -> str:
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _read_body(receive: Receive) -> bytes:
     parts = []
     size_bytes = 0
     while True:
@@ -259,28 +287,42 @@ async def _read_body(receive: Receive) -> str:
             raise QueryError.refusing(_TOO_BIG, f"the query exceeds {_MAX_SQL_BYTES} bytes")
         if not message.get("more_body", False):
             break
+    return b"".join(parts)
+
+
+def _sql(arguments: Arguments, body: bytes) -> str:
+    """The statement, in the address, in the body, or the first half in one and the rest in the
+    other."""
+    if arguments.is_compressed:
+        body = decompressed(body, _MAX_SQL_BYTES)
     try:
-        return b"".join(parts).decode()
+        text = body.decode()
     except UnicodeDecodeError as error:
         why = "Syntax error: the query is not UTF-8"
         raise QueryError.refusing(_TOO_BIG, why) from error
+    return "\n".join(part for part in (arguments.query, text) if part)
 
 
-def _parameters(arguments: Mapping[str, str]) -> dict[str, str | int | float]:
-    return {
-        name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
-        for name, value in arguments.items()
-        if name.startswith(_PARAMETER_PREFIX)
-    }
-
-
-def _settings(arguments: Mapping[str, str]) -> dict[str, str]:
-    """All other arguments are settings of the statement."""
-    return {
-        name: value
-        for name, value in arguments.items()
-        if name not in _ACCEPTED and not name.startswith(_PARAMETER_PREFIX)
-    }
+def _question(
+    sql: str,
+    user: User,
+    arguments: Arguments,
+    session: Session,
+    scope: Scope,
+    external: tuple[ExternalTable, ...],
+) -> Question:
+    narrowed: User = "analyst" if arguments.is_analyst or session.is_analyst else user
+    return Question(
+        sql=sql,
+        parameters={**session.parameters, **arguments.parameters},
+        output_format=arguments.output_format,
+        database=arguments.database or session.database or None,
+        settings={**_DEFAULT_SETTINGS, **session.settings, **arguments.settings},
+        query_id=arguments.query_id,
+        user=narrowed,
+        client=scope["client"][0] if scope.get("client") else "",
+        external=external,
+    )
 
 
 def _status(number: int) -> int:
@@ -290,14 +332,9 @@ def _status(number: int) -> int:
         return 408
     if number == TOO_MANY_QUERIES:
         return 503
+    if number == _NOT_IMPLEMENTED:
+        return 501
     return 500 if number == UNKNOWN_ERROR else 400
-
-
-def _content_type(output_format: str) -> str:
-    for prefix, kind in _CONTENT_TYPES:
-        if output_format.startswith(prefix):
-            return f"{kind}; charset=UTF-8"
-    return "application/octet-stream"
 
 
 async def _refuse(send: Send, refusal: Refusal) -> None:
@@ -329,6 +366,11 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
             ],
         }
     )
+
+
+async def _send_part(send: Send, data: bytes) -> None:
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:

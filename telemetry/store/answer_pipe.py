@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 from collections.abc import AsyncIterator
@@ -65,12 +64,11 @@ class AnswerPipe:
                         loop.remove_reader(self._read_end)
         return b""
 
-    def write(self, answer: bytes) -> None:
-        """Write an answer that the engine has not written, in its thread."""
-        rest = memoryview(answer)
-        with contextlib.suppress(BrokenPipeError):
-            while rest:
-                rest = rest[os.write(self._write_end, rest) :]
+    def write(self, data: bytes) -> None:
+        """Write what the engine did not write itself, in a thread."""
+        view = memoryview(data)
+        while view and not self.is_left:
+            view = view[os.write(self._write_end, view) :]
 
     def leave(self) -> None:
         """No more is read: the engine, which may wait, cannot write."""

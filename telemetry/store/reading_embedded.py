@@ -147,16 +147,18 @@ class EmbeddedReader(StreamingReader):
                     database = question.database or self._database
                     head = own_processes.with_known_ids(statement, database)
                 pipe.output_format = output_format
-                if head.startswith("SHOW "):
-                    # The engine answers most of them by a query of its own, which loses the clause.
-                    shown = f"{head} FORMAT {output_format} {statement.tail}"
-                    pipe.write(connection.query(shown, output_format, params=values).bytes() or b"")
-                else:
-                    connection.query(
-                        f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
-                        "Null",
-                        params=values,
+                if head.lower().startswith("show "):
+                    # The engine leaves the rows of most SHOW statements out of an outfile.
+                    rows = connection.query(
+                        f"{head} {statement.tail}", output_format, params=values
                     )
+                    pipe.write(rows.bytes() or b"")
+                    return
+                connection.query(
+                    f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
+                    "Null",
+                    params=values,
+                )
                 if ids:
                     self._kill(ids)
             finally:

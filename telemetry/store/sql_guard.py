@@ -98,14 +98,16 @@ def require_reading(sql: str) -> Statement:
     """The statement. Raises QueryError with ClickHouse's code for anything that is not one reading
     statement or KILL QUERY."""
     tokens = tokens_of(sql)
-    semicolon = next((n for n, token in enumerate(tokens) if token.text == ";"), len(tokens))
-    if any(following.text != ";" for following in tokens[semicolon:]):
-        raise _refuse("one statement at a time, without another after ';'")
-    tokens = tokens[:semicolon]
+    for number, token in enumerate(tokens):
+        if token.text == ";":
+            if any(following.text != ";" for following in tokens[number:]):
+                raise _refuse("one statement at a time, without another after ';'")
+            tokens = tokens[:number]
+            break
     clause = _format_clause(tokens)
     previous = ""
     for number, token in enumerate(tokens):
-        # A format is no function: FORMAT ArrowStream.
+        # The format ArrowStream has the name of a function; a format is no function.
         is_format = clause is not None and number == clause + 1
         if token.name in _REACHING_OUT and not is_format:
             raise _refuse(f"the function {token.name} reaches out of the database")

@@ -162,9 +162,6 @@ _SQL = (
     "GRANT ALL ON *.* TO default",
     # What changes the connection, or stops others.
     "SET readonly = 0",
-    "SET ROLE ALL",
-    "SET ROLE NONE",
-    "USE system",
     "EXECUTE AS default SELECT 1",
     "KILL MUTATION WHERE 1",
     "SYSTEM SHUTDOWN",

@@ -229,6 +229,6 @@ async def test_a_format_that_is_no_bytes_is_refused(client: httpx.AsyncClient, f
     params = {"default_format": form}
     answer = await client.post("/", params=params, content="SELECT 1", auth=RIGHT)
     if form:
-        assert (answer.status_code, "Unknown format" in answer.text) == (400, True), answer.text
+        assert (answer.status_code, "Unknown format" in answer.text) == (404, True), answer.text
     else:
         assert answer.text == "1\n"

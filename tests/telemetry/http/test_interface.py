@@ -126,7 +126,6 @@ async def test_what_has_not_merged_counts_once(store: Store, client: httpx.Async
         "SYSTEM SHUTDOWN",
         "KILL MUTATION WHERE 1",
         "SET readonly = 0",
-        "USE system",
         "SELECT 1; DROP TABLE requests",
         "/* SELECT */ DROP TABLE requests",
         "SELECT 1 INTO OUTFILE 'x.tsv'",

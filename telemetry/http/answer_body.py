@@ -1,0 +1,72 @@
+"""The body of an answer: the engine's bytes in the form that the client asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+
+from millrace.telemetry.http.arguments import Arguments
+from millrace.telemetry.http.exception_block import exception_block, new_tag
+from millrace.telemetry.http.formats import NATIVE
+from millrace.telemetry.http.native_blocks import NativeBlocks
+
+_MAX_IN_MEMORY_BYTES = 2 * 1024 * 1024
+_MAX_HELD_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 256 * 1024
+# Compressing less takes no longer than going to a thread.
+_INLINE_BYTES = 8 * 1024
+
+
+class AnswerBody:
+    """Turns what the engine writes into what is sent."""
+
+    def __init__(self, arguments: Arguments, output_format: str) -> None:
+        version = arguments.protocol_version
+        self._native = NativeBlocks(version) if version and output_format == NATIVE else None
+        self._coding = arguments.coding()
+        self.content_encoding = self._coding.name
+        self.tag = new_tag()
+
+    async def piece(self, data: bytes) -> bytes:
+        """What to send of the data, which may be nothing yet. Raises QueryError for data that the
+        client's version of the protocol cannot read."""
+        if self._native is not None:
+            data = self._native.feed(data)
+        if len(data) <= _INLINE_BYTES:
+            return self._coding.encode(data) if data else b""
+        return await asyncio.to_thread(self._coding.encode, data)
+
+    def failed(self, message: str) -> bytes:
+        """The end of an answer that failed behind its beginning."""
+        return self._coding.encode(exception_block(self.tag, message)) + self._coding.finish()
+
+    def end(self) -> bytes:
+        """The end of an answer."""
+        return self._coding.finish()
+
+
+async def held(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks, when the last one is there: an error comes before all of them. Of an answer that
+    is longer than 64 MiB, so much is held back."""
+    file = tempfile.SpooledTemporaryFile(_MAX_IN_MEMORY_BYTES)  # noqa: SIM115 (closed behind it)
+    try:
+        async for chunk in chunks:
+            file.write(chunk)
+            if file.tell() > _MAX_HELD_BYTES:
+                break
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return _released(file, chunks)
+
+
+async def _released(
+    file: tempfile.SpooledTemporaryFile[bytes], chunks: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+    async for chunk in chunks:
+        yield chunk

@@ -1,0 +1,145 @@
+"""Sessions of clients (``session_id``): the settings, the database and the role that they set."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from millrace.telemetry.http.arguments import Arguments, is_analyst, settings_of
+from millrace.telemetry.store.reading import EscapedText, QueryError
+from millrace.telemetry.store.sql_guard import Token, tokens_of
+
+_SESSION_NOT_FOUND, _SYNTAX_ERROR, _TOO_MANY_SESSIONS = 372, 62, 202
+_MAX_SESSIONS = 1_000
+_MAX_SETTINGS = 200
+_PARAMETER_PREFIX = "param_"
+_ESCAPE = re.compile(r"\\(.)|''", re.DOTALL)
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """What a statement SET or USE changes for the statements behind it. None: it stays."""
+
+    settings: dict[str, str] = {}
+    parameters: dict[str, str] = {}
+    database: str | None = None
+    is_analyst: bool | None = None
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """What holds for each statement of a session, unless the statement's address says other."""
+
+    expires_s: float
+    settings: dict[str, str] = {}
+    parameters: dict[str, str] = {}
+    database: str = ""
+    is_analyst: bool = False
+
+    def apply(self, change: Change) -> None:
+        """Raises QueryError for too many settings."""
+        settings = {**self.settings, **change.settings}
+        parameters = {**self.parameters, **change.parameters}
+        if len(settings) + len(parameters) > _MAX_SETTINGS:
+            raise QueryError.refusing(
+                _SYNTAX_ERROR, f"A session has at most {_MAX_SETTINGS} settings."
+            )
+        self.settings, self.parameters = settings, parameters
+        if change.database is not None:
+            self.database = change.database
+        if change.is_analyst is not None:
+            self.is_analyst = change.is_analyst
+
+
+class Sessions:
+    """The sessions of all users, each until it has not been used for its timeout."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._sessions: dict[tuple[str, str], Session] = {}
+
+    def session(self, user: str, arguments: Arguments) -> Session:
+        """The session that a request names, a new one for each request without a name. Raises
+        QueryError if it must exist and does not."""
+        now_s = self._now_s()
+        expires_s = now_s + arguments.session_s
+        if not arguments.session_id:
+            return Session(expires_s=expires_s)
+        self._sessions = {
+            key: session for key, session in self._sessions.items() if session.expires_s > now_s
+        }
+        key = (user, arguments.session_id)
+        session = self._sessions.get(key)
+        if session is None:
+            if arguments.must_have_session:
+                raise QueryError.refusing(
+                    _SESSION_NOT_FOUND, "Session not found or expired. (SESSION_NOT_FOUND)"
+                )
+            if len(self._sessions) >= _MAX_SESSIONS:
+                raise QueryError.refusing(
+                    _TOO_MANY_SESSIONS,
+                    f"There are {_MAX_SESSIONS} sessions: ask without session_id, or wait until "
+                    "some have expired.",
+                )
+            session = self._sessions[key] = Session(expires_s=expires_s)
+        session.expires_s = expires_s
+        return session
+
+
+def change_of(sql: str) -> Change | None:
+    """What a statement SET or USE changes; None for other statements. Raises QueryError for one
+    that cannot be read."""
+    tokens = tokens_of(sql)
+    while tokens and tokens[-1].text == ";":
+        tokens.pop()
+    names = [token.name for token in tokens[:2]]
+    if names[:1] == ["use"] and len(tokens) in {2, 3} and tokens[-1].kind in {"word", "quoted"}:
+        return Change(database=_unquoted(tokens[-1]))
+    if names[:1] != ["set"]:
+        return None
+    if names == ["set", "role"] and len(tokens) == 3:
+        role = _unquoted(tokens[2])
+        return Change(is_analyst=role.lower() != "none" and is_analyst(role))
+    if names == ["set", "time"] and len(tokens) == 4:
+        return Change(settings={"session_timezone": _text(sql, tokens[3:])})
+    return _assigned(sql, tokens[1:])
+
+
+def _assigned(sql: str, tokens: list[Token]) -> Change:
+    given: dict[str, str] = {}
+    for part in _parts(tokens):
+        if len(part) < 3 or part[1].text != "=" or part[0].kind not in {"word", "quoted"}:
+            raise QueryError.refusing(
+                _SYNTAX_ERROR, "Syntax error: write SET name = value, … (SYNTAX_ERROR)"
+            )
+        given[_unquoted(part[0])] = _text(sql, part[2:])
+    parameters: dict[str, str] = {
+        name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
+        for name, value in given.items()
+        if name.startswith(_PARAMETER_PREFIX)
+    }
+    return Change(settings=settings_of(given), parameters=parameters)
+
+
+def _parts(tokens: list[Token]) -> list[list[Token]]:
+    """Split where a comma stands outside of brackets."""
+    parts: list[list[Token]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += (token.text in "([{") - (token.text in ")]}")
+        if token.text == "," and not depth:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def _text(sql: str, tokens: list[Token]) -> str:
+    if len(tokens) == 1 and tokens[0].kind == "string":
+        return _ESCAPE.sub(lambda match: match[1] or "'", tokens[0].text[1:-1])
+    return sql[tokens[0].start : tokens[-1].end]
+
+
+def _unquoted(token: Token) -> str:
+    return token.text.strip('"`') if token.kind == "quoted" else token.text
