@@ -12,19 +12,18 @@ import sqlalchemy as sa
 warnings.simplefilter("ignore")
 engine = sa.create_engine(f"clickhouse+{sys.argv[1]}/millrace")
 inspector = sa.inspect(engine)
-meta = sa.MetaData()
-requests = sa.Table("requests_once", meta, autoload_with=engine)
-deliveries = sa.Table("deliveries_once", meta, autoload_with=engine)
-hour = sa.func.toStartOfHour(requests.c.done_at).label("hour")
+requests = sa.Table("requests_once", sa.MetaData(), autoload_with=engine)
+# It reads DateTime with a time zone as text, and DateTime64 as a time.
+hour = sa.func.toDateTime64(sa.func.toStartOfHour(requests.c.done_at), 0).label("hour")
 with engine.connect() as connection:
     hours = connection.execute(
         sa.select(hour, sa.func.count().label("n")).group_by(hour).order_by(hour)
     ).fetchall()
     joined = connection.execute(
-        sa.select(requests.c.tenant, sa.func.count().label("n"))
-        .select_from(requests.join(deliveries, requests.c.request_id == deliveries.c.request_id))
-        .group_by(requests.c.tenant)
-        .order_by(requests.c.tenant)
+        sa.text(
+            "SELECT tenant, count() AS n FROM requests_once JOIN deliveries_once USING request_id "
+            "GROUP BY tenant ORDER BY tenant"
+        )
     ).fetchall()
     of_acme = connection.execute(
         sa.text("SELECT count() AS n FROM requests_once WHERE tenant = :tenant"),
@@ -37,7 +36,7 @@ sys.stdout.write(
     json.dumps(
         {
             "databases": inspector.get_schema_names(),
-            "tables": inspector.get_table_names(),
+            "tables": inspector.get_table_names() + inspector.get_view_names(),
             "columns": [column["name"] for column in inspector.get_columns("requests_once")],
             "hours": [[row.hour.isoformat(), row.n] for row in hours],
             "joined": [list(row) for row in joined],
