@@ -8,6 +8,7 @@ read with the rights of the user who asks (SQL SECURITY INVOKER).
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 from chdb import ChdbError
 
-from millrace.telemetry.store.declaration import VIEW_SUFFIX, load_declaration
+from millrace.telemetry.store.declaration import load_declaration
 from millrace.telemetry.store.embedded_engine import (
     ANALYST,
     PRIVATE_TABLES,
@@ -36,12 +37,15 @@ from millrace.telemetry.store.view_statements import (
     view_statement,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_VIEWS = 200
 # How many views a question to one view may read, itself included: a view is planned anew wherever
 # it stands.
 MAX_VIEWS_READ = 64
 
 _MAX_WAITING = 16
+_MAX_LOGGED = 200
 _SETTINGS = ("max_execution_time = 10", "max_memory_usage = 268435456", "max_threads = 1")
 _ACCESS_DENIED = 497
 _TOO_DEEP = 162
@@ -50,6 +54,7 @@ _TOO_MANY_VIEWS = 724
 # may be made of parts.
 _PLAIN_FUNCTIONS = frozenset(
     {
+        "format",
         "generaterandom",
         "generateseries",
         "generate_series",
@@ -63,7 +68,6 @@ _PLAIN_FUNCTIONS = frozenset(
         "zeros_mt",
     }
 )
-_PRIVATE = frozenset(name for table in PRIVATE_TABLES for name in (table, f"{table}{VIEW_SUFFIX}"))
 _PARAMETER = re.compile(r"\{\s*\w+\s*:\s*(\w+)")
 _VIEWS = "SELECT name, as_select FROM system.tables WHERE database = 'analysts'"
 _FUNCTIONS = "SELECT lower(name) AS name, '' AS as_select FROM system.table_functions"
@@ -129,6 +133,7 @@ class AnalystViews:
                 connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
+        logger.info("changed views of analysts", extra={"statement": statement.sql()[:_MAX_LOGGED]})
 
     def _check_body(self, connection: Any, body: str) -> None:
         """Raises QueryError for a body that the view maker may not read, or that could read other
@@ -136,7 +141,7 @@ class AnalystViews:
         functions = {row.name for row in _rows(connection, _FUNCTIONS)} - _PLAIN_FUNCTIONS
         tokens = tokens_of(body)
         for token, following in zip(tokens, (*tokens[1:], None), strict=True):
-            if token.name in _PRIVATE:
+            if token.name in PRIVATE_TABLES:
                 raise QueryError.refusing(
                     _ACCESS_DENIED, f"A view cannot read {token.name}. (ACCESS_DENIED)"
                 )

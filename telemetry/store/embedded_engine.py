@@ -89,7 +89,7 @@ _OWN = (
 )
 # The role of an analyst, who sees nothing of these tables.
 ANALYST = "analyst"
-PRIVATE_TABLES = ("transcripts",)
+PRIVATE_TABLES = ("transcripts", "transcripts_once")
 # The role in which views of analysts are made, beside that of an analyst. The engine asks for the
 # rights to tables where a view gets another name.
 VIEW_MAKER = "view_maker"

@@ -74,6 +74,9 @@ async def door(store: Store) -> AsyncIterator[Door]:
 
 async def test_a_view_is_made_read_replaced_renamed_exchanged_and_dropped(door: Door) -> None:
     await door.change("CREATE DATABASE IF NOT EXISTS analysts")
+    await door.change("CREATE VIEW analysts.named AS SELECT format('{}!', 'a') AS a")
+    assert await door.column("SELECT a FROM analysts.named") == ["a!"]
+    await door.change("DROP VIEW analysts.named")
     await door.change("CREATE VIEW analysts.ten AS SELECT count() AS n FROM requests_once")
     assert await door.column("SELECT n FROM analysts.ten") == [10]
     await door.change("CREATE OR REPLACE VIEW analysts.ten AS SELECT 20 AS n")
