@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 from millrace.telemetry.http.arguments import Arguments
 from millrace.telemetry.http.exception_block import exception_block, new_tag
@@ -16,6 +17,9 @@ _MAX_HELD_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 256 * 1024
 # Compressing less takes no longer than going to a thread.
 _INLINE_BYTES = 8 * 1024
+# One for all answers: checksums keep the interpreter's lock, and the event loop would wait for each
+# of several threads.
+_CODER = ThreadPoolExecutor(1, thread_name_prefix="answer-coding")
 
 
 class AnswerBody:
@@ -35,7 +39,7 @@ class AnswerBody:
             data = self._native.feed(data)
         if len(data) <= _INLINE_BYTES:
             return self._coding.encode(data) if data else b""
-        return await asyncio.to_thread(self._coding.encode, data)
+        return await asyncio.get_running_loop().run_in_executor(_CODER, self._coding.encode, data)
 
     def failed(self, message: str) -> bytes:
         """The end of an answer that failed behind its beginning."""

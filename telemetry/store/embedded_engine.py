@@ -102,8 +102,8 @@ _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
 _MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
-# read or write, hold expressions that the guard does not see, have it read another language than
-# the guard does, show its insides, or lift the bounds.
+# read or write, or an address that it would ask, hold expressions that the guard does not see, have
+# it read another language than the guard does, show its insides, or lift the bounds.
 _CONSTANT = (
     "additional_result_filter",
     "additional_table_filters",
@@ -112,6 +112,7 @@ _CONSTANT = (
     "allow_python_table_function",
     "dialect",
     "filter",
+    "format_avro_schema_registry_url",
     "format_schema",
     "format_schema_message_name",
     "format_schema_source",
@@ -119,9 +120,11 @@ _CONSTANT = (
     "format_template_row",
     "input_format_record_errors_file_path",
     "max_memory_usage_for_user",
+    "max_temporary_data_on_disk_size_for_user",
     "memory_overcommit_ratio_denominator",
     "memory_usage_overcommit_max_wait_microseconds",
     "order",
+    "os_threads_nice_value_query",
     "output_format_schema",
     "parallel_replicas_custom_key",
     "polyglot_dialect",

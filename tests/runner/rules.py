@@ -42,6 +42,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("benchmarks/results/*", ("tests/benchmarks/*",)),
     # Data of tests.
     ("tests/telemetry/store/*.tar.xz", ("tests/telemetry/store/*",)),
+    ("tests/telemetry/http/drivers/*", ("tests/telemetry/http/test_real_drivers.py",)),
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/gateway/agents/recorded/*", ("tests/gateway/agents/*",)),
     ("tests/clients/ai_sdk.mjs", ("tests/clients/test_agents.py",)),

@@ -183,6 +183,11 @@ _SQL = (
     "SELECT addressToLine(1)",
     "SELECT * FROM system.symbols",
     "SELECT aiGenerate('x', map('credentials', 'x'))",
+    (
+        "SELECT 1 AS n FORMAT AvroConfluent SETTINGS output_format_avro_confluent_subject = 's', "
+        "format_avro_schema_registry_url = 'http://127.0.0.1:{port}/'"
+    ),
+    "SELECT 1 SETTINGS input_format_record_errors_file_path = '{out}'",
 )
 REACHING_OUT = (
     *(f"SELECT * FROM {function}" for function in _FUNCTIONS),

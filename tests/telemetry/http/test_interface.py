@@ -12,6 +12,7 @@ from pathlib import Path
 import clickhouse_connect
 import httpx
 import pytest
+from clickhouse_connect.driver.exceptions import DatabaseError
 
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError
@@ -233,7 +234,8 @@ async def test_queries_are_bounded_in_time_and_number(store: Store, store_path: 
     await reader.close()
 
 
-async def test_clickhouse_connect_takes_it_for_a_server(store: Store) -> None:
+@pytest.mark.parametrize("compress", [False, "lz4", "zstd", "gzip"])
+async def test_clickhouse_connect_takes_it_for_a_server(store: Store, compress: str | bool) -> None:
     await insert(store, 0, 10, "a")
     server = HttpServer(streaming(store), CONFIG)
     task = asyncio.create_task(server.run())
@@ -241,13 +243,20 @@ async def test_clickhouse_connect_takes_it_for_a_server(store: Store) -> None:
     def ask() -> list[tuple[object, ...]]:
         host, port = server.url.removeprefix("http://").split(":")
         client = clickhouse_connect.get_client(
-            host=host, port=int(port), database="millrace", username=AUTH[0], password=AUTH[1]
+            host=host,
+            port=int(port),
+            database="millrace",
+            username=AUTH[0],
+            password=AUTH[1],
+            compress=compress,
         )
         answer = client.query(
             "SELECT request_id, cost, received_at FROM requests WHERE tenant != {tenant:String} "
             "ORDER BY request_id LIMIT 3",
             parameters={"tenant": "x"},
         )
+        with pytest.raises(DatabaseError, match="Value passed to 'throwIf'"):
+            client.query("SELECT number, throwIf(number = 90000) FROM numbers(200000)")
         client.close()
         return [tuple(row) for row in answer.result_rows]
 
