@@ -90,7 +90,7 @@ class TelemetryService:
         reader = self.store.reader
         if not isinstance(reader, StreamingReader):
             return None
-        return HttpServer(reader, self._config.clickhouse)
+        return HttpServer(reader, self._config.clickhouse, self.store.views)
 
     def stop(self) -> None:
         """Have ``run`` store what is in hand and return."""

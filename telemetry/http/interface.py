@@ -12,11 +12,11 @@ import logging
 import socket
 from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.content_coding import (
@@ -34,17 +34,23 @@ from millrace.telemetry.http.access import AccessCheck, Refusal
 from millrace.telemetry.http.answer_body import AnswerBody, held
 from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
 from millrace.telemetry.http.blocks import decompressed
+from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.http.formats import content_type, spelled
 from millrace.telemetry.http.sql_sessions import Change, Session, Sessions, change_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
+    ExternalTable,
     QueryError,
     Question,
     StreamingReader,
     User,
 )
 from millrace.telemetry.store.sql_guard import require_reading
+from millrace.telemetry.store.view_statements import changes_views
+
+if TYPE_CHECKING:
+    from millrace.telemetry.store.analyst_views import AnalystViews
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +74,16 @@ _NO_PROGRESS = (
 class HttpInterface:
     """A bare ASGI application."""
 
-    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
-        """Raises ConfigError where there is no password to ask for."""
+    def __init__(
+        self,
+        reader: StreamingReader,
+        config: ClickHouseConfig,
+        views: AnalystViews | None = None,
+    ) -> None:
+        """Statements that change ``views`` are refused without them. Raises ConfigError where
+        there is no password to ask for."""
         self._reader = reader
+        self._views = views
         self._access = AccessCheck(config)
         self._sessions = Sessions()
 
@@ -105,17 +118,23 @@ class HttpInterface:
             return
         headers = {"X-ClickHouse-Server-Display-Name": "millrace"}
         try:
+            decoded = with_decoded_body(scope, receive)
+            external: tuple[ExternalTable, ...] = ()
+            if has_form(scope):
+                # Its parts are arguments as well.
+                external, decoded = await read_form(scope, decoded, given), _no_body
             arguments = read_arguments(scope, given)
             headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
-            sql = _sql(arguments, await _read_body(with_decoded_body(scope, receive)))
+            sql = _sql(arguments, await _read_body(decoded))
             session = self._sessions.session(user, arguments)
-            question = _question(sql, user, arguments, session, scope)
+            question = _question(sql, user, arguments, session, scope, external)
             headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
-            change = change_of(sql)
-            if change is None:
-                work = self._stream(send, question, arguments, headers)
-            else:
+            if self._views is not None and changes_views(sql):
+                work = self._change_views(send, self._views, question, headers)
+            elif (change := change_of(sql)) is not None:
                 work = self._change(send, question, session, change, headers)
+            else:
+                work = self._stream(send, question, arguments, headers)
             await _while_connected(receive, work)
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
@@ -176,6 +195,13 @@ class HttpInterface:
         session.apply(change)
         await _answer(send, 200, b"", headers)
 
+    async def _change_views(
+        self, send: Send, views: AnalystViews, question: Question, headers: Mapping[str, str]
+    ) -> None:
+        """Answer a statement that makes, renames or drops views."""
+        await views.run(question.sql, question.database)
+        await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": _NO_PROGRESS})
+
 
 class _Protocol(HttpProtocol):
     """Closes the connection behind an answer that ends before it is complete."""
@@ -196,8 +222,13 @@ async def _cut_off(
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
-    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
-        interface = HttpInterface(reader, config)
+    def __init__(
+        self,
+        reader: StreamingReader,
+        config: ClickHouseConfig,
+        views: AnalystViews | None = None,
+    ) -> None:
+        interface = HttpInterface(reader, config, views)
         self._socket = _listen(config.serve_host, config.serve_port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
@@ -239,6 +270,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
 async def _read_body(receive: Receive) -> bytes:
     parts = []
     size_bytes = 0
@@ -269,7 +304,12 @@ def _sql(arguments: Arguments, body: bytes) -> str:
 
 
 def _question(
-    sql: str, user: User, arguments: Arguments, session: Session, scope: Scope
+    sql: str,
+    user: User,
+    arguments: Arguments,
+    session: Session,
+    scope: Scope,
+    external: tuple[ExternalTable, ...],
 ) -> Question:
     narrowed: User = "analyst" if arguments.is_analyst or session.is_analyst else user
     return Question(
@@ -281,6 +321,7 @@ def _question(
         query_id=arguments.query_id,
         user=narrowed,
         client=scope["client"][0] if scope.get("client") else "",
+        external=external,
     )
 
 

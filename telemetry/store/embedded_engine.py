@@ -22,6 +22,7 @@ import chdb
 
 from millrace.runtime.imports import without
 from millrace.telemetry.store.reading import ReadLimits, quote
+from millrace.telemetry.store.view_statements import ANALYSTS
 
 # What its Arrow tables are made with, of which nothing here is: a sixth of a second of a start.
 with without("pyarrow"):
@@ -62,6 +63,9 @@ _USERS = """<clickhouse>
     <analyst><grants>
 {analyst}
     </grants></analyst>
+    <view_maker><grants>
+{view_maker}
+    </grants></view_maker>
   </roles>
   <users>
     <default>
@@ -73,6 +77,7 @@ _USERS = """<clickhouse>
         <query>GRANT SHOW DATABASES ON *.*</query>
         <query>GRANT owner</query>
         <query>GRANT analyst</query>
+        <query>GRANT view_maker</query>
       </grants>
     </default>
   </users>
@@ -84,19 +89,29 @@ _OWN = (
 )
 # The role of an analyst, who sees nothing of these tables.
 ANALYST = "analyst"
-_PRIVATE_TABLES = ("transcripts", "transcripts_once")
+PRIVATE_TABLES = ("transcripts", "transcripts_once")
+# The role in which views of analysts are made, beside that of an analyst. The engine asks for the
+# rights to tables where a view gets another name.
+VIEW_MAKER = "view_maker"
+_OF_VIEWS = (
+    "CREATE VIEW, CREATE TABLE, DROP VIEW, DROP TABLE, INSERT, ALTER MODIFY COMMENT, "
+    "ALTER COMMENT COLUMN"
+)
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
 # What the process needs beside queries: Python, inserts, merges, caches.
 _MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
-# read or write, or an address that it would ask, have it read another language than the guard does,
-# show its insides, or lift the bounds.
+# read or write, or an address that it would ask, hold expressions that the guard does not see, have
+# it read another language than the guard does, show its insides, or lift the bounds.
 _CONSTANT = (
+    "additional_result_filter",
+    "additional_table_filters",
     "ai_function_allow_insecure_endpoint",
     "allow_introspection_functions",
     "allow_python_table_function",
     "dialect",
+    "filter",
     "format_avro_schema_registry_url",
     "format_schema",
     "format_schema_message_name",
@@ -108,12 +123,18 @@ _CONSTANT = (
     "max_temporary_data_on_disk_size_for_user",
     "memory_overcommit_ratio_denominator",
     "memory_usage_overcommit_max_wait_microseconds",
+    "order",
     "os_threads_nice_value_query",
     "output_format_schema",
+    "parallel_replicas_custom_key",
     "polyglot_dialect",
     "promql_database",
     "promql_table",
+    "rename_files_after_processing",
+    "schema_inference_hints",
+    "select",
     "send_logs_level",
+    "sort",
     "use_query_cache",
 )
 _MIB = 1024 * 1024
@@ -155,10 +176,15 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     }
     owner = [f"GRANT {_OWN} ON {quote(name)}.*" for name in databases]
     analyst = [f"GRANT SHOW, SELECT ON {quote(name)}.*" for name in databases]
+    for role in (owner, analyst):
+        role.append(f"GRANT SHOW, SELECT ON {ANALYSTS}.*")
+        # Of external tables: a connection makes them before it becomes read-only.
+        role.append("GRANT CREATE TEMPORARY TABLE ON *.*")
+    owner.append(f"GRANT CREATE DATABASE ON {ANALYSTS}.*")
     analyst += [
         f"REVOKE SHOW, SELECT ON {quote(name)}.{table}"
         for name in databases
-        for table in _PRIVATE_TABLES
+        for table in PRIVATE_TABLES
     ]
     return _USERS.format(
         settings="\n".join(f"<{name}>{value}</{name}>" for name, value in settings.items()),
@@ -168,6 +194,7 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
         ),
         owner="\n".join(f"<query>{escape(grant)}</query>" for grant in owner),
         analyst="\n".join(f"<query>{escape(grant)}</query>" for grant in analyst),
+        view_maker=f"<query>GRANT {_OF_VIEWS} ON {ANALYSTS}.*</query>",
     )
 
 

@@ -75,6 +75,21 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class ExternalTable(msgspec.Struct, frozen=True):
+    """Rows that come with a statement, as a table that it alone sees.
+
+    ``structure`` is a list of names and types as in CREATE TABLE, ``types`` one of types alone,
+    whose columns are ``_1``, ``_2`` and so on; one of both is empty. ``data`` has the rows in an
+    input format of ClickHouse.
+    """
+
+    name: str
+    data: bytes
+    structure: str = ""
+    types: str = ""
+    input_format: str = "TabSeparated"
+
+
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A statement of the HTTP interface. ``output_format`` holds unless the statement has a FORMAT
     clause. ``settings`` are set for this statement alone. ``user`` says which tables it may read:
@@ -89,6 +104,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     query_id: str = ""
     user: User = "full"
     client: str = ""
+    external: tuple[ExternalTable, ...] = ()
 
 
 class Answer:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from chdb import ChdbError
 
-from millrace.telemetry.store import own_processes
+from millrace.telemetry.store import external_tables, own_processes
 from millrace.telemetry.store.admission import Admission
 from millrace.telemetry.store.answer_pipe import AnswerPipe
 from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
@@ -227,6 +227,8 @@ class EmbeddedReader(StreamingReader):
             connection.query(f"SET {', '.join(values)}")
             if question and question.user == "analyst":
                 connection.query(f"SET ROLE {ANALYST}")
+            for table in question.external if question else ():
+                external_tables.load(connection, table)
             connection.query("SET allow_ddl = 0, readonly = 2" if question else "SET readonly = 1")
         except BaseException:
             connection.close()
@@ -260,27 +262,12 @@ class EmbeddedReader(StreamingReader):
         """The statement to run. Those that pages ask again and again are looked at once."""
         statement = self._known.get(sql)
         if statement is None:
-            statement = require_reading(self._normal_form(sql))
+            statement = require_reading(normal_form(self._path, sql))
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             if len(sql) <= _MAX_KNOWN_CHARS:
                 self._known[sql] = statement
         return statement
-
-    def _normal_form(self, sql: str) -> str:
-        """The one statement as the engine itself reads it, in its own spelling, without comments.
-        What is looked at and what is run are this text, so that no way of writing it tells them
-        apart. Raises QueryError for what is not one statement."""
-        connection = connect_again(self._path)
-        try:
-            written: bytes = connection.query(
-                _NORMAL_FORM, "RawBLOB", params={"statement": escaped(sql)}
-            ).bytes()
-        except (ChdbError, RuntimeError) as error:
-            raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
-        finally:
-            connection.close()
-        return written.decode()
 
     async def close(self) -> None:
         await super().close()
@@ -290,6 +277,22 @@ class EmbeddedReader(StreamingReader):
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._ender.shutdown)
         self._held.close()
+
+
+def normal_form(path: str, sql: str) -> str:
+    """The one statement as the engine itself reads it, in its own spelling, without comments.
+    What is looked at and what is run are this text, so that no way of writing it tells them
+    apart. Raises QueryError for what is not one statement."""
+    connection = connect_again(path)
+    try:
+        written: bytes = connection.query(
+            _NORMAL_FORM, "RawBLOB", params={"statement": escaped(sql)}
+        ).bytes()
+    except (ChdbError, RuntimeError) as error:
+        raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
+    finally:
+        connection.close()
+    return written.decode()
 
 
 async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

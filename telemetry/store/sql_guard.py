@@ -22,6 +22,22 @@ KILL = "kill"
 # name alone is refused.
 _REACHING_OUT = frozenset({"file", "python", "executable", "arrowstream", "eval"})
 _NAME_PARAMETER = re.compile(r"\{\s*(\w+)\s*:\s*Identifier\s*\}")
+# Functions that take the structure of a table as a text, and where it stands among their arguments.
+# The engine computes the expressions in it, which are no tokens of the statement.
+_STRUCTURED = {
+    "format": 1,
+    "generaterandom": 0,
+    "input": 0,
+    "null": 0,
+    "structuretocapnprotoschema": 0,
+    "structuretoprotobufschema": 0,
+    "values": 0,
+}
+_OF_NUMBERS = frozenset("0123456789.+-")
+_CLAUSE = re.compile(
+    r"\b(?:alias|codec|constraint|default|ephemeral|materialized|settings|ttl)\b", re.IGNORECASE
+)
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _PLAIN_NAME = re.compile(r"[\w.]+")
 
 _TOKEN = re.compile(
@@ -73,6 +89,11 @@ def tokens_of(sql: str) -> list[Token]:
     return tokens
 
 
+def unquoted(token: Token) -> str:
+    """The name that a word or a quoted name is."""
+    return token.text if token.kind == "word" else _ESCAPE.sub(r"\1", token.text[1:-1])
+
+
 def require_reading(sql: str) -> Statement:
     """The statement. Raises QueryError with ClickHouse's code for anything that is not one reading
     statement or KILL QUERY."""
@@ -92,6 +113,8 @@ def require_reading(sql: str) -> Statement:
             raise _refuse(f"the function {token.name} reaches out of the database")
         if (previous, token.name, token.kind) == ("into", "outfile", "word"):
             raise _refuse("INTO OUTFILE writes a file")
+        if token.name in _STRUCTURED and number + 1 < len(tokens):
+            _require_plain_structure(tokens, number)
         previous = token.name
     if not tokens:
         raise QueryError.refusing(EMPTY_QUERY, "Empty query.")
@@ -103,6 +126,45 @@ def require_reading(sql: str) -> Statement:
             "KILL QUERY"
         )
     return _in_parts(sql, tokens, kind, clause)
+
+
+def _require_plain_structure(tokens: list[Token], number: int) -> None:
+    """Raises QueryError for a call of a function of ``_STRUCTURED`` whose structure is not a text
+    with names and types alone."""
+    name = tokens[number].name
+    arguments = _arguments(tokens, number + 1)
+    if name == "format" and (len(arguments) < 3 or _is_pattern(arguments[0])):
+        # A text with places for values, or a format and its data.
+        return
+    structure = arguments[_STRUCTURED[name]] if arguments else []
+    is_row = name == "values" and structure[:1] and structure[0].text == "("
+    if is_row or all(token.text in _OF_NUMBERS for token in structure):
+        return
+    if len(structure) > 1 or structure[0].kind != "string":
+        raise _refuse(f"the structure of {name} is not a text as it stands")
+    clause = _CLAUSE.search(structure[0].text)
+    if clause is not None:
+        raise _refuse(f"the structure of {name} has a column with {clause[0]}")
+
+
+def _is_pattern(argument: list[Token]) -> bool:
+    return len(argument) == 1 and argument[0].kind == "string" and "{" in argument[0].text
+
+
+def _arguments(tokens: list[Token], start: int) -> list[list[Token]]:
+    """The arguments in the brackets that open at ``start``; none without brackets."""
+    arguments: list[list[Token]] = []
+    depth = 0
+    for token in tokens[start:]:
+        is_opening = token.text in {"(", "[", "{"}
+        depth += is_opening - (token.text in {")", "]", "}"})
+        if depth < 1 or (not arguments and token.text != "("):
+            break
+        if not arguments or (token.text == "," and depth == 1):
+            arguments.append([])
+        else:
+            arguments[-1].append(token)
+    return arguments
 
 
 def _in_parts(sql: str, tokens: list[Token], kind: str, clause: int | None) -> Statement:

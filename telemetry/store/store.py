@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import clickhouse_connect
 import msgspec
@@ -26,6 +26,10 @@ from millrace.schemas.redaction import redact_urls
 from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
 from millrace.telemetry.store.reading import Reader, ReadLimits, ServerReader, quote
 from millrace.telemetry.store.store_folder import is_taken
+from millrace.telemetry.store.view_statements import ANALYSTS
+
+if TYPE_CHECKING:
+    from millrace.telemetry.store.analyst_views import AnalystViews
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
@@ -86,13 +90,21 @@ class Store:
     It owns its connections and threads until ``close``.
     """
 
-    def __init__(self, connect: Callable[[], Client], reader: Reader, database: str) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        reader: Reader,
+        database: str,
+        views: AnalystViews | None = None,
+    ) -> None:
+        """``views`` are those of analysts, which an embedded store has."""
         self._connect = connect
         self._client: Client | None = None
         self._client_lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
         self.reader = reader
         self.database = database
+        self.views = views
 
     @classmethod
     async def open(cls, config: ClickHouseConfig, limits: ReadLimits | None = None) -> Store:
@@ -137,17 +149,22 @@ class Store:
     ) -> Store:
         with connect() as client:
             client.command(f"CREATE DATABASE IF NOT EXISTS {quote(config.database)}")
+            if config.path:
+                client.command(f"CREATE DATABASE IF NOT EXISTS {ANALYSTS}")
         connect_to_database = functools.partial(connect, database=config.database)
         # The writer opens first: the engine lives as long as one connection does.
         writing = connect_to_database()
         reader: Reader
+        views = None
         if config.path:
+            from millrace.telemetry.store.analyst_views import AnalystViews
             from millrace.telemetry.store.reading_embedded import EmbeddedReader
 
+            views = AnalystViews(config.path, config.database)
             reader = EmbeddedReader(config.path, config.database, limits)
         else:
             reader = ServerReader(connect_to_database, limits)
-        store = cls(connect_to_database, reader, config.database)
+        store = cls(connect_to_database, reader, config.database, views)
         store._client = writing
         return store
 
@@ -194,6 +211,8 @@ class Store:
     async def close(self) -> None:
         """Let go of the store; an embedded path is free when the process ends."""
         await self.reader.close()
+        if self.views is not None:
+            await self.views.close()
         await asyncio.to_thread(self._writer.shutdown)
         client, self._client = self._client, None
         if client is not None:

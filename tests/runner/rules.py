@@ -52,6 +52,13 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/support/texts_of_page.js", ("tests/support/chromium.py",)),
     ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),
     ("tests/bus/nats/sent/*", ("tests/bus/nats/test_publishers.py",)),
+    (
+        "tests/telemetry/http/tools/*",
+        (
+            "tests/telemetry/http/tools/test_python_tools.py",
+            "tests/telemetry/http/tools/test_recorded_tools.py",
+        ),
+    ),
     ("tests/clients/publishers/*", ("tests/e2e/test_publishers.py",)),
     ("tests/clients/asyncapi/*", ("tests/clients/test_asyncapi_generators.py",)),
     ("tests/docs/banned_words.txt", ()),
@@ -80,7 +87,14 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("docs/bench-report.schema.json", ("tests/cli/bench/test_bench.py",)),
     ("docs/agents.md", ("tests/clients/agents_page.py",)),
     ("docs/tables.md", ("tests/telemetry/queries/test_analytics_page.py",)),
-    ("docs/analytics.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),
+    (
+        "docs/analytics.md",
+        (
+            "tests/telemetry/queries/*_page.py",
+            "tests/telemetry/http/tools/test_python_tools.py",
+            "tests/registry/demo/test_faq.py",
+        ),
+    ),
     ("docs/cost.md", ("tests/telemetry/queries/*_page.py", "tests/registry/demo/test_faq.py")),
     ("docs/*", ("tests/deploy/*", "tests/registry/demo/test_faq.py")),
     ("deploy/engines/*", ("tests/e2e/engines/test_llamacpp.py", "tests/deploy/*")),

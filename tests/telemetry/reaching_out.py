@@ -75,6 +75,43 @@ _SQL = (
     "SELECT * FROM viewExplain('EXPLAIN', '', (SELECT file('{file}')))",
     "SELECT * FROM view(SELECT file('{file}') AS x)",
     "SELECT * FROM eval('SELECT 1')",
+    # The same in texts of which the engine makes expressions.
+    *(
+        statement.format(file="{file}", structure=structure)
+        for structure in (
+            "'a Int8, b Int64 DEFAULT file(\\'{file}\\')'",
+            "'a Int8, b Int64 MATERIALIZED file(\\'{file}\\')'",
+            "concat('a Int8, b Int64 DEF', 'AULT fi', 'le(\\'{file}\\')')",
+            "'a Int8, b Int64 DEF' || 'AULT file(\\'{file}\\')'",
+            "'a Int8, b Int64 DEF\\x41ULT file(\\'{file}\\')'",
+        )
+        for statement in (
+            "DESCRIBE TABLE null({structure})",
+            "SELECT * FROM null({structure})",
+            "WITH {structure} AS s SELECT * FROM null(s)",
+            "SELECT * FROM `nu\\x6cl`({structure})",
+            "SELECT * FROM format(JSONEachRow, {structure}, '[1]')",
+            "SELECT * FROM format('CSV', {structure}, '1')",
+            "SELECT * FROM values({structure}, (1, 2))",
+            "SELECT * FROM generateRandom({structure}) LIMIT 1",
+            "SELECT * FROM input({structure})",
+            "SELECT structureToCapnProtoSchema({structure})",
+            "SELECT structureToProtobufSchema({structure})",
+        )
+    ),
+    "SELECT 1 AS a SETTINGS additional_result_filter = 'toInt64(file(\\'{file}\\'))'",
+    (
+        "SELECT count() FROM requests SETTINGS parallel_replicas_custom_key = "
+        "'toInt64(file(\\'{file}\\'))', max_parallel_replicas = 2, enable_parallel_replicas = 1"
+    ),
+    (
+        "SELECT * FROM format(JSONEachRow, '[1]') SETTINGS schema_inference_hints = "
+        "'b Int64 DEFAULT file(\\'{file}\\')'"
+    ),
+    (
+        "SELECT * FROM format(CSV, 'a Int8', 'x') SETTINGS input_format_allow_errors_num = 9, "
+        "input_format_record_errors_file_path = '{out}'"
+    ),
     # Files as tables.
     "SELECT * FROM `{file}`",
     "SELECT * FROM default.`{file}`",

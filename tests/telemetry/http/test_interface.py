@@ -82,6 +82,33 @@ async def test_parameters_are_bound_by_the_engine(client: httpx.AsyncClient) -> 
     assert answer.text == "\\' OR 1 --\t4\n"
 
 
+@pytest.mark.parametrize(
+    ("sql", "line"),
+    [
+        ("SHOW TABLES", "requests_once"),
+        ("SHOW DATABASES", "millrace"),
+        ("SHOW TABLES FROM millrace LIKE 'requests' FORMAT CSV", '"requests"'),
+        (
+            "SHOW COLUMNS FROM deliveries LIKE 'tenant'",
+            "tenant\tLowCardinality(String)\tNO\t\t\\N\t",
+        ),
+        ("SHOW CREATE DATABASE millrace", "CREATE DATABASE millrace\\nENGINE = Atomic"),
+    ],
+)
+async def test_show_answers(client: httpx.AsyncClient, sql: str, line: str) -> None:
+    answer = await client.post("/?database=millrace", content=sql)
+    assert line in answer.text.splitlines()
+
+
+async def test_a_format_is_no_function(client: httpx.AsyncClient) -> None:
+    settings = "SETTINGS max_threads = 1"
+    for sql in ("SELECT 1 AS a FORMAT ArrowStream", f"SELECT 1 FORMAT ArrowStream {settings}"):
+        answer = await client.post("/", content=sql)
+        assert answer.content.startswith(b"\xff\xff\xff\xff"), answer.text
+    answer = await client.post("/", content="SELECT * FROM arrowstream('x') FORMAT ArrowStream")
+    assert answer.headers["x-clickhouse-exception-code"] == "164"
+
+
 async def test_what_has_not_merged_counts_once(store: Store, client: httpx.AsyncClient) -> None:
     await insert(store, 0, 10, "b")
     assert await store.rows("SELECT count() FROM requests") == [(20,)]

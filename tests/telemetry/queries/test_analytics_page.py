@@ -10,6 +10,7 @@ from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS
 from millrace.telemetry.store.tables_page import tables_page
+from millrace.telemetry.store.view_statements import changes_views
 from tests.support.repository import ROOT
 from tests.telemetry.answered import rows_of
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
@@ -39,8 +40,15 @@ async def test_its_statements_run(store: Store) -> None:
     statements = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
     assert statements
     for statement in statements:
+        if "{{" in statement:
+            continue  # a model of dbt, which the test of it builds
+        if changes_views(statement):
+            assert store.views is not None
+            await store.views.run(statement, None)
+            continue
         wider = statement.replace("INTERVAL 1 DAY", "INTERVAL 4 DAY")
         assert await store.reader.read(wider, {}, "TSV")
+    await store.command("DROP VIEW analysts.slow")
 
 
 _EPOCHS = ((10**9, 4 * 10**9), (10**12, 4 * 10**12), (10**15, 4 * 10**15))
