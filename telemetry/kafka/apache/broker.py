@@ -191,8 +191,8 @@ class ApacheBroker:
             "share.coordinator.state.topic.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
             # A killed broker's registration expires sooner, so that it may come back.
-            "broker.session.timeout.ms": "1500",
-            "broker.heartbeat.interval.ms": "300",
+            "broker.session.timeout.ms": "3000",
+            "broker.heartbeat.interval.ms": "500",
             # Of one machine, in a small heap.
             "num.network.threads": "1",
             "num.io.threads": "2",
