@@ -347,3 +347,6 @@ REFUSALS: Table[RefusalRecord] = Table(
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )
+
+# All that records become rows of.
+TABLES: tuple[Table[Any], ...] = (REQUESTS, DELIVERIES, WORKER_SAMPLES, TRANSCRIPTS, REFUSALS)
