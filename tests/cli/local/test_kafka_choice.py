@@ -78,7 +78,8 @@ def test_another_word_is_refused(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ("kafka: {server: redpanda}", "kafka.server"),
+        ("kafka: {server: redpanda}", "`$.kafka.server`; it is one of embedded, apache"),
+        ("worker: {engine: {kind: vlm}}", "`$.worker.engine.kind`; it is one of real, simulated"),
         ("kafka: {maven_url: 'maven.example'}", "kafka.maven_url: 'maven.example' is no URL"),
         ("kafka: {maven_url: 'https://me:a/b@mirror.example'}", "kafka.maven_url has '/'"),
     ],
@@ -90,6 +91,15 @@ def test_a_wrong_setting_is_named(
     config = str(tmp_path / "settings.yaml")
     assert main(["up", "--data", str(tmp_path), "--config", config]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_wrong_variable_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_KAFKA__SERVER", "apche")
+    assert main(["up", "--data", str(tmp_path)]) == 2
+    told = "MILLRACE_KAFKA__SERVER: Invalid enum value 'apche'; it is one of embedded, apache"
+    assert told in capsys.readouterr().err
 
 
 def test_nothing_starts_without_what_kafka_needs(

@@ -19,7 +19,9 @@ while len(keys) < sum(ends.values()):
     message = consumer.poll(10.0)
     assert message is not None, "no message in 10 s"
     assert message.error() is None, message.error()
-    keys.append(message.key().decode())
+    key = message.key()
+    assert isinstance(key, bytes)
+    keys.append(key.decode())
 asked = [TopicPartition(topic, number, since) for number in numbers]
 found = consumer.offsets_for_times(asked, timeout=10)
 admin = AdminClient({"bootstrap.servers": bootstrap})
