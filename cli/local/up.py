@@ -291,8 +291,8 @@ def _scheduler(config: SchedulerConfig, arguments: argparse.Namespace) -> Schedu
 
 
 async def _run(plan: Plan) -> int:
+    from millrace.cli.greeting import greeting
     from millrace.cli.local.control import ControlServer
-    from millrace.cli.local.greeting import greeting
     from millrace.cli.local.log_files import CHECK_EVERY_S, UpLog, bound_logs
     from millrace.cli.local.stack import Stack
     from millrace.cli.local.supervisor import StartError, Supervisor

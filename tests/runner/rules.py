@@ -45,6 +45,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/gateway/agents/recorded/*", ("tests/gateway/agents/*",)),
     ("tests/clients/ai_sdk.mjs", ("tests/clients/test_agents.py",)),
+    ("tests/clients/kafka/*", ("tests/clients/test_kafka.py",)),
     ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/gateway/request/agents_requests.txt", ("tests/gateway/request/test_unheld_calls.py",)),
     ("telemetry/kafka/apache/jars.sha256", ("telemetry/kafka/apache/jars.py",)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.endpoints import Endpoints
-from millrace.cli.local.greeting import greeting
+from millrace.cli.greeting import greeting
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import SavedModels
 from millrace.cli.local.ports import PortPicker

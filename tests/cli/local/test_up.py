@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.endpoints import Endpoints
-from millrace.cli.local.greeting import greeting
+from millrace.cli.greeting import greeting
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import SavedModels, catalogue_for
 from millrace.cli.local.stack import Plan

@@ -18,7 +18,7 @@ from millrace.bus.api import OutboxMessage
 from millrace.schemas.config import KafkaConfig
 from millrace.schemas.records import Record, RequestRecord
 from millrace.telemetry.bridge.producer_batch import ProducerBatch
-from millrace.telemetry.kafka import dead_letters, fields_page
+from millrace.telemetry.kafka import dead_letters
 from millrace.telemetry.kafka.apache import broker, jars
 from millrace.telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
@@ -26,9 +26,9 @@ from millrace.telemetry.kafka.kafka import (
     SUBJECT_HEADER,
     make_producer,
 )
+from millrace.telemetry.store import fields_page
 from millrace.telemetry.store.store import Store
-from tests.support.pages import example_of
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, example_of
 from tests.telemetry.records import request_record
 
 PAGE = (ROOT / "docs" / "kafka.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ KINDS: tuple[type, ...] = typing.get_args(Record)
 
 
 async def test_the_fields_are_those_of_today(store: Store) -> None:
-    """Made by ``python -m millrace.telemetry.kafka.fields_page``."""
+    """Made by ``python -m millrace.telemetry.store.fields_page``."""
     assert fields_page.with_fields(PAGE, await fields_page.fields_page(store)) == PAGE
 
 

@@ -1,6 +1,6 @@
 """The fields of records beside their columns.
 
-``python -m millrace.telemetry.kafka.fields_page`` puts them into docs/kafka.md, below the heading
+``python -m millrace.telemetry.store.fields_page`` puts them into docs/kafka.md, below the heading
 "Fields".
 
 Everything is read from the records, their tables and what those declare, so a new field is there by
@@ -34,7 +34,7 @@ from millrace.telemetry.store.tables import Table, table_of
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 _HEADING = "\n## Fields\n"
 _INTRODUCTION = """
-Made by `python -m millrace.telemetry.kafka.fields_page` from the records, the tables and what
+Made by `python -m millrace.telemetry.store.fields_page` from the records, the tables and what
 `telemetry/columns` declares. Where the meaning says when the column is NULL, the field is 0 or nil
 then. `nil` is MessagePack's. A field without a default is in every record.
 """
