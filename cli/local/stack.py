@@ -30,10 +30,9 @@ from millrace.cli.local.private_files import (
     write_private,
 )
 from millrace.cli.local.probe import probe_pooling, serve_one
-from millrace.cli.local.records.kafka_servers import kafka_server
+from millrace.cli.local.records.kafka_servers import NICENESS, kafka_server
 from millrace.cli.local.records.record_keeping import (
     KAFKA,
-    NICENESS,
     START_TIMEOUT_S,
     TELEMETRY,
     RecordKeeping,

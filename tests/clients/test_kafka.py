@@ -81,7 +81,7 @@ def stored(system: System) -> set[str]:
     return {str(row["request_id"]) for row in rows}
 
 
-def wait_stored(system: System, ids: set[str], timeout_s: float = 60.0) -> None:
+def wait_stored(system: System, ids: set[str], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not ids <= stored(system):
         assert time.monotonic() < deadline, f"{len(ids - stored(system))} records are missing"
@@ -231,7 +231,7 @@ async def test_a_kill_loses_nothing(read: Read) -> None:
     ids = ask(system, 3)
     killed = system.kill("kafka")
     ids |= ask(system, 20)
-    await eventually(lambda: system.pid("kafka") != killed, timeout_s=30)
+    await eventually(lambda: system.pid("kafka") != killed, timeout_s=60)
     ids |= ask(system, 3)
     wait_stored(system, ids | read.early | read.late)
     [counted] = system.sql(

@@ -17,6 +17,8 @@ from millrace.schemas.errors import MillraceError
 from millrace.telemetry.kafka.apache.broker import ENVIRONMENT, ApacheBroker, KafkaProgram
 
 _PORT = 9092
+# Records can wait: an engine that shares its cores with them would make tokens more slowly.
+NICENESS = 10
 # How somebody else's Kafka is reached does not count for ours.
 _OWN_ACCESS = {
     **dict.fromkeys(("ca_file", "certificate_file", "key_file"), ""),
@@ -30,6 +32,7 @@ class KafkaServer(Protocol):
     """A server that speaks Kafka's protocol on this machine."""
 
     environment: Mapping[str, str]
+    niceness: int
 
     def command(self) -> Sequence[str]:
         """The command line of its process."""
@@ -51,6 +54,7 @@ class StandIn:
     """The cluster in memory. It picks its own port, so a new life has a new address."""
 
     environment: Mapping[str, str] = {}
+    niceness = NICENESS
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / "kafka.bootstrap"
@@ -76,6 +80,8 @@ class ApacheServer:
     """Apache Kafka, which keeps its topics in the data folder."""
 
     environment: Mapping[str, str] = ENVIRONMENT
+    # It does little, but its controller gives a broker up that does not answer in time.
+    niceness = 0
 
     def __init__(self, broker: ApacheBroker) -> None:
         self._broker = broker

@@ -16,8 +16,6 @@ from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.config import Config
 
 KAFKA, TELEMETRY = "kafka", "telemetry-1"
-# Records can wait: an engine that shares its cores with them would make tokens more slowly.
-NICENESS = 10
 # Other programs of a busy machine come before these parts. The limit is for a part that hangs: the
 # end of a part's process is noticed at once.
 START_TIMEOUT_S = 600.0
@@ -119,7 +117,7 @@ class RecordKeeping:
             before_start=kafka.prepare,
             on_restart=follow,
             start_timeout_s=START_TIMEOUT_S,
-            niceness=NICENESS,
+            niceness=kafka.niceness,
         )
 
     def _tell_address(self, kafka: KafkaServer) -> None:

@@ -191,9 +191,9 @@ class ApacheBroker:
             "share.coordinator.state.topic.replication.factor": "1",
             "share.coordinator.state.topic.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
-            # A killed broker's registration expires sooner, so that it may come back.
-            "broker.session.timeout.ms": "3000",
-            "broker.heartbeat.interval.ms": "500",
+            # A killed broker's registration expires sooner, so that it may come back; a broker that
+            # gets little of a busy machine's cores keeps its own.
+            "broker.session.timeout.ms": "6000",
             # Of one machine, in a small heap.
             "num.network.threads": "1",
             "num.io.threads": "2",
