@@ -19,3 +19,11 @@ def path_or_name(text: str) -> str:
             "it is empty; leave the option out, or write . for the current folder"
         )
     return text
+
+
+def shown_path(path: Path) -> str:
+    """A path as a person would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

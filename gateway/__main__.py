@@ -83,7 +83,7 @@ async def _run(config: Config) -> None:
     backends = Backends(bus, redis, generations)
     gateway = Gateway(backends, config, models, SystemClock(), tools=tools, tracing=tracing)
     server = Server(gateway, listener)
-    follow = partial(_follow, models, config)
+    follow = partial(_follow, gateway, config)
     watch = CatalogueWatch(config.catalogue, catalogue, SystemClock(), follow)
     shown = monitored("gateway", config.metrics, gateway.metrics.registry)
     stopped = stop_event()
@@ -132,10 +132,12 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
 
 
 async def _follow(
-    models: Models, config: Config, catalogue: Catalogue, changed: frozenset[str]
+    gateway: Gateway, config: Config, catalogue: Catalogue, changed: frozenset[str]
 ) -> None:
     """Offer what the catalogue says now."""
+    models = gateway.models
     models.change(*_offer(catalogue, config), changed)
+    gateway.metrics.know_models(models.names())
     await _warm_up(models, catalogue, changed.intersection(catalogue.names()))
 
 

@@ -83,6 +83,7 @@ def build_app(gateway: Gateway) -> AsgiApp:
         endpoint.route: _in_words_of(endpoint, GenerationHandler(gateway, endpoint))
         for endpoint in endpoints
     }
+    gateway.metrics.know_routes(token_path)
     socket = WebSocketHandler(gateway)
     rest = _counted(gateway, _starlette(gateway))
     below = {
@@ -184,6 +185,8 @@ def _starlette(gateway: Gateway) -> Starlette:
 
 def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
     """Count each response by its route's template, and give it a request id."""
+    templates = (route.path for route in app.routes if isinstance(route, Route))
+    gateway.metrics.know_routes((*templates, _UNMATCHED))
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         status = 0

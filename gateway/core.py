@@ -213,6 +213,7 @@ class Gateway:
     def _watch(self) -> None:
         """Have Prometheus see it."""
         self.metrics.watch(self.streams, self.fleet, self.limiter, self.deliveries)
+        self.metrics.know_models(self.models.names())
         self.metrics.registry.register(
             StoreMetrics((NATS, REDIS), self.stores.troubles, lambda: self.stores.free)
         )

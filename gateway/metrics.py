@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar, cast
 
@@ -20,7 +20,12 @@ from millrace.gateway.tenancy.limits import Limiter
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
 from millrace.runtime.metrics_server import new_registry, render
 from millrace.schemas.frames import Done
+from millrace.schemas.jobs import Source
+from millrace.schemas.records import Status
+from millrace.schemas.tenants import LimitSet
 
+# The HTTP statuses that say that the fault is ours.
+SERVER_FAULTS = (500, 502, 503, 504)
 _M = TypeVar("_M", Counter, Histogram)
 
 
@@ -117,6 +122,27 @@ class Metrics:
         """Report what is held, each a gauge of a name with what it is and how to count it."""
         for name, (what, count) in sizes.items():
             Gauge(name, what, registry=self.registry).set_function(count)
+
+    def know_models(self, models: Iterable[str]) -> None:
+        """Show what is counted of these models from now on, at 0: Prometheus sees no increase in a
+        series that begins at 1."""
+        tokens = (self._generation_tokens, self._prompt_tokens)
+        troubles = (self._resumes, self._stalls, self._stalled_s, self._reruns)
+        times = (self._first_token_s, self._per_token_s, self._whole_s)
+        for model in models:
+            for counter in (*tokens, *troubles):
+                self._of(counter, model)
+            for histogram in times:
+                self._of(histogram, model)
+            for source in Source:
+                for status in Status:
+                    self._of(self._generations, model, source.value, status.value)
+
+    def know_routes(self, routes: Iterable[str]) -> None:
+        """Show from now on, at 0, how many of our own faults these routes have answered with."""
+        for route in routes:
+            for status in SERVER_FAULTS:
+                self._of(self.requests, route, str(status))
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
         """Take in a stream that has ended."""
@@ -228,8 +254,8 @@ class _Losses(Collector):
         refused = CounterMetricFamily(
             "millrace_limit_refusals", "Requests that a limit refused, by limit", labels=["limit"]
         )
-        for limit, count in self._limiter.num_refusals.items():
-            refused.add_metric([limit], count)
+        for limit in LimitSet.__struct_fields__:
+            refused.add_metric([limit], self._limiter.num_refusals[limit])
         yield refused
         yield CounterMetricFamily(
             "millrace_degraded_reservations",

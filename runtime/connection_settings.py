@@ -123,6 +123,12 @@ def _check_kafka(kafka: KafkaConfig) -> None:
             "kafka.bootstrap_servers takes host:port without user data; set kafka.user and "
             "kafka.password."
         )
+    check_user_data("kafka.maven_url", kafka.maven_url)
+    if not kafka.maven_url.lower().startswith(("http://", "https://")):
+        raise ConfigError(
+            f"kafka.maven_url: {redact_urls(kafka.maven_url)!r} is no URL that begins with "
+            "https:// or http://."
+        )
     _check_pair("kafka", kafka)
     for name in ("user", "password"):
         if kafka.sasl_mechanism and not getattr(kafka, name):

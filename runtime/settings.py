@@ -6,8 +6,9 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -29,6 +30,8 @@ _RENAMED = {
 _SERVICE = r"MILLRACE(?:_+[A-Z0-9]+)*"
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
 _NUMBER = re.compile(r"\d+")
+# Where in the tree msgspec found an error.
+_PLACE = re.compile(r" - at `\$\.([\w.]+)`$")
 _SERVICE_FORMS = (
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9A-Fa-f.:]+")),
     (re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?"), _NUMBER),
@@ -57,7 +60,7 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     try:
         msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {_told(error, Config)}") from error
     for name in sorted(env):
         if name.startswith(PREFIX) and name != FILE_VARIABLE and not _is_foreign(name, env[name]):
             setting, text = _of_variable(name, env)
@@ -184,7 +187,21 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     try:
         return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}: {error}") from error
+        raise ConfigError(f"{name}: {_told(error, kind)}") from error
+
+
+def _told(error: msgspec.ValidationError, kind: Any) -> str:
+    """The words of an error at a setting of type ``kind``, or below it, and the values that the
+    setting can have if they are few."""
+    place = _PLACE.search(str(error))
+    for key in place[1].split(".") if place else ():
+        kind = _kinds(kind).get(key) if is_section(kind) else None
+    choices: list[str] = []
+    if get_origin(kind) is Literal:
+        choices = [choice for choice in get_args(kind) if choice]
+    elif isinstance(kind, type) and issubclass(kind, StrEnum):
+        choices = list(kind)
+    return f"{error}; it is one of {', '.join(choices)}" if choices else str(error)
 
 
 def _check_numbers(section: msgspec.Struct, path: str) -> None:

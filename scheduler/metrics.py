@@ -9,16 +9,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from millrace.scheduler.dispatch.counts import DispatchResult, MovedBy, Rerun
 from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.scheduler.fleet.fleet import Departure
 from millrace.scheduler.jobs.scheduled_job import Phase
+from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.scheduler import Scheduler
+from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
+from millrace.schemas.models.rollouts import RolloutState
 
+# Names that the catalogue does not have: anybody can make up more of them.
+_OTHER_MODELS = "other"
 _Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class SchedulerMetrics(Collector):
-    """Labels are models of the catalogue, tiers and words of ours: no tenant, no request."""
+    """Labels are models of the catalogue, tiers and words of ours: no tenant, no request.
+
+    Counters of a known model are there from the first scrape, at 0: Prometheus sees no increase in
+    a series that begins at 1.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -32,7 +43,11 @@ class SchedulerMetrics(Collector):
             "millrace_scheduler_role_switches",
             "Workers that this scheduler gave another role: prefill or decode",
             ["model", "result"],
-            self._scheduler.roles.num_changes.items(),
+            (
+                ((one.model, role.value), self._scheduler.roles.num_changes[one.model, role.value])
+                for one in self._dispatchers()
+                for role in WorkerRole
+            ),
         )
         yield from self._times()
 
@@ -111,7 +126,7 @@ class SchedulerMetrics(Collector):
             "millrace_scheduler_departed_workers",
             "Incarnations of workers that ended: silent, restarted or retired",
             ["why"],
-            (((why.value,), count) for why, count in self._scheduler.departures.items()),
+            (((why.value,), self._scheduler.departures[why]) for why in Departure),
         )
 
     def _outcomes(self) -> Iterator[Metric]:
@@ -120,24 +135,34 @@ class SchedulerMetrics(Collector):
             "millrace_scheduler_dispatches",
             "Dispatches by what became of them: accepted, refused by the worker, lost, …",
             ["model", "result"],
-            (((model, result), n) for model, of in counts for result, n in of.dispatches.items()),
+            (
+                ((model, result.value), of.dispatches[result])
+                for model, of in counts
+                for result in DispatchResult
+            ),
         )
         yield _counter(
             "millrace_scheduler_reruns",
             "Attempts that left their worker for another: moved, lost or returned",
             ["model", "why"],
-            (((model, why.value), n) for model, of in counts for why, n in of.reruns.items()),
+            (((model, why.value), of.reruns[why]) for model, of in counts for why in Rerun),
         )
         yield _counter(
             "millrace_scheduler_moves",
             "Streams that were moved, by how their context comes: pulled or computed",
             ["model", "source"],
-            (((model, how), n) for model, of in counts for how, n in of.moves.items()),
+            (((model, how.value), of.moves[how]) for model, of in counts for how in MovedBy),
         )
         known = self._scheduler.dispatchers
-        ended: Counter[tuple[str, str, str]] = Counter()
+        ended = Counter(
+            {
+                (model, status.value, code): 0
+                for model in (*known, _OTHER_MODELS)
+                for status, code in FORESEEN_ENDS
+            }
+        )
         for (model, status, code), count in self._scheduler.context.finalizer.num_ended.items():
-            ended[model if model in known else "other", status.value, code] += count
+            ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",
             "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
@@ -157,7 +182,13 @@ class SchedulerMetrics(Collector):
             "millrace_scheduler_rollouts",
             "Rollouts that this scheduler ended: completed or aborted",
             ["model", "result"],
-            (((model, state.value), n) for (model, state), n in rollouts.num_ended.items()),
+            (
+                ((model, state.value), rollouts.num_ended[model, state])
+                for model in dict.fromkeys(
+                    (*self._scheduler.dispatchers, *(model for model, _ in rollouts.num_ended))
+                )
+                for state in (RolloutState.COMPLETED, RolloutState.ABORTED)
+            ),
         )
 
     def _times(self) -> Iterator[Metric]:

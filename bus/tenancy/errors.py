@@ -87,7 +87,8 @@ class LimitsUnreachableError(RedisUnreachableError):
     retry_after_s = _RETRY_AFTER_S
 
 
-_KINDS: dict[str, type[RateLimitError]] = {
+# By the name of the limit.
+RATE_LIMIT_ERRORS: dict[str, type[RateLimitError]] = {
     "requests_per_minute": RequestsPerMinuteError,
     "tokens_per_minute": TokensPerMinuteError,
     "concurrent_requests": ConcurrentRequestsError,
@@ -101,7 +102,7 @@ def rate_limit_error(
     """The error that says whose limit it is, how large, and when there is room again."""
     account = decision.refused_by
     assert account is not None, "it was granted"
-    kind = _KINDS[decision.limit]
+    kind = RATE_LIMIT_ERRORS[decision.limit]
     size = getattr(account.limits, decision.limit)
     if decision.limit == "monthly_budget":
         size = f"{budgets_of(size)[charge.currency]} {charge.currency}"

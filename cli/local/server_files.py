@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 def nats_config(url: str, store: Path) -> str:
     """For nats-server to listen at ``url``, for whoever has the name and password in it."""
     place = urlsplit(url)
-    # A JSON string is a string of NATS's configuration too, whatever it holds.
+    # A JSON string is a string of NATS's configuration too, but for the escapes of letters.
     user, password = json.dumps(place.username), json.dumps(place.password)
+    folder = json.dumps(str(store), ensure_ascii=False)
     return "\n".join(
         [
             f"listen: {place.hostname}:{place.port}",
@@ -20,7 +21,7 @@ def nats_config(url: str, store: Path) -> str:
             "max_payload: 8MB",
             # An accepted job is on the disk before its publisher hears so.
             # How full the disk may be is for ``storage.min_free_bytes`` to say.
-            f"jetstream {{ store_dir: {json.dumps(str(store))}, sync_interval: always",
+            f"jetstream {{ store_dir: {folder}, sync_interval: always",
             "max_file_store: 1PB }",
             "",
         ]

@@ -30,9 +30,9 @@ from millrace.cli.local.private_files import (
     write_private,
 )
 from millrace.cli.local.probe import probe_pooling, serve_one
+from millrace.cli.local.records.kafka_servers import NICENESS, kafka_server
 from millrace.cli.local.records.record_keeping import (
     KAFKA,
-    NICENESS,
     START_TIMEOUT_S,
     TELEMETRY,
     RecordKeeping,
@@ -54,6 +54,7 @@ from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import Config, RedisConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.models.adapters import Adapter
+from millrace.telemetry.kafka.apache.broker import KafkaProgram
 
 _NATS_USER = "millrace"
 _NATS_ACCESS = (
@@ -86,6 +87,7 @@ class Plan:
     set; the addresses in it are chosen when the stack starts. ``port_is_fixed``: the gateway's port
     was asked for, and no other will do. ``serving`` is what the models are, and what others are
     added from. ``adapters`` are offered from the start, beside those that were added before.
+    ``kafka`` is what runs Apache Kafka; None: its stand-in runs.
     """
 
     data: Path
@@ -98,6 +100,7 @@ class Plan:
     num_gateways: int = 1
     num_schedulers: int = 1
     adapters: tuple[Adapter, ...] = ()
+    kafka: KafkaProgram | None = None
 
 
 @dataclass
@@ -131,7 +134,6 @@ class Stack:
         self.live.pool = self._pool
         self.records = RecordKeeping(
             self.supervisor,
-            self.plan.data / "run",
             self.system_state,
             self._read_config,
             self._write_config,
@@ -156,7 +158,7 @@ class Stack:
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
         self._store_recovery.start()
-        self.records.start(self._telemetry(config))
+        self.records.start(self._kafka, self._telemetry(config))
         await self._start_parts(config)
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
@@ -228,8 +230,11 @@ class Stack:
             ),
             # Those of the catalogue, whichever these are just now.
             scheduler=replace(wanted.scheduler, models=()),
-            storage=with_folders(wanted.storage, self.plan.data),
+            storage=with_folders(
+                wanted.storage, self.plan.data, keeps_kafka=self.plan.kafka is not None
+            ),
         )
+        self._kafka = kafka_server(self.plan.data, self.plan.kafka, ports)
         self._pickers += (front, ports)
         store = f"{LOOPBACK}:{config.clickhouse.serve_port}"
         self.system_state.addresses |= {

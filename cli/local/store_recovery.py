@@ -20,8 +20,9 @@ _MIB = 1024 * 1024
 _RESTART_GAP_S = 6.0
 
 
-def with_folders(config: StorageConfig, data: Path) -> StorageConfig:
-    """Where the stores of a stack on ``data`` are. Raises StartError if its disk has no room."""
+def with_folders(config: StorageConfig, data: Path, *, keeps_kafka: bool = False) -> StorageConfig:
+    """Where the stores of a stack on ``data`` are; Kafka's is there if it is no stand-in. Raises
+    StartError if its disk has no room."""
     free = free_bytes(str(data))
     if free < config.min_free_bytes:
         raise StartError(
@@ -33,6 +34,7 @@ def with_folders(config: StorageConfig, data: Path) -> StorageConfig:
         config,
         nats_dir=str(data / "nats"),
         redis_dir=str(data / "redis"),
+        kafka_dir=str(data / "kafka") if keeps_kafka else "",
         clickhouse_dir=str(data / "clickhouse"),
     )
 

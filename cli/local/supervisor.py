@@ -34,11 +34,12 @@ class StartError(Exception):
 class Process:
     """One supervised process.
 
-    ``before_start`` runs before each start, ``ready`` is polled until it holds, ``on_restart`` runs
-    after each later start, once the process is ready again. ``stop_timeout_s`` is how long it may
-    take to end after SIGTERM. When all stop, those of a higher ``stage`` do before the others, and
-    one with ``force_after_s`` gets a second SIGTERM: no process is left that could take over.
-    ``niceness`` above 0 has it give way to the others where they want the same core.
+    ``before_start`` runs in a thread before each start, ``ready`` is polled until it holds,
+    ``on_restart`` runs after each later start, once the process is ready again. ``stop_timeout_s``
+    is how long it may take to end after SIGTERM. When all stop, those of a higher ``stage`` do
+    before the others, and one with ``force_after_s`` gets a second SIGTERM: no process is left that
+    could take over. ``niceness`` above 0 has it give way to the others where they want the same
+    core.
     """
 
     name: str
@@ -151,7 +152,7 @@ class Supervisor:
     async def _spawn(self, running: _Running) -> None:
         process = running.process
         if process.before_start is not None:
-            process.before_start()
+            await asyncio.to_thread(process.before_start)
         log = self._log_path(running).open("ab")
         try:
             running.handle = await asyncio.create_subprocess_exec(

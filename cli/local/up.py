@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import fcntl
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -20,12 +19,12 @@ from millrace.cli.adapter_options import (
     offered_adapter,
     split_model,
 )
-from millrace.cli.endpoints import add_data_argument, read_endpoints, without_user
+from millrace.cli.endpoints import add_data_argument, read_endpoints
 from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
-from millrace.cli.local.private_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE, make_private
+from millrace.cli.local.private_files import make_private
 from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
 from millrace.cli.numbers import whole_number
-from millrace.cli.paths import path_or_name
+from millrace.cli.paths import path_or_name, shown_path
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting
@@ -34,11 +33,11 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
-    from millrace.cli.endpoints import Endpoints
     from millrace.cli.local.stack import Plan
     from millrace.registry.catalogue import Catalogue
-    from millrace.schemas.config import Config, SchedulerConfig
+    from millrace.schemas.config import Config, KafkaConfig, SchedulerConfig
     from millrace.schemas.models.adapters import Adapter
+    from millrace.telemetry.kafka.apache.broker import KafkaProgram
 
 _STOP_WITHIN_S = 9.0
 # Each is a process of this machine.
@@ -74,6 +73,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_other_engine(parser.add_argument_group("engines of others"))
     _add_size(parser.add_argument_group("size"))
     settings = parser.add_argument_group("settings")
+    settings.add_argument(
+        "--kafka",
+        choices=("embedded", "apache"),
+        help="the Kafka that is started: a stand-in in memory, for clients of librdkafka and "
+        "aiokafka, or Apache Kafka, for all clients, which needs Java 17 (default: embedded; "
+        "docs/kafka.md)",
+    )
     settings.add_argument(
         "--config", type=path_or_name, help="a YAML or TOML file of settings for all parts"
     )
@@ -154,7 +160,7 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
     try:
         make_private(data / "run")
     except OSError as error:
-        raise ConfigError(f"--data {_shown(data)} cannot be used: {error.strerror}.") from error
+        raise ConfigError(f"--data {shown_path(data)} cannot be used: {error.strerror}.") from error
     with (data / "run" / PID_FILE).open("a+") as lock:
         _take_lock(lock, data)
         try:
@@ -205,7 +211,20 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         num_gateways=arguments.gateways,
         num_schedulers=arguments.schedulers,
         adapters=_adapters(arguments.adapter, entries),
+        kafka=_kafka_program(config.kafka),
     )
+
+
+def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
+    """What runs Apache Kafka, if that is asked for; it is fetched if this machine has none."""
+    if config.server != "apache":
+        return None
+    from millrace.telemetry.kafka.apache.broker import KafkaProgram
+    from millrace.telemetry.kafka.apache.jars import fetch_jars
+    from millrace.telemetry.kafka.apache.java import find_java
+
+    java = find_java()
+    return KafkaProgram(java, asyncio.run(fetch_jars(config.maven_url, _say)))
 
 
 def _check_roles(config: Config) -> None:
@@ -240,11 +259,13 @@ def _settings(arguments: argparse.Namespace) -> Config:
     given = {"host": arguments.host, "port": arguments.port}
     front = {name: value for name, value in given.items() if value is not None}
     engine = told_engine(config.worker.engine, arguments)
+    server = arguments.kafka or config.kafka.server
     return msgspec.structs.replace(
         config,
         catalogue=arguments.catalogue or config.catalogue,
         log_level=arguments.log_level or config.log_level,
         gateway=msgspec.structs.replace(config.gateway, **front),
+        kafka=msgspec.structs.replace(config.kafka, server=server),
         scheduler=_scheduler(config.scheduler, arguments),
         worker=msgspec.structs.replace(config.worker, engine=engine),
     )
@@ -270,6 +291,7 @@ def _scheduler(config: SchedulerConfig, arguments: argparse.Namespace) -> Schedu
 
 
 async def _run(plan: Plan) -> int:
+    from millrace.cli.greeting import greeting
     from millrace.cli.local.control import ControlServer
     from millrace.cli.local.log_files import CHECK_EVERY_S, UpLog, bound_logs
     from millrace.cli.local.stack import Stack
@@ -296,7 +318,7 @@ async def _run(plan: Plan) -> int:
     )
     starting = asyncio.create_task(stack.start())
     stopping = asyncio.create_task(stop.wait())
-    log.say(f"Millrace is starting; logs are in {_shown(logs)}")
+    log.say(f"Millrace is starting; logs are in {shown_path(logs)}")
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -321,50 +343,13 @@ async def _run(plan: Plan) -> int:
     return 0
 
 
-def greeting(endpoints: Endpoints, plan: Plan, without_records: str = "") -> str:
-    """What to tell whoever started it: where everything is, and a first request to try;
-    ``without_records`` says why telemetry is not there yet."""
-    from millrace.cli.local.scrape_targets import FILE_NAME
-    from millrace.gateway.tenancy.identity import demands_keys
-
-    question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
-    body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'
-    keys, header = "", ""
-    if demands_keys(plan.config.gateway):
-        data = shlex.quote(_shown(plan.data))
-        keys = (
-            "\n  API keys     are demanded. Make one, with --admin for the operations page:\n"
-            f"               millrace keys create --tenant NAME --data {data}\n"
-        )
-        header = " -H 'Authorization: Bearer mr-…'"
-    late = f"\n  {without_records}\n" if without_records else ""
-    return f"""
-Millrace is ready.
-
-  chat page    {endpoints.http}/
-  operations   {endpoints.http}/ops
-  OpenAI API   {endpoints.http}/v1
-  metrics      {_shown(plan.data / "run" / FILE_NAME)} says where, to Prometheus too
-  services     NATS at {without_user(endpoints.nats)}
-               (user and password: {_shown(plan.data / "run" / NATS_ENV_FILE)})
-  analytics    ClickHouse at {without_user(endpoints.clickhouse)}
-               (user and password: {_shown(plan.data / "run" / CLICKHOUSE_ENV_FILE)})
-               its tables: {endpoints.http}/ops/tables.html
-{late}{keys}
-  curl -N {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
-    -d '{body}'
-
-Ctrl-C stops everything.
-"""
-
-
 def _take_lock(lock: TextIO, data: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise MillraceError(
-            f"Millrace already runs on {_shown(data)}{_who(data)}. See millrace status, stop it "
-            "with millrace down, or give another folder with --data."
+            f"Millrace already runs on {shown_path(data)}{_who(data)}. See millrace status, stop "
+            "it with millrace down, or give another folder with --data."
         ) from error
     lock.truncate(0)
     lock.write(own_line())
@@ -379,14 +364,6 @@ def _who(data: Path) -> str:
     endpoints = read_endpoints(data)
     where = "starting" if endpoints is None else endpoints.http
     return f" (pid {running.pid}, for {lasting(running.up_s)}, {where})"
-
-
-def _shown(path: Path) -> str:
-    """A path as a person would type it here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def _say(text: str) -> None:

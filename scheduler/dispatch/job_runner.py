@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.counts import DispatchCounts, Rerun
+from millrace.scheduler.dispatch.counts import DispatchCounts, DispatchResult, MovedBy, Rerun
 from millrace.scheduler.dispatch.placement_round import Place
-from millrace.scheduler.dispatch.sender import DispatchOutcome, DispatchResult, Sender
+from millrace.scheduler.dispatch.sender import DispatchOutcome, Sender
 from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, poison_pill
@@ -92,7 +92,7 @@ class JobRunner:
         try:
             outcome = await sending
         except BusUnavailableError:
-            counts.dispatches["unsent"] += 1
+            counts.dispatches[DispatchResult.UNSENT] += 1
             self._requeue(scheduled)
             return
         except Exception as error:
@@ -103,7 +103,7 @@ class JobRunner:
             message = f"The job could not be dispatched: {type(error).__name__}."
             terminal_status = failed(MillraceError.code, message, retryable=False)
             outcome = DispatchOutcome(DispatchResult.MUST_END, terminal_status)
-        counts.dispatches[outcome.result.value] += 1
+        counts.dispatches[outcome.result] += 1
         counts.dispatch_s.add(clock.monotonic() - started_s)
         self._apply(scheduled, outcome)
         if scheduled.phase is not Phase.RUNNING:
@@ -187,7 +187,7 @@ class JobRunner:
         self._queue.refund_attempt(scheduled)
         scheduled.interrupt("moved", worker_id)
         self.counts.reruns[Rerun.MOVED] += 1
-        self.counts.moves["pulled" if has_source else "computed"] += 1
+        self.counts.moves[MovedBy.PULLED if has_source else MovedBy.COMPUTED] += 1
 
     def _requeue_interrupted(self, scheduled: ScheduledJob) -> None:
         scheduled.interrupt("given_back")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from enum import Enum
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.dispatch.counts import DispatchResult
 from millrace.scheduler.jobs.poison_pills import MAX_FAILURES
 from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
@@ -23,18 +23,6 @@ from millrace.schemas.errors import PayloadTooLargeError
 _REPORT_TIMEOUT_S = 0.06
 
 logger = logging.getLogger(__name__)
-
-
-class DispatchResult(Enum):
-    """What became of a dispatch, by the label that the metric has for it."""
-
-    ACCEPTED = "accepted"  # the worker holds the lease
-    REFUSED = "refused"  # nothing ran: another worker, or later
-    LOST = "lost"  # no answer: it may run there
-    ANSWERED = "answered"  # an earlier attempt had ended it already
-    SUPERSEDED = "overtaken"  # somebody else runs it at a higher epoch
-    POISON_PILL = "poisonous"  # workers die of it
-    MUST_END = "ends"  # it must not run: see the terminal status
 
 
 class DispatchOutcome(NamedTuple):

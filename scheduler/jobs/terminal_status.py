@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from millrace.bus.tenancy.errors import RateLimitError
+from millrace.bus.tenancy.errors import RATE_LIMIT_ERRORS, RateLimitError
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import (
     ContextLengthError,
@@ -155,3 +157,16 @@ def refused(error: MillraceError) -> TerminalStatus:
 
 def failed(code: str, message: str, *, retryable: bool) -> TerminalStatus:
     return TerminalStatus(status=Status.FAILED, code=code, message=message, retryable=retryable)
+
+
+def _foreseen() -> Iterator[TerminalStatus]:
+    yield from (EXPIRED, REPEATED, poison_pill(), shed(0.0), too_slow(0.0, 0.0))
+    yield from (cancelled(reason) for reason in CancelReason)
+    yield over_waiting_jobs("", Tier.FREE, 0)
+    for kind in RATE_LIMIT_ERRORS.values():
+        for status in (Status.SHED, Status.FAILED):
+            yield TerminalStatus(status=status, code=kind.code)
+
+
+# Status and code of each end that is no job's own fault.
+FORESEEN_ENDS = frozenset((one.status, one.code) for one in _foreseen())

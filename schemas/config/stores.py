@@ -117,6 +117,13 @@ class KafkaConfig(TlsFiles, frozen=True, kw_only=True):
     group: str = "millrace-sink"
     """Consumer group of the processes that write rows."""
 
+    server: Literal["embedded", "apache"] = "embedded"
+    """Which Kafka ``millrace up`` starts: a stand-in in memory for clients of librdkafka and
+    aiokafka, or Apache Kafka, which needs Java 17 and serves all clients."""
+
+    maven_url: str = "https://repo1.maven.org/maven2"
+    """Maven repository from which ``millrace up`` fetches Apache Kafka, once for a machine."""
+
 
 class ClickHouseConfig(TlsFiles, frozen=True, kw_only=True):
     """Where rows go: a server at ``url``, or an embedded store at ``path`` that the telemetry

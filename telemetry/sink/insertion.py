@@ -14,7 +14,7 @@ from millrace.runtime.retry import doubling_delays, retry
 from millrace.runtime.tasks import wait_or_sleep
 from millrace.telemetry.sink.batches import Row, content_token
 from millrace.telemetry.store.store import RejectedRowsError, Store, StoreUnavailableError
-from millrace.telemetry.store.tables import Table
+from millrace.telemetry.store.tables import TABLES, Table
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Insertion:
         self._stopping = asyncio.Event()
         self.num_failures = 0
         self.is_full = False
-        self.tables: dict[str, Inserts] = {}
+        self.tables = {table.name: Inserts() for table in TABLES}
 
     def stop(self) -> None:
         """What the store does not take from now on raises StoreUnavailableError."""
@@ -90,7 +90,7 @@ class Insertion:
         async def write() -> None:
             started_s = self._clock.monotonic()
             await self._store.insert(table, columns, token)
-            inserts = self.tables.setdefault(table.name, Inserts())
+            inserts = self.tables[table.name]
             inserts.took_s.add(self._clock.monotonic() - started_s)
             inserts.rows.add(len(rows))
 

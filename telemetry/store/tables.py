@@ -430,3 +430,6 @@ REFUSALS: Table[RefusalRecord] = Table(
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )
+
+# All that records become rows of.
+TABLES: tuple[Table[Any], ...] = (REQUESTS, DELIVERIES, WORKER_SAMPLES, TRANSCRIPTS, REFUSALS)

@@ -26,7 +26,7 @@ _SETTING = re.compile(r"`((?:nats|redis|kafka|clickhouse|gateway)\.\w+)`")
 _OTHERWISE = {
     "nats": "replicas ack_wait_s max_deliver max_stored_jobs results_ttl_s files_ttl_s "
     "outbox_max_age_s connect_timeout_s",
-    "kafka": "partitions replication_factor group",
+    "kafka": "partitions replication_factor group server maven_url",
     "clickhouse": "path database serve_host serve_port",
     "redis": "",
 }

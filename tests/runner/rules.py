@@ -46,10 +46,12 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/gateway/golden/*", ("tests/gateway/*",)),
     ("tests/gateway/agents/recorded/*", ("tests/gateway/agents/*",)),
     ("tests/clients/ai_sdk.mjs", ("tests/clients/test_agents.py",)),
+    ("tests/clients/kafka/*", ("tests/clients/test_kafka.py",)),
     ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/gateway/request/agents_requests.txt", ("tests/gateway/request/test_unheld_calls.py",)),
     ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
     ("tests/support/texts_of_page.js", ("tests/support/chromium.py",)),
+    ("telemetry/kafka/apache/jars.sha256", ("telemetry/kafka/apache/jars.py",)),
     ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),
     ("tests/bus/nats/sent/*", ("tests/bus/nats/test_publishers.py",)),
     (

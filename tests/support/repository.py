@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,3 +26,13 @@ def text_files() -> Iterator[Path]:
     yield from (path for path in sorted(ROOT.iterdir()) if path.suffix in kinds)
     for folder in (*_CODE, "docs", "deploy"):
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in kinds)
+
+
+def example_of(page: str, heading: str, language: str) -> str:
+    """The first block of ``language`` below a heading of a page in docs."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    _, found, below = text.partition(f"\n## {heading}\n")
+    assert found, f"{page} has no heading {heading!r}"
+    block = re.search(rf"^```{language}\n(.*?)^```$", below, re.MULTILINE | re.DOTALL)
+    assert block is not None, f"{page} has no {language} below {heading!r}"
+    return block[1]

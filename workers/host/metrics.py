@@ -131,9 +131,7 @@ class WorkerMetrics(Collector):
             devices.add_metric(labels, engine.num_devices)
             restarts.add_metric(labels, engine.num_restarts)
             for status in Status:
-                count = requests.times.ended[status]
-                if count or status is Status.DONE:
-                    ended.add_metric([*labels, status.value], count)
+                ended.add_metric([*labels, status.value], requests.times.ended[status])
         yield from (waiting, ending, draining, devices, restarts, ended, orphaned)
 
     def _devices(self) -> Iterator[Metric]:

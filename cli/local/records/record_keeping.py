@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.local.live import SystemState
+from millrace.cli.local.records.kafka_servers import KafkaServer
 from millrace.cli.local.supervisor import Process, StartError, Supervisor
 from millrace.runtime.clock import Clock
-from millrace.runtime.process import python_command
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.config import Config
 
 KAFKA, TELEMETRY = "kafka", "telemetry-1"
-# Records can wait: an engine that shares its cores with them would make tokens more slowly.
-NICENESS = 10
 # Other programs of a busy machine come before these parts. The limit is for a part that hangs: the
 # end of a part's process is noticed at once.
 START_TIMEOUT_S = 600.0
@@ -27,7 +24,7 @@ _SERVING = "Requests are served meanwhile, and their records wait in NATS"
 
 
 class RecordKeeping:
-    """Starts Kafka, then ``telemetry``, until both are up, and says what keeps them.
+    """Starts ``kafka``, then ``telemetry``, until both are up, and says what keeps them.
 
     ``read_config`` and ``write_config`` are for the file from which telemetry has Kafka's address,
     ``write_endpoints`` for the file that tells the command line. ``close`` ends the attempts; the
@@ -37,7 +34,6 @@ class RecordKeeping:
     def __init__(
         self,
         supervisor: Supervisor,
-        run_dir: Path,
         system_state: SystemState,
         read_config: Callable[[], Config],
         write_config: Callable[[Config], None],
@@ -46,7 +42,6 @@ class RecordKeeping:
         say: Callable[[str], None],
     ) -> None:
         self._supervisor = supervisor
-        self._bootstrap = run_dir / "kafka.bootstrap"
         self._system_state = system_state
         self._read_config = read_config
         self._write_config = write_config
@@ -59,9 +54,9 @@ class RecordKeeping:
         self._is_late = False
         self._first_outcome = asyncio.Event()
 
-    def start(self, telemetry: Process) -> None:
+    def start(self, kafka: KafkaServer, telemetry: Process) -> None:
         """Begin, and return at once."""
-        self._tasks.spawn(self._run(telemetry), "start telemetry")
+        self._tasks.spawn(self._run(kafka, telemetry), "start telemetry")
 
     async def wait(self, timeout_s: float) -> None:
         """Until both are up, or one has failed, or ``timeout_s`` have passed: they are late
@@ -81,11 +76,11 @@ class RecordKeeping:
         why = self._reason or f"{self._missing} is still starting"
         return f"Telemetry is not ready yet: {why}. {_SERVING}."
 
-    async def _run(self, telemetry: Process) -> None:
+    async def _run(self, kafka: KafkaServer, telemetry: Process) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                await self._start_all(telemetry)
+                await self._start_all(kafka, telemetry)
                 break
             except (StartError, OSError) as error:
                 self._reason = str(error)
@@ -100,42 +95,35 @@ class RecordKeeping:
             self._say("Telemetry is ready.")
         self._reason = ""
 
-    async def _start_all(self, telemetry: Process) -> None:
+    async def _start_all(self, kafka: KafkaServer, telemetry: Process) -> None:
         if self._missing == KAFKA:
-            await self._supervisor.start(self._kafka())
-            self._tell_address(partitions=1)
+            await self._supervisor.start(self._process(kafka))
+            self._tell_address(kafka)
             self._missing = TELEMETRY
         await self._supervisor.start(telemetry)
         self._missing = None
 
-    def _kafka(self) -> Process:
-        """The in-memory cluster picks its own ports, so a new life has a new address."""
-        file = self._bootstrap
-
-        async def ready() -> bool:
-            return file.exists() and file.stat().st_size > 0
-
+    def _process(self, kafka: KafkaServer) -> Process:
         async def follow() -> None:
-            self._tell_address()
-            await self._supervisor.restart(TELEMETRY)
+            if kafka.address() != self._system_state.addresses[KAFKA]:
+                self._tell_address(kafka)
+                await self._supervisor.restart(TELEMETRY)
 
         return Process(
             name=KAFKA,
-            command=python_command(
-                "millrace.telemetry.kafka.embedded", "--write-bootstrap", str(file)
-            ),
-            ready=ready,
-            before_start=lambda: file.unlink(missing_ok=True),
+            command=kafka.command(),
+            env=kafka.environment,
+            ready=kafka.is_ready,
+            before_start=kafka.prepare,
             on_restart=follow,
             start_timeout_s=START_TIMEOUT_S,
-            niceness=NICENESS,
+            niceness=kafka.niceness,
         )
 
-    def _tell_address(self, **changes: int) -> None:
+    def _tell_address(self, kafka: KafkaServer) -> None:
         state, config = self._system_state, self._read_config()
-        address = state.addresses[KAFKA] = self._bootstrap.read_text().strip()
-        kafka = msgspec.structs.replace(config.kafka, bootstrap_servers=address, **changes)
-        self._write_config(msgspec.structs.replace(config, kafka=kafka))
+        address = state.addresses[KAFKA] = kafka.address()
+        self._write_config(msgspec.structs.replace(config, kafka=kafka.told(config.kafka)))
         if state.endpoints is not None:
             state.endpoints = msgspec.structs.replace(state.endpoints, kafka=address)
             self._write_endpoints(state.endpoints)

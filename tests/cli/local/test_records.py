@@ -12,7 +12,8 @@ import pytest
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.local.live import SystemState
 from millrace.cli.local.private_files import make_private
-from millrace.cli.local.records import record_keeping
+from millrace.cli.local.records import kafka_servers
+from millrace.cli.local.records.kafka_servers import StandIn
 from millrace.cli.local.records.record_keeping import TELEMETRY, RecordKeeping
 from millrace.cli.local.supervisor import Process, Supervisor
 from millrace.schemas.config import Config
@@ -30,13 +31,13 @@ class Machine:
         self.said: list[str] = []
         self.config = Config()
         self.state = SystemState()
-        self.supervisor = Supervisor(folder / "run", folder / "logs", self.said.append)
+        self.run_dir = folder / "run"
+        self.supervisor = Supervisor(self.run_dir, folder / "logs", self.said.append)
         self.clock = ManualClock()
         self.is_up = folder / "telemetry is up"
         self.endpoints: list[Endpoints] = []
         self.records = RecordKeeping(
             self.supervisor,
-            folder / "run",
             self.state,
             lambda: self.config,
             self._write,
@@ -47,6 +48,9 @@ class Machine:
 
     def _write(self, config: Config) -> None:
         self.config = config
+
+    def start(self, telemetry: Process) -> None:
+        self.records.start(StandIn(self.run_dir), telemetry)
 
     def telemetry(self, code: str = _WAITS) -> Process:
         async def ready() -> bool:
@@ -64,13 +68,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     def command(_module: str, *arguments: str) -> Sequence[str]:
         return [sys.executable, "-c", _KAFKA, *arguments]
 
-    monkeypatch.setattr(record_keeping, "python_command", command)
+    monkeypatch.setattr(kafka_servers, "python_command", command)
     return Machine(tmp_path)
 
 
 async def test_what_is_ready_in_time_is_not_spoken_of(machine: Machine) -> None:
     machine.is_up.touch()
-    machine.records.start(machine.telemetry())
+    machine.start(machine.telemetry())
     await machine.records.wait(60.0)
     assert machine.records.why_not_ready == ""
     assert machine.said == []
@@ -79,7 +83,7 @@ async def test_what_is_ready_in_time_is_not_spoken_of(machine: Machine) -> None:
 
 
 async def test_telemetry_that_is_late_is_named_and_announced(machine: Machine) -> None:
-    machine.records.start(machine.telemetry())
+    machine.start(machine.telemetry())
     await eventually(lambda: "kafka" in machine.state.addresses)
     await machine.records.wait(0.0)
     assert machine.records.why_not_ready == (
@@ -98,7 +102,7 @@ async def test_a_folder_that_telemetry_cannot_have_is_named(
     folder = tmp_path / "clickhouse"
     folder.touch()
     machine.is_up.touch()
-    machine.records.start(replace(machine.telemetry(), before_start=lambda: make_private(folder)))
+    machine.start(replace(machine.telemetry(), before_start=lambda: make_private(folder)))
     await machine.records.wait(60.0)
     [told] = machine.said
     assert str(folder) in told
@@ -114,7 +118,7 @@ async def test_telemetry_that_cannot_start_says_why_and_is_tried_again(
 ) -> None:
     mended = tmp_path / "mended"
     broken = f"import os; os.path.exists({str(mended)!r}) or exit('the store is broken')\n{_WAITS}"
-    machine.records.start(machine.telemetry(broken))
+    machine.start(machine.telemetry(broken))
     await machine.records.wait(60.0)
     [told] = machine.said
     assert "telemetry-1 ended with exit code 1 before it was ready: the store is broken" in told

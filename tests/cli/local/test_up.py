@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from millrace.cli.endpoints import Endpoints
+from millrace.cli.greeting import greeting
 from millrace.cli.local.model_changes import Models
 from millrace.cli.local.models import SavedModels, catalogue_for
 from millrace.cli.local.stack import Plan
-from millrace.cli.local.up import _plan, greeting
+from millrace.cli.local.up import _plan
 from millrace.cli.main import build_parser, main
 from millrace.registry.catalogue import load_catalogue
 from millrace.schemas.config import Config, EngineConfig, GatewayConfig
