@@ -28,10 +28,11 @@ with without("pyarrow"):
     import chdb.state
 
 # At rest the engine would look at its memory twenty times a second, and for each table every ten
-# seconds at what might be merged, which an insert has it do at once. Its caches are bounded: they
-# count as memory of the process. The memory that it gives its users includes what inserts take.
+# seconds at what might be merged, which an insert has it do at once. Its caches are bounded. It has
+# no memory limit for a user: its count is reset only when no query of the user runs, and drifts.
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
+  <memory_worker_correct_memory_tracker>1</memory_worker_correct_memory_tracker>
   <memory_worker_period_ms>1000</memory_worker_period_ms>
   <background_processing_pool_thread_sleep_seconds>60</background_processing_pool_thread_sleep_seconds>
   <background_processing_pool_task_sleep_seconds_when_no_work_min>60</background_processing_pool_task_sleep_seconds_when_no_work_min>
@@ -87,8 +88,8 @@ ANALYST = "analyst"
 _PRIVATE_TABLES = ("transcripts",)
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
-# What the process needs beside queries: Python, inserts, merges, caches.
-_MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
+# What the process needs beside queries of users: Python, inserts, merges, caches.
+_MEMORY_BESIDE_QUERIES = 768 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
 # read or write, have it read another language than the guard does, show its insides, or lift the
 # bounds.
@@ -104,6 +105,7 @@ _CONSTANT = (
     "format_template_row",
     "max_memory_usage_for_user",
     "memory_overcommit_ratio_denominator",
+    "memory_overcommit_ratio_denominator_for_user",
     "memory_usage_overcommit_max_wait_microseconds",
     "output_format_schema",
     "polyglot_dialect",
@@ -135,8 +137,8 @@ def engine_options(*databases: str, limits: ReadLimits | None = None) -> Iterato
 def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     settings = {
         "allow_introspection_functions": 0,
-        "max_memory_usage_for_user": limits.max_memory_of_all_bytes,
         "max_untracked_memory": _MIB,
+        "memory_usage_overcommit_max_wait_microseconds": 1_000_000,
         "output_format_parquet_row_group_size_bytes": 16 * _MIB,
         "max_temporary_data_on_disk_size_for_user": 8 * 1024 * _MIB,
     }

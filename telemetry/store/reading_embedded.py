@@ -17,6 +17,7 @@ from millrace.telemetry.store import own_processes
 from millrace.telemetry.store.admission import Admission
 from millrace.telemetry.store.answer_pipe import AnswerPipe
 from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
+from millrace.telemetry.store.memory_bound import MemoryBound
 from millrace.telemetry.store.reading import (
     QUOTE_INTEGERS,
     Answer,
@@ -37,6 +38,7 @@ _FORMAT = re.compile(r"[A-Za-z]\w*")
 _SETTING = re.compile(r"[a-z]\w*", re.IGNORECASE)
 _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
+_MEMORY_ROW = msgspec.json.Decoder(tuple[str, int], strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
@@ -65,6 +67,9 @@ class EmbeddedReader(StreamingReader):
         self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
         self._queries: dict[str, Question] = {}
         self._left: set[asyncio.Task[None]] = set()
+        self._memory = MemoryBound(
+            limits.max_memory_of_all_bytes, self._measure, lambda each: self._kill([each])
+        )
         # It holds the engine open.
         self._held = connect(path, database, limits=limits)
 
@@ -127,6 +132,7 @@ class EmbeddedReader(StreamingReader):
 
     def _write(self, question: Question, pipe: AnswerPipe) -> None:
         """Have the engine write the answer into the pipe, in a thread."""
+        self._memory.enter()
         try:
             if pipe.is_left:
                 return
@@ -160,6 +166,9 @@ class EmbeddedReader(StreamingReader):
             raise QueryError.of(str(error)) from error
         finally:
             pipe.end()
+            ended = self._memory.leave(question.query_id)
+            if ended is not None:
+                raise ended
 
     def _find(
         self, connection: Any, statement: Statement, question: Question, values: Parameters
@@ -183,10 +192,22 @@ class EmbeddedReader(StreamingReader):
         finally:
             connection.close()
 
+    def _measure(self) -> dict[str, int]:
+        """The memory of each query of a user that runs, in bytes."""
+        connection = connect_again(self._path)
+        try:
+            rows: bytes = connection.query(own_processes.MEMORY, "JSONCompactEachRow").bytes()
+        except (ChdbError, RuntimeError):
+            # The engine is at its own limit, and ends queries itself.
+            return {}
+        finally:
+            connection.close()
+        return dict(map(_MEMORY_ROW.decode, rows.splitlines()))
+
     def _bounds_of(self, question: Question) -> dict[str, int | str]:
         """The settings of a statement: its own, none of them above its bound."""
         limits = self._limits
-        spilling = limits.max_memory_bytes // 2
+        spilling = limits.max_memory_bytes // 4
         bounds = {
             "max_execution_time": limits.max_query_s,
             "max_memory_usage": limits.max_memory_bytes,
@@ -282,6 +303,7 @@ class EmbeddedReader(StreamingReader):
         await asyncio.gather(*self._left)
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._ender.shutdown)
+        await asyncio.to_thread(self._memory.close)
         self._held.close()
 
 
