@@ -160,7 +160,7 @@ class ClickHouseConfig(TlsFiles, frozen=True, kw_only=True):
     """Memory of all queries together; from half of it on, the query with the most memory is
     ended."""
 
-    max_queries: int = 12
+    max_queries: int = 16
     """Queries of that interface that run at once; others wait."""
 
     max_queries_per_user: int = 6

@@ -138,6 +138,7 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     settings = {
         "allow_introspection_functions": 0,
         "max_untracked_memory": _MIB,
+        "priority": 1,
         "memory_usage_overcommit_max_wait_microseconds": 1_000_000,
         "output_format_parquet_row_group_size_bytes": 16 * _MIB,
         "max_temporary_data_on_disk_size_for_user": 8 * 1024 * _MIB,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 
 from millrace.telemetry.store.reading import QueryError
 
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S = 0.1
+# While all queries have more than a quarter of the limit.
+_LOOK_SOON_S = 0.02
 _MEMORY_LIMIT_EXCEEDED = 241
 _MIB = 1024 * 1024
 
@@ -31,6 +33,7 @@ class MemoryBound:
     ) -> None:
         self._limit_bytes = limit_bytes
         self._most_bytes = limit_bytes // 2
+        self._pause_s = _LOOK_EVERY_S
         self._measure = measure
         self._kill = kill
         self._ended: dict[str, QueryError] = {}
@@ -64,7 +67,7 @@ class MemoryBound:
             with self._lock:
                 self._lock.wait_for(lambda: self._is_closed or self._num_running)
                 if not self._is_closed:
-                    self._lock.wait_for(lambda: self._is_closed, timeout=_LOOK_EVERY_S)
+                    self._lock.wait_for(lambda: self._is_closed, timeout=self._pause_s)
                 if self._is_closed:
                     return
             self.look()
@@ -76,6 +79,8 @@ class MemoryBound:
         with self._lock:
             others = {each: taken[each] for each in taken if each not in self._ended}
             all_bytes, others_bytes = sum(taken.values()), sum(others.values())
+            is_soon = 4 * all_bytes > self._limit_bytes
+            self._pause_s = _LOOK_SOON_S if is_soon else _LOOK_EVERY_S
             if not others or (others_bytes <= self._most_bytes and all_bytes <= self._limit_bytes):
                 return
             query_id = max(others, key=lambda each: others[each])

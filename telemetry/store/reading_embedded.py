@@ -40,6 +40,9 @@ _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
 _MEMORY_ROW = msgspec.json.Decoder(tuple[str, int], strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
+# Saved queries and inserts have the first priority: see ``embedded_engine``.
+_USUAL = 2
+_YIELDING = 3
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
 
@@ -90,17 +93,21 @@ class EmbeddedReader(StreamingReader):
             del self._queries[question.query_id]
             raise
 
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+
         def over(_: asyncio.Future[None] | None) -> None:
             del self._queries[question.query_id]
+            self._admission.note(user, loop.time() - began_s, loop.time())
             self._admission.leave(user)
 
-        loop = asyncio.get_running_loop()
         try:
             pipe = AnswerPipe()
         except BaseException:
             over(None)
             raise
-        call = loop.run_in_executor(self._threads, self._write, question, pipe)
+        settings = self._settings_of(question, yields=self._admission.is_heavy(user, began_s))
+        call = loop.run_in_executor(self._threads, self._write, question, settings, pipe)
 
         call.add_done_callback(over)
         # The engine's own limit does not hold while it waits for a reader that takes nothing.
@@ -130,13 +137,15 @@ class EmbeddedReader(StreamingReader):
             await asyncio.wait([call], timeout=_KILL_AGAIN_S)
         call.exception()
 
-    def _write(self, question: Question, pipe: AnswerPipe) -> None:
+    def _write(
+        self, question: Question, settings: Mapping[str, int | str], pipe: AnswerPipe
+    ) -> None:
         """Have the engine write the answer into the pipe, in a thread."""
         self._memory.enter()
         try:
             if pipe.is_left:
                 return
-            connection = self._connection(self._bounds_of(question), question)
+            connection = self._connection(settings, question)
             try:
                 statement = self._statement(question.sql)
                 output_format = statement.output_format or question.output_format
@@ -204,8 +213,9 @@ class EmbeddedReader(StreamingReader):
             connection.close()
         return dict(map(_MEMORY_ROW.decode, rows.splitlines()))
 
-    def _bounds_of(self, question: Question) -> dict[str, int | str]:
-        """The settings of a statement: its own, none of them above its bound."""
+    def _settings_of(self, question: Question, *, yields: bool) -> dict[str, int | str]:
+        """The settings of a statement: its own, none of them above its bound. A query that
+        ``yields`` reads no further while queries of others run, for up to a second each time."""
         limits = self._limits
         spilling = limits.max_memory_bytes // 4
         bounds = {
@@ -225,6 +235,7 @@ class EmbeddedReader(StreamingReader):
             "date_time_output_format": "iso",
             **bounds,
             **given,
+            "priority": _YIELDING if yields else _USUAL,
             own_processes.QUERY_ID_SETTING: question.query_id,
         }
 
