@@ -6,7 +6,7 @@ pause for ``--minutes``: large answers, statements that fail in mid-answer or ar
 sorts over more than memory holds, sockets that close early, and light queries of tables. Meanwhile
 the operations page's questions are asked through the bus. It prints, and writes with ``--json``,
 the memory of the process and of queries, the times of light queries, the page's failures and the
-sink's lag. The lag is the age of the newest stored request.
+sink's lag: how long a request takes from the outbox to the table.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from millrace.schemas.config import GatewayConfig, NatsConfig
 from millrace.schemas.control import TelemetryQuery
 from tests.support.servers import NatsServer
 from tests.telemetry.process import PASSWORD, TelemetryProcess
+from tests.telemetry.records import request_record
 
 _MIB = 1024 * 1024
 _SETTLE_S = 10.0
@@ -47,7 +48,6 @@ _LEAVE_S = 0.5
 _LAST_BYTES = 4096
 _CODE = re.compile(rb"x-clickhouse-exception-code: (\d+)")
 _NUMBERS = re.compile(rb"(\d+)\t(\d+)\n")
-_NUMBER_OF = re.compile(rb"load-(\d+)")
 
 _EXPORTS = (
     "SELECT number, toString(number) FROM numbers(5000000) FORMAT CSV",
@@ -77,7 +77,6 @@ _LIGHT = (
 )
 _PAGE = ("totals", "usage_by_tenant", "latency", "workers_now", "error_codes", "alert_conditions")
 _MEMORY = "SELECT max(memory_usage), sum(memory_usage) FROM system.processes"
-_NEWEST = "SELECT max(request_id) FROM requests"
 
 _GOALS: dict[str, float] = {
     "query_peak_mib": 512,
@@ -125,24 +124,23 @@ class Figures(msgspec.Struct, kw_only=True):
 class Soak:
     """One run of all clients against one telemetry process."""
 
-    def __init__(self, process: TelemetryProcess, bus: Bus, rate: float) -> None:
+    def __init__(self, process: TelemetryProcess, bus: Bus) -> None:
         self._bus = bus
-        self._rate = rate
         self._port = process.port
         self._clients = Clients(process.port)
         self._memory = psutil.Process(process.pid)
         self._page_s: list[float] = []
         self.figures = Figures()
 
-    async def run(self, seconds: float, began_s: float) -> None:
-        """``began_s`` is when the publisher began."""
+    async def run(self, seconds: float) -> None:
         await asyncio.sleep(min(_SETTLE_S, seconds))
         self.figures.start_mib = self._resident_mib()
         parts = (
             *(self._clients.ask("light", 6, _LIGHT, pause_s=_LIGHT_PAUSE_S) for _ in range(3)),
             self._ask_page(),
             self._look_at_memory(),
-            self._look_at_queries(began_s),
+            self._look_at_queries(),
+            self._look_at_sink(),
         )
         ours, theirs = SPAWN.Pipe()
         with spawned(heavy, self._port, seconds, theirs):
@@ -185,18 +183,28 @@ class Soak:
             self.figures.peak_mib = max(self.figures.peak_mib, self._resident_mib())
             await asyncio.sleep(_LOOK_S / 5)
 
-    async def _look_at_queries(self, began_s: float) -> None:
+    async def _look_at_queries(self) -> None:
         figures = self.figures
         while True:
             _, answer = await self._clients.whole(7, _MEMORY)
             largest, all_of_them = map(int, _NUMBERS.findall(answer)[-1])
             figures.query_peak_mib = max(figures.query_peak_mib, largest / _MIB)
             figures.queries_peak_mib = max(figures.queries_peak_mib, all_of_them / _MIB)
-            asked_s = time.monotonic()
-            _, answer = await self._clients.whole(7, _NEWEST)
-            newest = _NUMBER_OF.search(answer)
-            stored_s = 2 * int(newest[1]) / self._rate if newest else 0.0
-            figures.sink_lag_max_s = max(figures.sink_lag_max_s, asked_s - began_s - stored_s)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look_at_sink(self) -> None:
+        """How long a request takes from the outbox to the table."""
+        for number in itertools.count():
+            name = f"probe-{number}"
+            began_s = time.monotonic()
+            await self._bus.outbox.publish(
+                msgspec.structs.replace(request_record(0), request_id=name)
+            )
+            stored = f"SELECT throwIf(count() = 0) FROM requests WHERE request_id = '{name}'"
+            while (await self._clients.whole(7, stored))[0] != "200":
+                await asyncio.sleep(_LOOK_S)
+            lag_s = time.monotonic() - began_s
+            self.figures.sink_lag_max_s = max(self.figures.sink_lag_max_s, lag_s)
             await asyncio.sleep(_LOOK_S)
 
     def _resident_mib(self) -> float:
@@ -297,8 +305,8 @@ async def measure(directory: Path, seconds: float, rate: float) -> Figures:
         try:
             await process.answers()
             with record_load(server.url, rate):
-                soak = Soak(process, bus, rate)
-                await soak.run(seconds, time.monotonic())
+                soak = Soak(process, bus)
+                await soak.run(seconds)
         finally:
             await bus.close()
             process.kill()

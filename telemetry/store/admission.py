@@ -1,30 +1,11 @@
-"""How many queries run at once, whose turn it is, and whose queries yield to others."""
+"""How many queries run at once, and whose turn it is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 
 from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError
-
-# A user whose queries ran for longer than this, of late, is a heavy user.
-_HEAVY_S = 5.0
-_HALF_LIFE_S = 30.0
-
-
-class Usage:
-    """For how many seconds a user's queries ran of late: half of it is forgotten each 30 s."""
-
-    def __init__(self) -> None:
-        self._used_s = 0.0
-        self._noted_s = 0.0
-
-    def add(self, seconds: float, now_s: float) -> None:
-        self._used_s = self.seconds(now_s) + seconds
-        self._noted_s = now_s
-
-    def seconds(self, now_s: float) -> float:
-        return float(self._used_s * 0.5 ** ((now_s - self._noted_s) / _HALF_LIFE_S))
 
 
 class Admission:
@@ -40,7 +21,6 @@ class Admission:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._running: Counter[str] = Counter()
-        self._used: defaultdict[str, Usage] = defaultdict(Usage)
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
     async def enter(self, user: str) -> None:
@@ -66,16 +46,6 @@ class Admission:
             if isinstance(error, TimeoutError):
                 raise self._refuse(user) from error
             raise
-
-    def is_heavy(self, user: str, now_s: float) -> bool:
-        """Whether the user's queries ran for long of late."""
-        return user in self._used and self._used[user].seconds(now_s) > _HEAVY_S
-
-    def note(self, user: str, seconds: float, now_s: float) -> None:
-        """A query of the user ran for so long."""
-        self._used[user].add(seconds, now_s)
-        for other in [each for each in self._used if self._used[each].seconds(now_s) < 0.01]:
-            del self._used[other]
 
     def leave(self, user: str) -> None:
         """A query of the user is over."""

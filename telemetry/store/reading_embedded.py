@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from millrace.telemetry.store import own_processes
 from millrace.telemetry.store.admission import Admission
 from millrace.telemetry.store.answer_pipe import AnswerPipe
 from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
-from millrace.telemetry.store.memory_bound import MemoryBound
+from millrace.telemetry.store.query_watch import QueryWatch, RunningQuery
 from millrace.telemetry.store.reading import (
     QUOTE_INTEGERS,
     Answer,
@@ -38,11 +39,8 @@ _FORMAT = re.compile(r"[A-Za-z]\w*")
 _SETTING = re.compile(r"[a-z]\w*", re.IGNORECASE)
 _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
-_MEMORY_ROW = msgspec.json.Decoder(tuple[str, int], strict=False)
+_RUNNING = msgspec.json.Decoder(RunningQuery, strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
-# Saved queries and inserts have the first priority: see ``embedded_engine``.
-_USUAL = 2
-_YIELDING = 3
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
 
@@ -65,13 +63,13 @@ class EmbeddedReader(StreamingReader):
             limits.max_queries_waiting,
             limits.max_query_wait_s,
         )
-        self._threads = ThreadPoolExecutor(limits.max_queries, thread_name_prefix="store-query")
         # Ends queries, whatever the other threads do.
         self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
         self._queries: dict[str, Question] = {}
         self._left: set[asyncio.Task[None]] = set()
-        self._memory = MemoryBound(
-            limits.max_memory_of_all_bytes, self._measure, lambda each: self._kill([each])
+        self._calls: set[asyncio.Future[None]] = set()
+        self._watch = QueryWatch(
+            limits.max_memory_of_all_bytes, self._running, lambda each: self._kill([each])
         )
         # It holds the engine open.
         self._held = connect(path, database, limits=limits)
@@ -94,11 +92,9 @@ class EmbeddedReader(StreamingReader):
             raise
 
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
 
         def over(_: asyncio.Future[None] | None) -> None:
             del self._queries[question.query_id]
-            self._admission.note(user, loop.time() - began_s, loop.time())
             self._admission.leave(user)
 
         try:
@@ -106,8 +102,9 @@ class EmbeddedReader(StreamingReader):
         except BaseException:
             over(None)
             raise
-        settings = self._settings_of(question, yields=self._admission.is_heavy(user, began_s))
-        call = loop.run_in_executor(self._threads, self._write, question, settings, pipe)
+        call = _in_new_thread(partial(self._write, question, pipe))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
         call.add_done_callback(over)
         # The engine's own limit does not hold while it waits for a reader that takes nothing.
@@ -137,15 +134,14 @@ class EmbeddedReader(StreamingReader):
             await asyncio.wait([call], timeout=_KILL_AGAIN_S)
         call.exception()
 
-    def _write(
-        self, question: Question, settings: Mapping[str, int | str], pipe: AnswerPipe
-    ) -> None:
+    def _write(self, question: Question, pipe: AnswerPipe) -> None:
         """Have the engine write the answer into the pipe, in a thread."""
-        self._memory.enter()
+        self._watch.enter()
         try:
             if pipe.is_left:
                 return
-            connection = self._connection(settings, question)
+            ours, given = self._settings_of(question)
+            connection = self._connection(ours, question, given)
             try:
                 statement = self._statement(question.sql)
                 output_format = statement.output_format or question.output_format
@@ -175,7 +171,7 @@ class EmbeddedReader(StreamingReader):
             raise QueryError.of(str(error)) from error
         finally:
             pipe.end()
-            ended = self._memory.leave(question.query_id)
+            ended = self._watch.leave(question.query_id)
             if ended is not None:
                 raise ended
 
@@ -201,21 +197,20 @@ class EmbeddedReader(StreamingReader):
         finally:
             connection.close()
 
-    def _measure(self) -> dict[str, int]:
-        """The memory of each query of a user that runs, in bytes."""
+    def _running(self) -> list[RunningQuery]:
+        """The queries of users that run."""
         connection = connect_again(self._path)
         try:
-            rows: bytes = connection.query(own_processes.MEMORY, "JSONCompactEachRow").bytes()
+            rows: bytes = connection.query(own_processes.RUNNING, "JSONCompactEachRow").bytes()
         except (ChdbError, RuntimeError):
             # The engine is at its own limit, and ends queries itself.
-            return {}
+            return []
         finally:
             connection.close()
-        return dict(map(_MEMORY_ROW.decode, rows.splitlines()))
+        return [_RUNNING.decode(row) for row in rows.splitlines()]
 
-    def _settings_of(self, question: Question, *, yields: bool) -> dict[str, int | str]:
-        """The settings of a statement: its own, none of them above its bound. A query that
-        ``yields`` reads no further while queries of others run, for up to a second each time."""
+    def _settings_of(self, question: Question) -> tuple[dict[str, int | str], dict[str, str]]:
+        """Our settings for a statement, and its own, none of them above its bound."""
         limits = self._limits
         spilling = limits.max_memory_bytes // 4
         bounds = {
@@ -230,29 +225,35 @@ class EmbeddedReader(StreamingReader):
             value = given.get(name, "")
             if value.isdecimal() and not 0 < int(value) <= bound:
                 given[name] = str(bound)
-        return {
+        given[own_processes.QUERY_ID_SETTING] = question.query_id
+        ours: dict[str, int | str] = {
             "final": 1,
             "date_time_output_format": "iso",
             **bounds,
-            **given,
-            "priority": _YIELDING if yields else _USUAL,
-            own_processes.QUERY_ID_SETTING: question.query_id,
+            "allow_ddl": 0,
+            "readonly": 2,
         }
+        return ours, given
 
-    def _connection(self, settings: Mapping[str, int | str], question: Question | None) -> Any:
-        """A connection for one statement. What is set last on it makes it read-only."""
-        for name in settings:
+    def _connection(
+        self,
+        ours: Mapping[str, int | str],
+        question: Question | None = None,
+        given: Mapping[str, str] | None = None,
+    ) -> Any:
+        """A read-only connection for one statement, with our settings and the statement's own."""
+        for name in given or {}:
             if not _SETTING.fullmatch(name):
                 raise QueryError.refusing(115, f"Unknown setting {name:.100}. (UNKNOWN_SETTING)")
-        connection = connect_again(self._path)
+        connection = connect_again(self._path, ours)
         try:
             database = question.database if question else None
             connection.query(f"USE {quote(database or self._database)}")
-            values = [f"{name} = {literal(str(value))}" for name, value in settings.items()]
-            connection.query(f"SET {', '.join(values)}")
+            if given:
+                values = [f"{name} = {literal(value)}" for name, value in given.items()]
+                connection.query(f"SET {', '.join(values)}")
             if question and question.user == "analyst":
                 connection.query(f"SET ROLE {ANALYST}")
-            connection.query("SET allow_ddl = 0, readonly = 2" if question else "SET readonly = 1")
         except BaseException:
             connection.close()
             raise
@@ -268,7 +269,7 @@ class EmbeddedReader(StreamingReader):
         values = _values(parameters)
         try:
             connection = self._connection(
-                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers)}, None
+                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers), "readonly": 1}
             )
             try:
                 statement = self._statement(sql)
@@ -312,10 +313,19 @@ class EmbeddedReader(StreamingReader):
         for query_id in list(self._queries):
             await asyncio.to_thread(self._kill, [query_id])
         await asyncio.gather(*self._left)
-        await asyncio.to_thread(self._threads.shutdown)
+        if self._calls:
+            await asyncio.wait(self._calls)
         await asyncio.to_thread(self._ender.shutdown)
-        await asyncio.to_thread(self._memory.close)
+        await asyncio.to_thread(self._watch.close)
         self._held.close()
+
+
+def _in_new_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """A thread that is not used again: ``QueryWatch`` may have raised its niceness for good."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="store-query")
+    call = asyncio.get_running_loop().run_in_executor(thread, work)
+    thread.shutdown(wait=False)
+    return call
 
 
 async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from millrace.telemetry.store.admission import Admission
-from millrace.telemetry.store.memory_bound import MemoryBound
+from millrace.telemetry.store.query_watch import QueryWatch, RunningQuery
 from millrace.telemetry.store.reading import QueryError
 
 _MIB = 1024 * 1024
@@ -63,16 +63,13 @@ async def test_a_query_that_is_cancelled_as_its_turn_comes_gives_its_place_on() 
 
 
 def test_the_query_with_the_most_memory_is_ended() -> None:
-    taken: dict[str, int] = {}
     killed: list[str] = []
-    bound = MemoryBound(1_000 * _MIB, lambda: taken, killed.append)
-    bound.close()
+    watch = QueryWatch(1_000 * _MIB, list, killed.append)
+    watch.close()
 
     def seen(**mib: int) -> list[str]:
-        taken.clear()
-        taken.update({query_id: size * _MIB for query_id, size in mib.items()})
         killed.clear()
-        bound.look()
+        watch.bound([RunningQuery(each, size * _MIB, 0.0, ()) for each, size in mib.items()])
         return list(killed)
 
     assert seen() == []
@@ -82,9 +79,9 @@ def test_the_query_with_the_most_memory_is_ended() -> None:
     assert seen(a=300, b=400) == []
     assert seen(a=300, b=450, c=51) == ["b"]
     assert seen(a=300, b=450, c=251, d=1) == ["c"]
-    error = bound.leave("c")
+    error = watch.leave("c")
     assert error is not None
     assert error.number == 241
     assert "they use 1002 MiB, maximum: 500 MiB. This query used the most of it, 251" in str(error)
-    assert bound.leave("d") is None
+    assert watch.leave("d") is None
     assert seen(c=600) == ["c"]

@@ -1,13 +1,20 @@
-"""The memory of all queries of users together.
+"""The queries of users that run: the memory of all together, and the processor time of long ones.
 
 The engine's own limit for all queries would stop whichever query asks next, an insert or a small
-query too. This bound ends the query with the most memory, and does so below that limit.
+query too. This bound ends the query with the most memory, and does so below that limit. Threads of
+a query that runs for a second get a higher niceness, so that inserts, the operations page and short
+queries run before them. They end with the query: the engine keeps no idle threads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from millrace.telemetry.store.reading import QueryError
 
@@ -18,17 +25,31 @@ _MEMORY_LIMIT_EXCEEDED = 241
 _MIB = 1024 * 1024
 
 
-class MemoryBound:
-    """Looks at the memory of queries while there are some, in a thread of its own.
+# A query that runs for longer is a long one; what its threads add to the niceness of the process.
+_LONG_S = 1.0
+_LONG_NICE = 14
 
-    ``measure`` answers the bytes of each query by its id, ``kill`` ends one. Queries are ended from
+
+class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A query as the engine sees it."""
+
+    query_id: str
+    memory_bytes: int
+    elapsed_s: float
+    thread_ids: tuple[int, ...]
+
+
+class QueryWatch:
+    """Looks at queries while there are some, in a thread of its own.
+
+    ``measure`` answers those that run, ``kill`` ends one. Queries are ended from
     half of the limit on: they grow meanwhile.
     """
 
     def __init__(
         self,
         limit_bytes: int,
-        measure: Callable[[], Mapping[str, int]],
+        measure: Callable[[], Sequence[RunningQuery]],
         kill: Callable[[str], None],
     ) -> None:
         self._limit_bytes = limit_bytes
@@ -40,7 +61,7 @@ class MemoryBound:
         self._lock = threading.Condition()
         self._num_running = 0
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="store-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
         self._thread.start()
 
     def enter(self) -> None:
@@ -70,12 +91,14 @@ class MemoryBound:
                     self._lock.wait_for(lambda: self._is_closed, timeout=self._pause_s)
                 if self._is_closed:
                     return
-            self.look()
+            running = self._measure()
+            self.bound(running)
+            _yield_to_others(running)
 
-    def look(self) -> None:
+    def bound(self, running: Sequence[RunningQuery]) -> None:
         """End the query with the most memory if all have too much. The memory of a query that was
         ended comes back in a moment, and does not count unless all exceed the limit itself."""
-        taken = self._measure()
+        taken = {query.query_id: query.memory_bytes for query in running}
         with self._lock:
             others = {each: taken[each] for each in taken if each not in self._ended}
             all_bytes, others_bytes = sum(taken.values()), sum(others.values())
@@ -92,3 +115,16 @@ class MemoryBound:
                 "(MEMORY_LIMIT_EXCEEDED)",
             )
         self._kill(query_id)
+
+
+def _yield_to_others(running: Sequence[RunningQuery]) -> None:
+    """Have the processor run other threads before those of long queries."""
+    if sys.platform != "linux":
+        return
+    niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _LONG_NICE)
+    for query in running:
+        if query.elapsed_s > _LONG_S:
+            for thread_id in query.thread_ids:
+                # A thread may have ended since.
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
