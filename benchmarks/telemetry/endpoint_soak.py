@@ -19,6 +19,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from millrace.bus.nats.permissions import Part
 from millrace.schemas.config import GatewayConfig, NatsConfig
 from millrace.schemas.control import TelemetryQuery
 from tests.support.servers import NatsServer
+from tests.support.waiting import eventually
 from tests.telemetry.process import PASSWORD, TelemetryProcess
 from tests.telemetry.records import request_record
 
@@ -201,11 +203,14 @@ class Soak:
                 msgspec.structs.replace(request_record(0), request_id=name)
             )
             stored = f"SELECT throwIf(count() = 0) FROM requests WHERE request_id = '{name}'"
-            while (await self._clients.whole(7, stored))[0] != "200":
-                await asyncio.sleep(_LOOK_S)
+            is_stored = partial(self._is_stored, stored)
+            await eventually(is_stored, timeout_s=120.0, what="a record's row", poll_s=_LOOK_S)
             lag_s = time.monotonic() - began_s
             self.figures.sink_lag_max_s = max(self.figures.sink_lag_max_s, lag_s)
             await asyncio.sleep(_LOOK_S)
+
+    async def _is_stored(self, sql: str) -> bool:
+        return (await self._clients.whole(7, sql))[0] == "200"
 
     def _resident_mib(self) -> float:
         return float(self._memory.memory_info().rss) / _MIB

@@ -2,7 +2,7 @@
 
 The engine's own limit for all queries would stop whichever query asks next, an insert or a small
 query too. This bound ends the query with the most memory, and does so below that limit. Threads of
-a query that runs for a second get a higher niceness, so that inserts, the operations page and short
+a query that runs for 0.3 s get a higher niceness, so that inserts, the operations page and short
 queries run before them. They end with the query: the engine keeps no idle threads.
 """
 
@@ -26,7 +26,7 @@ _MIB = 1024 * 1024
 
 
 # A query that runs for longer is a long one; what its threads add to the niceness of the process.
-_LONG_S = 1.0
+_LONG_S = 0.3
 _LONG_NICE = 14
 
 
