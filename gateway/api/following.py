@@ -13,6 +13,7 @@ from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
+from millrace.gateway.streams.stream import DISCONNECTED
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.http import Headers, Receive, Scope, Send
@@ -47,7 +48,7 @@ async def follow(
             return await answers.follow(response, client, writer, send, render(response), headers)
         finally:
             writer.release()
-            response.abort(client.gone or "disconnect")  # nothing to do if its end was delivered
+            response.abort(client.gone or DISCONNECTED)  # nothing to do if its end was delivered
     finally:
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -24,6 +24,7 @@ from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
+from millrace.gateway.streams.stream import DISCONNECTED
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.event_ids import EventId, parse_event_id
@@ -43,6 +44,7 @@ from millrace.gateway.transport.http import (
     send_refusal,
     send_response,
 )
+from millrace.schemas.asked import Asked
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
@@ -125,8 +127,9 @@ class GenerationHandler:
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         digest = digest_of(endpoint.route.encode(), body) if key else ""
+        asked = Asked(api=endpoint.api, stream=prepared.stream)
         if prepared.begin is not None:
-            requester = Requester(caller, DetachedClient(lambda: None), trace=trace)
+            requester = Requester(caller, DetachedClient(lambda: None), trace=trace, asked=asked)
             with _bugs_answered(request_id):
                 _refuse_last_event_id(scope)
                 begun = await self._submit_kept(prepared, requester, request_id, key, digest)
@@ -140,7 +143,7 @@ class GenerationHandler:
             takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
         writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
-        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s)
+        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
         watch = asyncio.create_task(client.watch(receive))
         try:
             with _bugs_answered(request_id):
@@ -164,9 +167,9 @@ class GenerationHandler:
                 writer.release()
                 # Nothing to do if the end was delivered.
                 if response.is_kept or (client.going_away and prepared.stream):
-                    response.detach(None, client.gone or "disconnect")
+                    response.detach(None, client.gone or DISCONNECTED)
                 else:
-                    response.abort(client.gone or "disconnect")
+                    response.abort(client.gone or DISCONNECTED)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):

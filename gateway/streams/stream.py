@@ -11,6 +11,7 @@ from millrace.schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import Status
 
+DISCONNECTED = "disconnected"
 # An attribute of an enum takes longer to look up, and each frame does so.
 _ATTACHED, _, _ABORTED = Phase
 
@@ -43,7 +44,7 @@ class OpenStream:
     """A job that this gateway answers, from before it is published until its end is recorded.
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
-    client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``). It
+    client: a ``Status`` value, or what became of the client (``DISCONNECTED``, ``slow_client``). It
     is ``accepted`` once the queue has its job, at ``stream_sequence`` if this gateway published it.
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
     until its end is recorded. A stream ``from_index`` is one that another connection began: the

@@ -16,7 +16,7 @@ from millrace.gateway.streams.copies import StreamCopies
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.replays import Replays, RunningRequestIndex
 from millrace.gateway.streams.state import Cancellation, Phase
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import DISCONNECTED, Client, OpenStream
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig
@@ -301,7 +301,7 @@ class StreamTable:
             and now_s >= stream.detached_until_s
             and not self._copies.of(stream.request_id)
         ):
-            self.abort(stream, "disconnect")
+            self.abort(stream, DISCONNECTED)
         elif stream.cancellation is not None:
             self._sweep_cancelled(stream, stream.cancellation, now_s)
         elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:

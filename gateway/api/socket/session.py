@@ -16,12 +16,13 @@ from millrace.gateway.rendering.chunks import encode
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import DISCONNECTED, Client, OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.registry.requests.parsing import parse_generate
+from millrace.schemas.asked import Api, Asked
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source
@@ -200,7 +201,13 @@ class SocketSession(Client):
             caller.tenant, num_items, partial(parse_generate, message)
         )
         requester = Requester(
-            caller, self, Source.WEBSOCKET, request, request.trace, request.arrived_s
+            caller,
+            self,
+            Source.WEBSOCKET,
+            request,
+            request.trace,
+            request.arrived_s,
+            Asked(api=Api.WEBSOCKET, stream=True),
         )
         if not message.idempotency_key:
             return await gateway.submitter.submit(parsed, requester, request.request_id)
@@ -246,7 +253,7 @@ class SocketSession(Client):
             self.wake(choice.stream)
 
     def _part_with(self, response: ResponseStream) -> None:
-        outcome = self.dropped or "disconnect"
+        outcome = self.dropped or DISCONNECTED
         if response.trace is not None:
             response.trace.finish(error=outcome)
         if response.is_kept:
