@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,17 +29,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "migrate",
         help="bring the tables of an analytics store up to date",
-        description="Run the migrations that a store lacks, and say which: on the server that "
-        "--config or MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the "
-        "same whenever it starts; a store in a folder belongs to the system that runs on it, which "
+        description="Run the migrations that a store lacks, renew comments and views that differ "
+        "from this version's, and say which: on the server that --config or "
+        "MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the same "
+        "whenever it starts; a store in a folder belongs to the system that runs on it, which "
         "--dry-run asks.",
     )
     parser.add_argument(
         "--config", type=path_or_name, metavar="FILE", help="the configuration that names the store"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only say which migrations would run"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would run and change")
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 
@@ -102,25 +101,31 @@ async def _migrate(config: ClickHouseConfig) -> list[str]:
 
 
 def _pending(config: ClickHouseConfig, data: Path) -> list[str]:
-    """The migrations that the store lacks; nothing is made, nor changed."""
+    """The migrations that the store lacks, and what of comments and views differs; nothing is made,
+    nor changed."""
     from millrace.telemetry.store.migrate import lacking
+    from millrace.telemetry.store.views import STATE, Changes, Existing
 
-    return [migration.name for migration in lacking(_applied(config, data), config.database)]
+    applied = {int(number) for (number,) in _rows(_NUMBERS, config, data)}
+    names = [migration.name for migration in lacking(applied, config.database)]
+    existing = Existing.of(_rows(STATE, config, data))
+    return names + Changes.of(existing, config.database).summary()
 
 
-def _applied(config: ClickHouseConfig, data: Path) -> set[int]:
+def _rows(statement: str, config: ClickHouseConfig, data: Path) -> list[tuple[Any, ...]]:
+    """What the store answers; none if its database or the table is not made."""
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.store.reading import QueryError
 
     folder = Path(config.path or data / "clickhouse")
     if not (config.url or folder.is_dir() or supervising(data)):
-        return set()
+        return []
     try:
-        answer = ask_store(_NUMBERS, config, data, {})
+        answer = ask_store(statement, config, data, {})
     except NoDatabaseError:
-        return set()
+        return []
     except QueryError as error:
         if error.number in _NOT_MADE:
-            return set()
+            return []
         raise
-    return {int(number) for (number,) in parse_rows(answer).rows}
+    return list(parse_rows(answer).rows)

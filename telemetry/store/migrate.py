@@ -12,6 +12,7 @@ import msgspec
 
 from millrace.schemas.errors import MillraceError
 from millrace.telemetry.store.store import PlainTable, Store
+from millrace.telemetry.store.views import declare
 
 # The number of the schema, and of the last migration that it stands for.
 SCHEMA = 20
@@ -85,7 +86,8 @@ def lacking(applied: set[int], database: str) -> list[Migration]:
 
 
 async def migrate(store: Store) -> list[str]:
-    """Bring the database up to date; the names of the migrations that ran.
+    """Bring the database up to date: run the migrations that it lacks, and then make comments and
+    views what ``telemetry/columns`` declares. Returns what ran and what was changed.
 
     Raises MigrationError as ``lacking`` does, and StoreUnavailableError.
     """
@@ -98,7 +100,7 @@ async def migrate(store: Store) -> list[str]:
             await store.command(statement)
         await store.insert(APPLIED, ([migration.number], [migration.name]), migration.name)
         ran.append(migration.name)
-    return ran
+    return ran + await declare(store)
 
 
 def _statements(text: str) -> tuple[str, ...]:

@@ -14,18 +14,20 @@ from millrace.telemetry.store.store import Store
 _HEAD = """# Columns
 
 Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from what ClickHouse
-itself says of its tables: `millrace sql --saved tables`, `/ops/tables.html` and `DESCRIBE TABLE`
-tell it of a system that runs. Times are UTC. Latencies are in ms, device time in us, energy in J.
-Each table but `prices` also has a view ending in `_once`: read that.
+itself says of its tables, which is declared in `telemetry/columns`: `millrace sql --saved tables`,
+`/ops/tables.html` and `DESCRIBE TABLE` tell it of a system that runs.
+
+Read the views, whose names end in `_once`: they have each row once. All times are UTC. A column is
+only NULL where its type says `Nullable`; its description says when.
 """
 _COLUMNS = """
 SELECT table, tables.comment, columns.name, type, columns.comment
 FROM system.columns AS columns
 INNER JOIN system.tables AS tables
     ON tables.database = columns.database AND tables.name = columns.table
-WHERE columns.database = currentDatabase() AND tables.engine != 'View'
-  AND table NOT IN ('outbox_ledger', 'schema_migrations')
-ORDER BY table, position
+WHERE columns.database = currentDatabase()
+  AND (endsWith(table, '_once') OR startsWith(type, 'AggregateFunction'))
+ORDER BY endsWith(table, '_once') DESC, table, position
 """
 
 
@@ -34,7 +36,7 @@ async def tables_page(store: Store) -> str:
     parts = [_HEAD]
     rows = await store.rows(_COLUMNS)
     for (table, what), columns in groupby(rows, key=lambda row: (str(row[0]), str(row[1]))):
-        lines = [f"## {table}", "", what, "", "| column | type | what it says |", "|---|---|---|"]
+        lines = [f"## {table}", "", what, "", "| column | type | meaning |", "|---|---|---|"]
         for _, _, name, kind, comment in columns:
             lines.append(f"| `{name}` | `{_one_line(str(kind))}` | {comment} |")
         parts.append("\n".join(lines) + "\n")

@@ -26,6 +26,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     # It orders the tests and chooses slow ones; it changes no result.
     ("tests/runner/measured.json", ()),
     # SQL, Lua, C++, style sheets, pages and data by the modules that load them.
+    ("telemetry/columns/*", ("telemetry/store/declaration.py", "tests/deploy/*")),
     ("telemetry/migrations/*", ("telemetry/store/migrate.py", "tests/deploy/*")),
     ("telemetry/queries/*.sql", ("telemetry/http/answers.py", "tests/deploy/*")),
     ("bus/tenancy/*.lua", ("bus/tenancy/*.py",)),

@@ -11,12 +11,14 @@ from millrace.cli.main import main
 from millrace.cli.running import own_line
 from millrace.telemetry.http.answers import load_queries
 from millrace.telemetry.store.migrate import load_migrations
+from millrace.telemetry.store.views import Changes
 from tests.cli.analytics.left_store import run_on_store
 from tests.cli.analytics.test_sql import write_endpoints
 
 
 def test_a_store_from_nothing_and_what_is_asked_of_it(tmp_path: Path) -> None:
     names = [migration.name for migration in load_migrations()]
+    names += Changes.of({}, "millrace").summary()
     statement = tmp_path / "count.sql"
     statement.write_text("-- How many.\nSELECT count() AS n, {who:String} AS who FROM requests;\n")
     odd = "it's a\\tab,\n\u4f60"

@@ -72,29 +72,6 @@ async def test_saved_queries_tell_times_as_such(store: Store) -> None:
     assert num_rows > 50
 
 
-async def test_every_column_says_what_it_is_and_latencies_have_one_unit(store: Store) -> None:
-    rows = await store.rows(
-        "SELECT table, name, comment FROM system.columns WHERE database = currentDatabase()"
-    )
-    comments = {(str(table), str(name)): str(comment) for table, name, comment in rows}
-    assert [place for place, comment in comments.items() if not comment] == []
-    for (table, name), comment in comments.items():
-        if table.endswith("_once"):
-            assert comments[table.removesuffix("_once"), name] == comment
-        if comment.startswith("Latency"):
-            assert name.endswith("_ms"), (table, name)
-            assert comment.startswith("Latency, ms:"), (table, name)
-        if name.endswith("_us") and name != "tpot_us":
-            assert comment.startswith("Device time, us:"), (table, name)
-        if name.endswith("_j"):
-            assert comment.startswith("Energy, J:"), (table, name)
-    assert ("requests_once", "tpot_us") not in comments
-    tables = await store.rows(
-        "SELECT name FROM system.tables WHERE database = currentDatabase() AND comment = ''"
-    )
-    assert tables == []
-
-
 async def test_the_page_of_tables_is_of_today(store: Store) -> None:
     """Made by ``python -m millrace.telemetry.store.tables_page``."""
     made = await tables_page(store)

@@ -1,0 +1,145 @@
+"""What the tables of the analytics store and their columns mean: ``telemetry/columns/*.toml``.
+
+A file declares the table of its name. Comments in the store, the views and the page of tables are
+made of it. A migration makes tables and columns, and says nothing about their meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from importlib import resources
+
+import msgspec
+
+# Columns whose meaning is the same in several tables.
+_COMMON = "common"
+# The values of columns that have a fixed set of them, each with its meaning.
+_VALUES = "values"
+INTERNAL = "Internal:"
+VIEW_SUFFIX = "_once"
+PERCENTILES = (50, 90, 95, 99)
+PERCENTILE_TYPE = "Nullable(Float64)"
+
+
+class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A column: ``what`` it says, in whole sentences, the ``unit`` of a number, when it is ``null``
+    or, for text, ``empty``, and the set in ``values.toml`` that its ``values`` are of.
+
+    An ``internal`` column is for Millrace itself: it is in no view. A column with ``percentiles``
+    holds states of ``quantilesTDigest``: the view has its percentiles instead.
+    """
+
+    what: str
+    unit: str = ""
+    null: str = ""
+    empty: str = ""
+    values: str = ""
+    internal: bool = False
+    percentiles: bool = False
+
+    @property
+    def comment(self) -> str:
+        parts = [f"{INTERNAL} {self.what}" if self.internal else self.what]
+        if self.unit:
+            parts.append(f"Unit: {self.unit}.")
+        if self.null:
+            parts.append(f"NULL: {self.null}.")
+        if self.empty:
+            parts.append("Never empty." if self.empty == "never" else f"Empty: {self.empty}.")
+        if self.values:
+            meanings = load_values()[self.values].items()
+            said = "; ".join(f"{value} ({meaning})" for value, meaning in meanings)
+            parts.append(f"Values: {said}.")
+        return " ".join(parts)
+
+
+class ViewColumn(msgspec.Struct, frozen=True, kw_only=True):
+    """A column of a view, its comment, and the expression that makes it of the table's columns. An
+    empty type is that of the table's column of this name."""
+
+    name: str
+    comment: str
+    expression: str
+    type: str = ""
+
+
+class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A table, what a row of it is, and its columns by name."""
+
+    name: str
+    what: str
+    columns: dict[str, DeclaredColumn]
+    internal: bool = False
+
+    @property
+    def comment(self) -> str:
+        return f"{INTERNAL} {self.what}" if self.internal else self.what
+
+    @property
+    def view(self) -> str:
+        """The name of the view that has each row once; empty for an internal table."""
+        return "" if self.internal else self.name + VIEW_SUFFIX
+
+    @property
+    def view_comment(self) -> str:
+        return f"{self.what} Each row once, as {self.name} FINAL has it."
+
+    def view_columns(self, name: str) -> list[ViewColumn]:
+        """What the view has of the table's column ``name``."""
+        column = self.columns.get(name)
+        if column is None or column.internal:
+            return []
+        if column.percentiles:
+            return [_percentile(name, column, level) for level in range(len(PERCENTILES))]
+        return [ViewColumn(name=name, comment=column.comment, expression=name)]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    what: str
+    columns: dict[str, DeclaredColumn] = {}
+    common: tuple[str, ...] = ()
+    internal: bool = False
+
+
+def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
+    measure, _, unit = name.rpartition("_")
+    state = f"finalizeAggregation({name})[{level + 1}]"
+    said = msgspec.structs.replace(
+        column, what=f"Percentile {PERCENTILES[level]} of the row's requests. {column.what}"
+    )
+    return ViewColumn(
+        name=f"{measure}_p{PERCENTILES[level]}_{unit}",
+        comment=said.comment,
+        expression=f"if(isNaN({state}), NULL, {state})",
+        type=PERCENTILE_TYPE,
+    )
+
+
+@functools.cache
+def load_declaration() -> dict[str, DeclaredTable]:
+    """The tables by their names, the internal ones included."""
+    files = resources.files("millrace.telemetry").joinpath("columns").iterdir()
+    texts = {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+    common = msgspec.convert(tomllib.loads(texts.pop(_COMMON)), dict[str, DeclaredColumn])
+    del texts[_VALUES]
+    tables = {}
+    for name in sorted(texts):
+        file = msgspec.convert(tomllib.loads(texts[name]), _File)
+        shared = {column: common[column] for column in file.common}
+        tables[name] = DeclaredTable(
+            name=name,
+            what=file.what,
+            columns={**shared, **file.columns},
+            internal=file.internal,
+        )
+    return tables
+
+
+@functools.cache
+def load_values() -> dict[str, dict[str, str]]:
+    """The sets of values by name: each value and what it means."""
+    file = resources.files("millrace.telemetry").joinpath("columns", f"{_VALUES}.toml")
+    return msgspec.convert(
+        tomllib.loads(file.read_text(encoding="utf-8")), dict[str, dict[str, str]]
+    )

@@ -1,0 +1,132 @@
+"""The comments of tables and columns, and the views, as the declaration has them.
+
+They are compared with the store's after migrations, and what differs is made again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from millrace.telemetry.store.declaration import DeclaredTable, ViewColumn, load_declaration
+from millrace.telemetry.store.reading import quote
+from millrace.telemetry.store.store import Store
+
+# Reads what ``Existing.of`` takes.
+STATE = """
+SELECT tables.name, tables.comment, tables.as_select, columns.name, columns.type, columns.comment
+FROM system.tables AS tables
+INNER JOIN system.columns AS columns
+    ON columns.database = tables.database AND columns.table = tables.name
+WHERE tables.database = currentDatabase()
+ORDER BY tables.name, columns.position
+"""
+# ClickHouse quotes names where it wants to, and lays a statement out in its own way.
+_LAYOUT = re.compile(r"[`\s()]+")
+
+
+class Existing(msgspec.Struct, frozen=True):
+    """A table or view of a store: its comment, its query if it is a view, and its columns, each
+    with type and comment, in order."""
+
+    comment: str
+    as_select: str
+    columns: dict[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Any]]) -> dict[str, Existing]:
+        """The tables and views by name, from the rows that ``STATE`` reads."""
+        found: dict[str, Existing] = {}
+        for table, comment, as_select, column, kind, meaning in rows:
+            one = found.setdefault(str(table), cls(str(comment), str(as_select), {}))
+            one.columns[str(column)] = (str(kind), str(meaning))
+        return found
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """The statements that bring a store to the declaration: those of comments by table, and those
+    of views by view."""
+
+    comments: dict[str, str]
+    views: dict[str, str]
+
+    @classmethod
+    def of(cls, existing: dict[str, Existing], database: str) -> Changes:
+        """Compare a store with the declaration. A table that a migration has yet to make counts as
+        one without columns."""
+        comments, views = {}, {}
+        for table in load_declaration().values():
+            there = existing.get(table.name, Existing("", "", {}))
+            if parts := _comments(table, there):
+                comments[table.name] = f"ALTER TABLE {table.name} {', '.join(parts)}"
+            made = _view(table, there, existing.get(table.view), database) if table.view else ""
+            if made:
+                views[table.view] = made
+        return cls(comments, views)
+
+    def summary(self) -> list[str]:
+        """A line for comments and one for views; none where nothing differs."""
+        parts = (("comments of", self.comments), ("views", self.views))
+        return [f"{what} {', '.join(changed)}" for what, changed in parts if changed]
+
+
+async def declare(store: Store) -> list[str]:
+    """Make the comments and views of a migrated store those of the declaration. Returns a summary
+    of what was changed. Raises StoreUnavailableError."""
+    changes = Changes.of(Existing.of(await store.rows(STATE)), store.database)
+    for statement in (*changes.comments.values(), *changes.views.values()):
+        await store.command(statement)
+    return changes.summary()
+
+
+def _comments(table: DeclaredTable, there: Existing) -> list[str]:
+    """The parts of an ALTER TABLE."""
+    parts = [
+        f"COMMENT COLUMN {name} {_quoted(column.comment)}"
+        for name, column in table.columns.items()
+        if there.columns.get(name, ("", ""))[1] != column.comment
+    ]
+    if there.comment != table.comment:
+        parts.append(f"MODIFY COMMENT {_quoted(table.comment)}")
+    return parts
+
+
+def _view(table: DeclaredTable, there: Existing, view: Existing | None, database: str) -> str:
+    """The statement that makes the view; empty if it is there as it should be."""
+    columns = [
+        column if column.type else msgspec.structs.replace(column, type=kind)
+        for name, (kind, _) in there.columns.items()
+        for column in table.view_columns(name)
+    ]
+    source = f"{quote(database)}.{table.name}"
+    select = " ".join(("SELECT", ", ".join(map(_selected, columns)), "FROM", source, "FINAL"))
+    wanted = Existing(
+        comment=table.view_comment,
+        as_select=_LAYOUT.sub("", select),
+        columns={column.name: (column.type, column.comment) for column in columns},
+    )
+    if view is not None:
+        normal = msgspec.structs.replace(view, as_select=_LAYOUT.sub("", view.as_select))
+        if normal == wanted and list(normal.columns) == list(wanted.columns):
+            return ""
+    declared = ", ".join(
+        f"{column.name} {column.type} COMMENT {_quoted(column.comment)}" for column in columns
+    )
+    return (
+        f"CREATE OR REPLACE VIEW {table.view} ({declared}) "
+        f"COMMENT {_quoted(table.view_comment)} AS {select}"
+    )
+
+
+def _selected(column: ViewColumn) -> str:
+    if column.expression == column.name:
+        return column.name
+    return f"{column.expression} AS {column.name}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
