@@ -37,6 +37,16 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+class ClientEnd(StrEnum):
+    """How a client parted from its stream, where that came before the stream's end."""
+
+    DISCONNECTED = "disconnected"
+    SLOW_CLIENT = "slow_client"
+    GOING_AWAY = "going_away"  # the gateway, that is
+    KEY_REVOKED = "key_revoked"
+    REFUSED = "refused"  # another choice of the request could not be queued
+
+
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """An earlier attempt at a request, which another one continued, as far as it is known: what one
     took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
@@ -169,7 +179,8 @@ class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="d
     in which the gateway checked the key, read the body and parsed it.
     A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
     ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
-    ``num_resumes`` counts a client's returns to its stream.
+    ``num_resumes`` counts a client's returns to its stream. ``outcome`` is a ``Status`` value, or
+    one of ``ClientEnd``.
     """
 
     request_id: str

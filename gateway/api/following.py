@@ -13,10 +13,10 @@ from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
-from millrace.gateway.streams.stream import DISCONNECTED
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.http import Headers, Receive, Scope, Send
+from millrace.schemas.records import ClientEnd
 
 
 async def follow(
@@ -48,7 +48,8 @@ async def follow(
             return await answers.follow(response, client, writer, send, render(response), headers)
         finally:
             writer.release()
-            response.abort(client.gone or DISCONNECTED)  # nothing to do if its end was delivered
+            # Nothing to do if its end was delivered.
+            response.abort(client.gone or ClientEnd.DISCONNECTED)
     finally:
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -24,7 +24,6 @@ from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
-from millrace.gateway.streams.stream import DISCONNECTED
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.event_ids import EventId, parse_event_id
@@ -46,6 +45,7 @@ from millrace.gateway.transport.http import (
 )
 from millrace.schemas.asked import Asked
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.schemas.records import ClientEnd
 
 _log = logging.getLogger(__name__)
 
@@ -167,9 +167,9 @@ class GenerationHandler:
                 writer.release()
                 # Nothing to do if the end was delivered.
                 if response.is_kept or (client.going_away and prepared.stream):
-                    response.detach(None, client.gone or DISCONNECTED)
+                    response.detach(None, client.gone or ClientEnd.DISCONNECTED)
                 else:
-                    response.abort(client.gone or DISCONNECTED)
+                    response.abort(client.gone or ClientEnd.DISCONNECTED)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):

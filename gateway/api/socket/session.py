@@ -16,7 +16,7 @@ from millrace.gateway.rendering.chunks import encode
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
-from millrace.gateway.streams.stream import DISCONNECTED, Client, OpenStream
+from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
@@ -26,11 +26,12 @@ from millrace.schemas.asked import Api, Asked
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source
+from millrace.schemas.records import ClientEnd
 from millrace.schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
 
 _log = logging.getLogger(__name__)
 
-KEY_REVOKED = "key_revoked"
+KEY_REVOKED = ClientEnd.KEY_REVOKED
 _LAST_WORDS_S = 1.0
 _MAX_ID_CHARACTERS = 256
 _ROUTE = "/v1/ws"
@@ -158,7 +159,7 @@ class SocketSession(Client):
         self._schedule_flush()
         self.pending_bytes += len(payload)
         if self.pending_bytes > self.limit_bytes:
-            self.drop("slow_client")
+            self.drop(ClientEnd.SLOW_CLIENT)
 
     def close(self, *, hold: bool) -> None:
         """The socket is gone; with ``hold`` its client may come back for what runs."""
@@ -253,7 +254,7 @@ class SocketSession(Client):
             self.wake(choice.stream)
 
     def _part_with(self, response: ResponseStream) -> None:
-        outcome = self.dropped or DISCONNECTED
+        outcome = self.dropped or ClientEnd.DISCONNECTED
         if response.trace is not None:
             response.trace.finish(error=outcome)
         if response.is_kept:
@@ -308,7 +309,7 @@ class SocketSession(Client):
         if payloads:
             self._writer.write(payloads)
         if self._is_going_away and not self._requests:
-            self.drop("going_away")
+            self.drop(ClientEnd.GOING_AWAY)
         if self._parting:
             self.drop(self._parting)
 

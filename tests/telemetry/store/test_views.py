@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from millrace.schemas.asked import Api
 from millrace.schemas.config import ClickHouseConfig
-from millrace.telemetry.store.declaration import INTERNAL, load_declaration
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.records import ClientEnd, Status
+from millrace.telemetry.store.declaration import INTERNAL, load_declaration, load_values
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.views import STATE, Changes, Existing
@@ -72,13 +75,24 @@ async def test_what_differs_is_made_again_and_nothing_else(spoiled: Store) -> No
 
 
 async def test_a_view_follows_the_type_of_a_column(spoiled: Store) -> None:
-    await spoiled.command("ALTER TABLE deliveries MODIFY COLUMN intake_ms Nullable(Float64)")
+    await spoiled.command("ALTER TABLE deliveries MODIFY COLUMN stalled_ms Nullable(Float64)")
     assert await migrate(spoiled) == ["views deliveries_once"]
     [(kind,)] = await spoiled.rows(
         "SELECT type FROM system.columns "
-        "WHERE database = currentDatabase() AND table = 'deliveries_once' AND name = 'intake_ms'"
+        "WHERE database = currentDatabase() AND table = 'deliveries_once' AND name = 'stalled_ms'"
     )
     assert kind == "Nullable(Float64)"
+
+
+def test_sets_of_values_are_the_codes_own() -> None:
+    values = load_values()
+    statuses = {status.value for status in Status}
+    assert {name: set(values[name]) for name in ("status", "finish_reason", "api", "outcome")} == {
+        "status": statuses,
+        "finish_reason": {reason.value for reason in FinishReason},
+        "api": {api.value for api in Api if api is not Api.UNKNOWN},
+        "outcome": statuses | {end.value for end in ClientEnd},
+    }
 
 
 def test_of_an_empty_store_everything_differs() -> None:
