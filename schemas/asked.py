@@ -26,6 +26,20 @@ class Api(StrEnum):
     JOB = "job"
     GATEWAY = "gateway"
 
+    @property
+    def path(self) -> str:
+        """The route of those that answer with generations; of others their name."""
+        return _PATHS.get(self, self.value)
+
+
+_PATHS = {
+    Api.CHAT: "/v1/chat/completions",
+    Api.COMPLETIONS: "/v1/completions",
+    Api.RESPONSES: "/v1/responses",
+    Api.MESSAGES: "/v1/messages",
+    Api.WEBSOCKET: "/v1/ws",
+}
+
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a request was asked; only its record reads it.

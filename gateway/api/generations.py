@@ -15,6 +15,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.errors import (
     InternalError,
     MethodNotAllowedError,
+    Refusal,
     SlowRequestError,
     refusal_of,
 )
@@ -87,11 +88,17 @@ class GenerationHandler:
         finally:
             if trace is not None:
                 trace.finish(status, refusal)
-            if refusal is not None and not scope.get(ACCEPTED):
-                self._gateway.refusals.note(
-                    self._endpoint.route, refusal, scope.get(CALLER), request_id
-                )
+            if refusal is not None:
+                self._note(refusal, scope, request_id)
         self._gateway.metrics.count_request(self._endpoint.route, status)
+
+    def _note(self, refusal: Refusal, scope: Scope, request_id: str) -> None:
+        """Tell of a refusal; an accepted request has a record of its own, however it ends."""
+        route, caller = self._endpoint.route, scope.get(CALLER)
+        if not scope.get(ACCEPTED):
+            self._gateway.refusals.note(route, refusal, caller, request_id)
+        elif caller is not None:
+            self._gateway.failure_log.failed(route, refusal, caller.tenant, request_id)
 
     async def _answer(
         self,
@@ -160,7 +167,7 @@ class GenerationHandler:
                     response = await gateway.submitter.submit(
                         prepared.request, requester, request_id
                     )
-            scope[ACCEPTED] = True  # it has a record of its own now, however it ends
+            scope[ACCEPTED] = True
             try:
                 return await self._deliver(prepared, response, client, writer, send, had)
             finally:

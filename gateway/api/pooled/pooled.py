@@ -184,6 +184,8 @@ class PooledEndpoint:
             await self._make(jobs, shape, made, request.receive)
         except _EndedBadlyError as error:
             refusal = refusal_of_end(error.end)
+            path = request.scope["route"].path
+            gateway.failure_log.failed(path, refusal, caller.tenant, request_id)
             headers = [*refusal.headers, *headers]
             return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
         finally:
