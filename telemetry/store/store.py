@@ -9,7 +9,7 @@ import asyncio
 import functools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.redaction import redact_urls
 from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
-from millrace.telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
+from millrace.telemetry.store.reading import Reader, ReadLimits, ServerReader, quote
 from millrace.telemetry.store.store_folder import is_taken
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
@@ -106,6 +106,7 @@ class Store:
         if bool(config.url) == bool(config.path):
             raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
         connect: Callable[..., Client]
+        limits = limits or ReadLimits.of(config)
         if config.path:
             await asyncio.to_thread(Path(config.path).mkdir, parents=True, exist_ok=True)
             if is_taken(Path(config.path)):
@@ -113,11 +114,11 @@ class Store:
                     f"another process has the store at {config.path} open: a telemetry process, or "
                     "a command that reads it. End it first."
                 )
-            connect = functools.partial(_connect_embedded, config)
+            connect = functools.partial(_connect_embedded, config, limits)
         else:
             connect = server_connect(config)
         try:
-            return await asyncio.to_thread(cls._open, config, connect, limits or ReadLimits())
+            return await asyncio.to_thread(cls._open, config, connect, limits)
         except ImportError as error:
             raise ConfigError(
                 "clickhouse.path needs the embedded engine: install millrace[embedded], or set "
@@ -150,7 +151,7 @@ class Store:
         store._client = writing
         return store
 
-    async def command(self, sql: str, parameters: Parameters | None = None) -> None:
+    async def command(self, sql: str, parameters: Mapping[str, object] | None = None) -> None:
         """Run a statement that answers nothing. Raises StoreUnavailableError."""
         await self._write(lambda client: client.command(sql, parameters=dict(parameters or {})))
 
@@ -179,7 +180,9 @@ class Store:
 
         await self._write(run)
 
-    async def rows(self, sql: str, parameters: Parameters | None = None) -> list[tuple[Any, ...]]:
+    async def rows(
+        self, sql: str, parameters: Mapping[str, object] | None = None
+    ) -> list[tuple[Any, ...]]:
         """A trusted query's rows, on the writing connection: it sees all that was written."""
 
         def run(client: Client) -> list[tuple[Any, ...]]:
@@ -217,11 +220,11 @@ def _is_full(error: Exception) -> bool:
     return any(words in text for words in _NO_ROOM)
 
 
-def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:
+def _connect_embedded(config: ClickHouseConfig, limits: ReadLimits, **options: Any) -> Client:
     # The engine is an extra, which a telemetry process on a server does without.
     from millrace.telemetry.store.embedded_engine import engine_options
 
-    with engine_options(config.database) as restrictions:
+    with engine_options(config.database, limits=limits) as restrictions:
         return clickhouse_connect.get_client(
             interface="chdb", path=config.path, chdb_options=restrictions, **options
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
 
 # How often tests ask a store whether rows have come: each query costs some milliseconds of CPU.
@@ -14,6 +15,7 @@ TABLES = (
     "refusals",
     "usage_by_minute",
     "workers_by_minute",
+    "generation_rows",
     "prices",
     "outbox_ledger",
 )
@@ -23,3 +25,9 @@ async def empty(store: Store) -> None:
     """Take all rows out of the store's tables, and leave its ledger of migrations."""
     for table in TABLES:
         await store.command(f"TRUNCATE TABLE {table}")
+
+
+def streaming(store: Store) -> StreamingReader:
+    """The reader of an embedded store, which answers statements of users."""
+    assert isinstance(store.reader, StreamingReader)
+    return store.reader
