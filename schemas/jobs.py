@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from millrace.schemas.asked import Api, Asked
 from millrace.schemas.chat.messages import MessageToolCall
 from millrace.schemas.errors import (
     ForeignReplyError,
@@ -134,7 +135,7 @@ class Job(
     scheduler.
     ``body`` is the body of a chat or completion, in JSON or MessagePack, that a service has
     published with the fields of a job beside its own: the scheduler reads it. ``answer`` says that
-    the answer is told apart, as that of a chat is. No service writes either of the two.
+    the answer is told apart, as that of a chat is. No service writes these two, or ``asked``.
     ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
     accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to: the
     tenant's name, alone or followed by a slash and a name of one's choice; empty means that there
@@ -161,7 +162,8 @@ class Job(
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
     end. ``notices`` are what the part that made the job left out; its end repeats them. ``part``
     says which generation of an accepted request it is; None: the only one. ``batch_id`` is the
-    batch that it is a line of. No service writes either of the two.
+    batch that it is a line of. No service writes either of the two. ``asked`` is
+    how it was asked, for its record; no service writes it.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -204,6 +206,7 @@ class Job(
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
     body: bytes = b""
     answer: AnswerForm | None = None
+    asked: Asked | None = None
     part: RequestPart | None = None
     batch_id: str = ""
 
@@ -260,6 +263,15 @@ class Job(
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""
         return self.deadline_ns is not None and now_ns >= self.deadline_ns
+
+
+def asked_of(job: Job) -> Asked:
+    """How a job was asked; one that is not prepared yet says so by its own fields."""
+    if job.asked is not None:
+        return job.asked
+    if job.source in GATEWAY_SOURCES:
+        return Asked()
+    return Asked(api=Api.JOB, stream=bool(job.reply), max_tokens=job.sampling.max_tokens)
 
 
 def check_priority(priority: int) -> None:

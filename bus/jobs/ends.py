@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from millrace.bus.jobs.decoding import Owner
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.schemas.control import CancelReason
-from millrace.schemas.jobs import Job, JobResult, RequestPart
-from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.jobs import Job, JobResult, RequestPart, asked_of
+from millrace.schemas.records import MAX_RECORD_TIME_NS, RequestRecord, Status
 
 _NS_PER_MS = 1e6
+# A job that is refused may ask for more.
+_MOST_TOKENS = (1 << 32) - 1
 
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows. Only failures and orphaned requests keep their code."""
+    adds what it knows."""
+    asked = asked_of(job)
     part = job.part or RequestPart(request_id="")
-    keeps_code = status is Status.FAILED or error_code == CancelReason.ORPHANED.value
     return RequestRecord(
         request_id=job.request_id,
         tenant=job.tenant,
@@ -29,7 +30,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         prompt_tokens=job.num_paid_prompt_tokens,
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
-        error_code=error_code if keeps_code else "",
+        error_code=error_code,
         received_ns=job.received_ns,
         done_ns=done_ns,
         epoch=epoch,
@@ -37,6 +38,10 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         key_id=job.key_id,
         metadata=job.metadata,
         adapter=job.adapter,
+        api=asked.api,
+        stream=asked.stream,
+        max_tokens=None if asked.max_tokens is None else min(asked.max_tokens, _MOST_TOKENS),
+        deadline_ns=min(job.deadline_ns or 0, MAX_RECORD_TIME_NS),
         parent_id=part.request_id,
         choice=part.choice,
         round=part.round,

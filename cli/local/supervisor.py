@@ -13,8 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from millrace.cli.local.private_files import make_private, write_private
+from millrace.runtime.exits import how_it_ended, num_oom_kills
 from millrace.runtime.process import python_environment
 
 _PR_SET_PDEATHSIG = 1
@@ -68,6 +70,15 @@ class PartView:
     is_ready: bool
 
 
+class Lost(NamedTuple):
+    """A process that has ended without being asked to, and its return code. ``oom_kills`` is what
+    ``num_oom_kills`` said when it began."""
+
+    name: str
+    code: int
+    oom_kills: int
+
+
 class Supervisor:
     """Owns the processes that it starts: none outlives it, even if it is killed."""
 
@@ -77,11 +88,17 @@ class Supervisor:
         log_dir: Path,
         say: Callable[[str], None] = print,
         env: Mapping[str, str] = os.environ,
+        *,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
+        """``say`` tells of what happens as it should, ``warn`` of the rest: ``say`` too if it is
+        None."""
         self._env = python_environment(env)
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._say = say
+        self._warn = warn or say
+        self.on_lost: Callable[[Lost], None] = lambda _lost: None
         self._running: dict[str, _Running] = {}
         self._stopping = False
         make_private(run_dir)
@@ -116,6 +133,7 @@ class Supervisor:
         been started yet needs nothing."""
         running = self._running.get(name)
         if running is not None and running.handle is not None and running.handle.returncode is None:
+            running.is_asked_to_end = True
             await _end(running.handle, running.process.stop_timeout_s)
 
     async def remove(self, name: str) -> None:
@@ -169,6 +187,7 @@ class Supervisor:
         finally:
             log.close()
         running.started_at, running.is_ready = time.monotonic(), False
+        running.oom_kills = num_oom_kills()
         write_private(self._pid_file(running), f"{running.handle.pid}\n")
 
     async def _wait_ready(self, running: _Running) -> None:
@@ -178,7 +197,7 @@ class Supervisor:
         while process.ready is not None and not await process.ready():
             if handle.returncode is not None:
                 raise StartError(
-                    f"{process.name} ended with exit code {handle.returncode} before it was "
+                    f"{process.name} ended with {how_it_ended(handle.returncode)} before it was "
                     f"ready: {self._last_words(running)}"
                 )
             if time.monotonic() > deadline:
@@ -200,7 +219,13 @@ class Supervisor:
                 return
             if time.monotonic() - running.started_at > _STABLE_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            self._say(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
+            if running.is_asked_to_end:
+                tell = self._say
+            else:
+                tell = self._warn
+                self.on_lost(Lost(running.process.name, code, running.oom_kills))
+            running.is_asked_to_end = False
+            tell(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
             running.num_restarts += 1
@@ -211,7 +236,7 @@ class Supervisor:
                     await running.process.on_restart()
             except (StartError, OSError) as error:
                 # It is ended, so that the next turn starts it once more.
-                self._say(str(error))
+                self._warn(str(error))
                 if running.handle.returncode is None:
                     _signal_group(running.handle.pid, signal.SIGKILL)
 
@@ -235,6 +260,8 @@ class _Running:
     started_at: float = 0.0
     num_restarts: int = 0
     is_ready: bool = False
+    is_asked_to_end: bool = False
+    oom_kills: int = 0
 
 
 def _stage(running: _Running) -> int:
@@ -272,8 +299,3 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
     """Signal a process and all that it started; it leads its own session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def how_it_ended(code: int) -> str:
-    """A return code in words."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -22,6 +22,7 @@ from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,
@@ -53,7 +54,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         model = await self._gateway.models.get_named(asked.model, caller.tenant)
         pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
-            attempt.job(asked.model, caller, received_ns, deadline_ns),
+            attempt.job(asked.model, caller, received_ns, deadline_ns, Api.EMBEDDINGS),
             user=user_of(asked.user),
             pooling=pooling,
             truncate_prompt_tokens=num_kept,

@@ -20,6 +20,7 @@ from millrace.gateway.request.response_reader import AcceptedRequest, ResponseRe
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.schemas.asked import Api
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done
 from millrace.schemas.jobs import Job, JobResult, RequestPart, Tier
@@ -56,9 +57,9 @@ class LineAttempt(NamedTuple):
         """The id of the attempt's first job."""
         return self.request_id + (f"-{self.attempt}" if self.attempt else "")
 
-    def job(self, model: str, caller: Caller, received_ns: int, deadline_ns: int) -> Job:
+    def job(self, model: str, caller: Caller, received_ns: int, deadline_ns: int, api: Api) -> Job:
         """The attempt's first job without its prompt."""
-        job = bare_job(model, caller, self.job_id, Tier.BATCH, received_ns, deadline_ns)
+        job = bare_job(model, caller, self.job_id, Tier.BATCH, received_ns, deadline_ns, api)
         part = RequestPart(request_id=self.request_id, attempt=self.attempt)
         return replace(job, store_result=True, part=part, batch_id=self.batch_id)
 
@@ -145,7 +146,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
         prepared = replace(prepared, request=request)
         model = await self._gateway.models.get(request.model, caller.tenant, request.adapter)
         base = replace(
-            attempt.job(request.model, caller, received_ns, deadline_ns),
+            attempt.job(request.model, caller, received_ns, deadline_ns, self._endpoint.api),
             user=request.user,
             cache_salt=request.cache_salt,
             priority=request.priority,

@@ -43,8 +43,8 @@ WITH
             s.num_running * period_ms,
             s.num_waiting * period_ms,
             s.queue_depth * period_ms,
-            s.num_blocks * period_ms,
-            (toInt64(s.num_blocks) - toInt64(s.num_free_blocks)) * period_ms,
+            ifNull(s.num_blocks, 0) * period_ms,
+            ifNull(toInt64(s.num_blocks) - toInt64(s.num_free_blocks), 0) * period_ms,
             s.prefix_query_tokens,
             s.prefix_hit_tokens
         FROM
