@@ -13,7 +13,9 @@ _NS_PER_MS = 1e6
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows. Only failures and orphaned requests keep their code."""
+    adds what it knows. A part of a request counts no prompt unless a worker has computed it, so
+    that tokens and cost of the request's parts add up. Only failures and orphaned requests keep
+    their code."""
     part = job.part or RequestPart(request_id="")
     keeps_code = status is Status.FAILED or error_code == CancelReason.ORPHANED.value
     return RequestRecord(
@@ -26,7 +28,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         model_requested=job.model_requested or job.model,
         model_served=job.model,
         route_reason=job.route_reason,
-        prompt_tokens=job.num_paid_prompt_tokens,
+        prompt_tokens=len(job.prompt_token_ids or ()) if job.part is None else 0,
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
         error_code=error_code if keeps_code else "",

@@ -28,9 +28,9 @@ def request_record(
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
-    that were pulled. A request that never ran costs nothing and has no price version. If all that
-    is known of earlier attempts is device time, the row has a price version for that and no prompt
-    tokens, so that cost and tokens agree."""
+    that were pulled. A part of a request that never ran counts no prompt. A request that never ran
+    costs nothing and has no price version. If all that is known of earlier attempts is device time,
+    the row has a price version for that and no prompt tokens, so that cost and tokens agree."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage() or Usage()
     timing, ran = generation.timing, generation.ran
     assert outcome is not None
@@ -43,11 +43,12 @@ def request_record(
     )
     earlier_pulled_tokens, earlier_source = sum_pulled(lives)
     own_source = pulled_from(generation.kv_source, generation.num_pulled_tokens)
+    has_prompt = ran or not (device_us or job.part)
     answer = timing.answer(outcome.status, received_ns, num_own_tokens)
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
-        prompt_tokens=generation.num_paid_prompt_tokens if ran or not device_us else 0,
+        prompt_tokens=generation.num_paid_prompt_tokens if has_prompt else 0,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         queue_ms=since_ms(received_ns, timing.started_ns),
