@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 from websockets.asyncio.client import connect
+from websockets.exceptions import WebSocketException
 
 from tests.support.system import System
 from tests.support.waiting import eventually
@@ -37,10 +38,12 @@ class Tenant(msgspec.Struct, frozen=True):
 
 class Told(msgspec.Struct):
     """What a client was told of its requests, by their ids. ``usage`` holds prompt, cached and
-    completion tokens of those that were answered; others were accepted, and left or cancelled."""
+    completion tokens of those that were answered; others were accepted, and left or cancelled.
+    ``num_lost`` requests broke off before the client had their ids: they may have been accepted."""
 
     usage: dict[str, tuple[int, int, int]] = {}
     accepted: set[str] = set()
+    num_lost: int = 0
 
     def answered(self, request_id: str, usage: dict[str, Any]) -> None:
         """Take in an answer. A request that is asked again under its key has the same one."""
@@ -98,8 +101,10 @@ class BooksClient:
         await self._ask("completions", prompt=prompts, max_tokens=8, n=2)
 
     async def tools(self, **more: Any) -> None:
-        asked = {"server_tools": ["weather"], "tool_choice": "required", "temperature": 0}
-        await self._ask("chat/completions", messages=_MESSAGES, max_tokens=64, **asked, **more)
+        asked: dict[str, Any] = {"server_tools": ["weather"], "tool_choice": "required"}
+        await self._ask(
+            "chat/completions", messages=_MESSAGES, max_tokens=64, temperature=0, **asked, **more
+        )
 
     async def several_choices_with_tools(self) -> None:
         await self.tools(n=2)
@@ -113,14 +118,14 @@ class BooksClient:
     async def embeddings(self) -> None:
         """Embeddings keep no answer for a key, so a request that breaks off is lost sight of."""
         body = {"model": self._tenant.model, "input": ["a lease", "a worker", "a queue"]}
-        answer = await self._http.post(f"{self._system.http}/v1/embeddings", json=body)
-        answer.raise_for_status()
-        self._told.answered(answer.headers["x-request-id"], answer.json()["usage"])
+        answer = await self._send("/v1/embeddings", json=body)
+        if answer is not None:
+            self._told.answered(answer.headers["x-request-id"], answer.json()["usage"])
 
     async def replay(self) -> None:
         """The same answer three times, two of them at once: one request."""
         key = uuid.uuid4().hex
-        ask = {"messages": _MESSAGES, "max_tokens": 8, "n": 2, "key": key}
+        ask: dict[str, Any] = {"messages": _MESSAGES, "max_tokens": 8, "n": 2, "key": key}
         await asyncio.gather(*(self._ask("chat/completions", **ask) for _ in range(2)))
         await self._ask("chat/completions", **ask)
 
@@ -128,26 +133,34 @@ class BooksClient:
         """A client that goes away while its choices are written."""
         body = {"model": self._tenant.model, "messages": _MESSAGES, "max_tokens": 200, "n": 2}
         url = f"{self._system.http}/v1/chat/completions"
-        async with self._http.stream("POST", url, json=body | {"stream": True}) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    self._told.accepted.add(json.loads(line.removeprefix("data: "))["id"])
-                    return
+        try:
+            async with self._http.stream("POST", url, json=body | {"stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith('data: {"id"'):
+                        self._told.accepted.add(json.loads(line.removeprefix("data: "))["id"])
+                        return
+        except httpx.TransportError:
+            pass
+        self._told.num_lost += 1
 
     async def socket(self) -> None:
         asked = {"type": "generate", "id": "a", "messages": _MESSAGES, "max_tokens": 8, "n": 2}
         headers = self._tenant.headers
-        async with connect(self._system.websocket, additional_headers=headers) as socket:
-            await socket.send(json.dumps(asked | {"model": self._tenant.model}))
-            request_id = ""
-            while True:
-                message = json.loads(await socket.recv())
-                request_id = message.get("request_id") or request_id
-                if message["type"] == "error":
-                    raise ValueError(f"the WebSocket answered {message}")
-                if message["type"] == "done":
-                    self._told.answered(request_id, message["usage"])
-                    return
+        message, request_id = {"type": ""}, ""
+        try:
+            async with connect(self._system.websocket, additional_headers=headers) as socket:
+                await socket.send(json.dumps(asked | {"model": self._tenant.model}))
+                while message["type"] not in ("done", "error"):
+                    message = json.loads(await socket.recv())
+                    request_id = message.get("request_id") or request_id
+        except (OSError, WebSocketException):
+            pass
+        if message["type"] == "done":
+            self._told.answered(request_id, message["usage"])
+        elif request_id:
+            self._told.accepted.add(request_id)
+        else:
+            self._told.num_lost += 1
 
     async def batch(self) -> None:
         """Lines of several choices, and of several inputs."""
@@ -165,15 +178,20 @@ class BooksClient:
         base = f"{self._system.http}/v1"
         file = ("in.jsonl", "\n".join(lines).encode())
         data = {"purpose": "batch"}
-        sent = await self._http.post(f"{base}/files", files={"file": file}, data=data)
-        sent.raise_for_status()
+        sent = await self._send("/v1/files", files={"file": file}, data=data)
+        if sent is None:
+            return
         asked = {"input_file_id": sent.json()["id"], "endpoint": url, "completion_window": "24h"}
-        made = await self._http.post(f"{base}/batches", json=asked)
-        made.raise_for_status()
+        made = await self._send("/v1/batches", json=asked, num_requests=len(bodies))
+        if made is None:
+            return
         batch = made.json()
 
         async def is_over() -> bool:
-            answer = await self._http.get(f"{base}/batches/{batch['id']}")
+            try:
+                answer = await self._http.get(f"{base}/batches/{batch['id']}")
+            except httpx.TransportError:
+                return False
             batch.update(answer.json() if answer.status_code == 200 else {})
             return bool(batch["status"] == "completed")
 
@@ -182,6 +200,24 @@ class BooksClient:
         for line in answers.text.splitlines():
             response = json.loads(line)["response"]
             self._told.answered(response["request_id"], response["body"]["usage"])
+
+    async def _send(
+        self, path: str, *, num_requests: int = 1, **sent: Any
+    ) -> httpx.Response | None:
+        """Post what keeps no answer for a key. None: it broke off, or failed."""
+        while True:
+            try:
+                answer = await self._http.post(f"{self._system.http}{path}", **sent)
+            except httpx.TransportError:
+                answer = None
+            if answer is None or answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+                self._told.num_lost += num_requests
+                return None
+            if answer.status_code == httpx.codes.OK:
+                return answer
+            if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                raise ValueError(f"{path} answered {answer.status_code}: {answer.text[:300]}")
+            await asyncio.sleep(_AGAIN_S)
 
     async def _ask(self, path: str, *, key: str = "", **body: Any) -> None:
         """Ask until there is an answer, which is always that of the one accepted request."""
@@ -195,6 +231,10 @@ class BooksClient:
                 continue
             if answer.status_code not in _RETRIED:
                 break
+            if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+                # The failure is this key's answer for good.
+                headers = {"idempotency-key": uuid.uuid4().hex}
+                self._told.num_lost += 1
             await asyncio.sleep(_AGAIN_S)
         if answer.status_code != 200:
             raise ValueError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
