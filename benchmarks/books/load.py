@@ -146,7 +146,8 @@ class BooksClient:
     async def socket(self) -> None:
         asked = {"type": "generate", "id": "a", "messages": _MESSAGES, "max_tokens": 8, "n": 2}
         headers = self._tenant.headers
-        message, request_id = {"type": ""}, ""
+        message: dict[str, Any] = {"type": ""}
+        request_id = ""
         try:
             async with connect(self._system.websocket, additional_headers=headers) as socket:
                 await socket.send(json.dumps(asked | {"model": self._tenant.model}))

@@ -17,8 +17,8 @@ Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from w
 itself says of its tables, which is declared in `telemetry/columns`: `millrace sql --saved tables`,
 `/ops/tables.html` and `DESCRIBE TABLE` tell it of a system that runs.
 
-Read the views, whose names end in `_once`, and `generations`: they have each row once. All times are
-UTC. A column is only NULL where its type says `Nullable`; its description says when.
+Read the views, whose names end in `_once`, and `generations`: they have each row once. All times
+are UTC. A column is only NULL where its type says `Nullable`; its description says when.
 """
 _COLUMNS = """
 SELECT table, tables.comment, columns.name, type, columns.comment

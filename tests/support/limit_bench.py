@@ -75,6 +75,7 @@ async def reserve(
     deadline_s: float = 600.0,
     tier: Tier | None = None,
     longest: int | None = None,
+    num_requests: int = 1,
 ) -> Reservation:
     return await limiter.reserve(
         caller,
@@ -86,6 +87,7 @@ async def reserve(
         deadline_s=deadline_s,
         tier=tier,
         longest_tokens=longest,
+        num_requests=num_requests,
     )
 
 
