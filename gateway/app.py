@@ -184,7 +184,7 @@ def _starlette(gateway: Gateway) -> Starlette:
 
 
 def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
-    """Count each response by its route's template, and give it a request id."""
+    """Count each response by its route's template, and give it a request id if it has none."""
     templates = (route.path for route in app.routes if isinstance(route, Route))
     gateway.metrics.know_routes((*templates, _UNMATCHED))
 
@@ -196,7 +196,9 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
             nonlocal status
             if event["type"] == "http.response.start":
                 status = event["status"]
-                event["headers"] = [*event["headers"], request_id_header(request_id)]
+                own = request_id_header(request_id)
+                if all(name != own[0] for name, _ in event["headers"]):
+                    event["headers"] = [*event["headers"], own]
             await send(event)
 
         try:

@@ -14,7 +14,8 @@ _MOST_TOKENS = (1 << 32) - 1
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows."""
+    adds what it knows. A part of a request counts no prompt unless a worker has computed it, so
+    that tokens and cost of the request's parts add up."""
     asked = asked_of(job)
     part = job.part or RequestPart(request_id="")
     return RequestRecord(
@@ -27,7 +28,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         model_requested=job.model_requested or job.model,
         model_served=job.model,
         route_reason=job.route_reason,
-        prompt_tokens=job.num_paid_prompt_tokens,
+        prompt_tokens=len(job.prompt_token_ids or ()) if job.part is None else 0,
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
         error_code=error_code,

@@ -121,6 +121,7 @@ class Run:
         return msgspec.structs.replace(
             record_of(job, status, "", self.epoch, done_ns),
             worker_id=worker_id,
+            prompt_tokens=job.num_paid_prompt_tokens,
             cached_tokens=self.num_paid_cached_tokens,
             completion_tokens=self.num_tokens,
             queue_ms=_since_ms(job.received_ns, self.started_ns),

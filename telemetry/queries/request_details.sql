@@ -1,4 +1,5 @@
 -- All that is known of one request, and of its delivery, in one row; none if there is no such request.
+-- Amounts are those of all its generations together, which request_generations lists.
 -- param id: the request's id
 SELECT
     r.request_id AS request_id,
@@ -41,6 +42,8 @@ SELECT
     length(r.lives) AS num_lives,
     r.num_preemptions AS num_preemptions,
     r.trace_id AS trace_id,
+    r.batch_id AS batch_id,
+    r.num_generations AS num_generations,
     r.done_at AS done_at,
     d.request_id != '' AS is_delivered,
     d.gateway AS gateway,

@@ -9,5 +9,5 @@ SELECT
 FROM system.columns
 WHERE database = currentDatabase()
   AND ({table:String} = '' OR table = {table:String})
-  AND (endsWith(table, '_once') OR startsWith(type, 'AggregateFunction'))
+  AND (endsWith(table, '_once') OR table = 'generations' OR startsWith(type, 'AggregateFunction'))
 ORDER BY table, position

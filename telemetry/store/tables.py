@@ -304,7 +304,7 @@ REQUESTS: Table[RequestRecord] = Table(
             "if(count({0}) = count(started_at), sumOrNull({0}), NULL)",
         ),
         Column(
-            "currency", _STRING, lambda r: r.currency, "argMaxIf({0}, done_at, price_version != '')"
+            "currency", _STRING, lambda r: r.currency, "argMax({0}, (price_version != '', done_at))"
         ),
         Column("price_version", _STRING, lambda r: r.price_version, _ANY_LAST),
         Column("received_at", _TIME, _micros("received_ns"), "min({0})"),

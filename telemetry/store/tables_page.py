@@ -17,8 +17,8 @@ Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from w
 itself says of its tables, which is declared in `telemetry/columns`: `millrace sql --saved tables`,
 `/ops/tables.html` and `DESCRIBE TABLE` tell it of a system that runs.
 
-Read the views, whose names end in `_once`: they have each row once. All times are UTC. A column is
-only NULL where its type says `Nullable`; its description says when.
+Read the views, whose names end in `_once`, and `generations`: they have each row once. All times
+are UTC. A column is only NULL where its type says `Nullable`; its description says when.
 """
 _COLUMNS = """
 SELECT table, tables.comment, columns.name, type, columns.comment
@@ -26,8 +26,8 @@ FROM system.columns AS columns
 INNER JOIN system.tables AS tables
     ON tables.database = columns.database AND tables.name = columns.table
 WHERE columns.database = currentDatabase()
-  AND (endsWith(table, '_once') OR startsWith(type, 'AggregateFunction'))
-ORDER BY endsWith(table, '_once') DESC, table, position
+  AND (endsWith(table, '_once') OR table = 'generations' OR startsWith(type, 'AggregateFunction'))
+ORDER BY startsWith(type, 'AggregateFunction'), table, position
 """
 
 

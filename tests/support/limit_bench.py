@@ -76,6 +76,7 @@ async def reserve(
     tier: Tier | None = None,
     longest: int | None = None,
     currency: str = "USD",
+    num_requests: int = 1,
 ) -> Reservation:
     return await limiter.reserve(
         caller,
@@ -88,6 +89,7 @@ async def reserve(
         tier=tier,
         longest_tokens=longest,
         currency=currency,
+        num_requests=num_requests,
     )
 
 

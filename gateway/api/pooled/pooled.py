@@ -30,6 +30,7 @@ from millrace.gateway.transport.http import (
     json_response,
     new_request_id,
     read_body,
+    request_id_header,
     wait_for_disconnect,
 )
 from millrace.schemas.asked import Api
@@ -176,7 +177,8 @@ class PooledEndpoint:
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
         jobs = await jobs_of(base, inputs, model, gateway.prompts)
         notices = bounded([one for job in jobs for one in job.notices])
-        headers = [*await gateway.admission.reserve(caller, request_id, model, jobs)]
+        left = await gateway.admission.reserve(caller, request_id, model, jobs)
+        headers = [request_id_header(request_id), *left]
         if notices:
             headers.append((NOTICE_HEADER, header_value(notices)))
         made: list[_Made | None] = [None] * len(jobs)

@@ -141,14 +141,22 @@ function sums(phases) {
 function timeline(events, begun) {
   const list = make("ol", { class: "timeline", "aria-label": "Timeline" });
   const isMoved = events.some(({ event }) => event === "interrupted");
+  const hasParts = events.some((event) => event.choice || event.round || event.attempt);
   for (const event of events) {
     const exactly = `${dateTime(event.at_us / 1e6)}, UTC ${new Date(event.at_us / 1000).toISOString().slice(11, 23)}`;
     const offset = make("span", { class: "offset", title: exactly }, event.at_us === begun ? clock(begun / 1e6) : `+${span(event.at_us - begun)}`);
-    const { title, detail } = wordsOf(event, isMoved);
+    const { title, detail: place } = wordsOf(event, isMoved);
+    const detail = [hasParts ? partOf(event) : "", place].filter(Boolean).join(", ");
     const item = make("li", { class: `event ${event.event}` }, offset, make("span", { class: "what" }, title), detail ? make("span", { class: "where" }, detail) : null);
     list.append(item);
   }
   return list;
+}
+
+/** Which of several generations of the request an event is of; "" for the request's own. */
+function partOf({ event, choice, round, attempt }) {
+  if (["received", "first_byte", "delivered"].includes(event)) return "";
+  return [`choice ${choice}`, round ? `round ${round}` : "", attempt ? `attempt ${attempt}` : ""].filter(Boolean).join(", ");
 }
 
 function wordsOf({ event, run, place, detail, device_us }, isMoved) {
@@ -211,6 +219,8 @@ function groups(request) {
     ["Metadata", Object.entries(request.metadata).map(([key, value]) => `${key}: ${value}`).join(", ")],
     ["Asked for", request.model_requested === request.model_served ? "" : request.model_requested],
     ["Chosen because", request.route_reason],
+    ["Generations", request.num_generations > 1 ? whole(request.num_generations) : ""],
+    ["Batch", request.batch_id],
     ["Runs", request.num_lives ? compact(request.num_lives + 1) : ""],
     ["Preemptions", request.num_preemptions ? whole(request.num_preemptions) : ""],
     ["User", request.user],

@@ -255,6 +255,35 @@ async def test_the_gateway_runs_its_own_tool(
     assert answer.usage.completion_tokens == len(text) + len("It is noon.")
 
 
+async def test_rounds_of_several_choices_are_parts_of_one_request(
+    client: openai.AsyncOpenAI, server: ToolServer, front: RunningGateway
+) -> None:
+    """Choices share the prompt of the first round; each pays for that of its second."""
+    server.answers["/clock"] = reply("It is noon.")
+    answer = await client.chat.completions.create(
+        model="echo",
+        messages=asks(says("clock", "{}")),
+        n=2,
+        extra_body={"server_tools": ["clock"]},
+    )
+    parts = [job.part for job in front.worker.jobs if job.part is not None]
+    assert sorted((part.choice, part.round, part.shares_prompt) for part in parts) == [
+        (0, 0, False),
+        (0, 1, False),
+        (1, 0, True),
+        (1, 1, False),
+    ]
+    assert {part.request_id for part in parts} == {answer.id}
+    sizes = [
+        len(job.prompt_token_ids or ())
+        for job in front.worker.jobs
+        if job.part is not None and not job.part.shares_prompt
+    ]
+    assert len(sizes) == 3
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(sizes)
+
+
 async def test_all_rounds_have_the_notices_of_the_request(
     client: openai.AsyncOpenAI, front: RunningGateway
 ) -> None:

@@ -50,6 +50,22 @@ async def test_requests_per_minute_come_back_by_and_by(bench: LimitBench) -> Non
     await reserve(bench.limiter, caller, "r3")
 
 
+async def test_a_later_part_of_a_request_counts_tokens_and_no_request(bench: LimitBench) -> None:
+    await bench.tenant("acme", requests_per_minute=1, tokens_per_minute=250)
+    caller = await bench.caller("acme")
+    await reserve(bench.limiter, caller, "r1")
+    made = await reserve(bench.limiter, caller, "r1-r1", num_requests=0)
+    assert header(made.headers, "x-ratelimit-remaining-requests") == "0"
+    assert header(made.headers, "x-ratelimit-remaining-tokens") == "50"
+    # What was not served gives back what was set aside: tokens, and no request.
+    await bench.limiter.settle("r1-r1", None, None)
+    with pytest.raises(RequestsPerMinuteError):
+        await reserve(bench.limiter, caller, "r2")
+    with pytest.raises(TokensPerMinuteError):
+        await reserve(bench.limiter, caller, "r1-r2", num_requests=0, completion=240)
+    await reserve(bench.limiter, caller, "r1-r3", num_requests=0)
+
+
 async def test_tokens_that_were_not_used_come_back(bench: LimitBench) -> None:
     await bench.tenant("acme", tokens_per_minute=150)
     caller = await bench.caller("acme")

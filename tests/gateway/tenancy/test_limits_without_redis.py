@@ -39,11 +39,15 @@ async def test_without_redis_limits_are_the_process_own(bench: LimitBench) -> No
     with pytest.raises(TierContextError):
         await reserve(limiter, caller, "r8", prompt=1_000)
     await limiter.settle("r0", used(10, 20), Decimal(0))
-    await reserve(limiter, caller, "r8")
+    part = await reserve(limiter, caller, "r7-r1", num_requests=0)
+    assert header(part.headers, "x-ratelimit-remaining-requests") == "52"
+    await limiter.settle("r7-r1", None, None)
+    part = await reserve(limiter, caller, "r8", num_requests=0)
+    assert header(part.headers, "x-ratelimit-remaining-requests") == "52"
     with pytest.raises(LimitsUnreachableError) as away:
         await reserve(limiter, caller, "batch", tier=Tier.BATCH)
     assert (away.value.http_status, away.value.retry_after_s) == (503, 2.0)
-    assert limiter.num_degraded == 10
+    assert limiter.num_degraded == 11
     assert (await reserve(limiter, LOCAL, "l1", tier=Tier.BATCH)).degraded
 
 

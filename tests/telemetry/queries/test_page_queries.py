@@ -16,8 +16,9 @@ from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.sink.merging import merge_generations
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES
+from millrace.telemetry.store.tables import DELIVERIES, GENERATION_ROWS, REQUESTS, WORKER_SAMPLES
 from tests.telemetry.answered import rows_of
 from tests.telemetry.records import unix_s
 
@@ -303,6 +304,30 @@ async def test_one_request_in_the_order_of_time(filled: Store) -> None:
     assert (row["pull_sources"], row["pull_tokens"]) == (["w-9", "w-0"], [32, 96])
     (row,) = await ask(filled, "request_details", id="a")
     assert not row["is_delivered"]
+
+
+async def test_a_request_of_several_generations(store: Store) -> None:
+    """Its details are of all of them together; they and its timeline tell them apart."""
+    first = request("several", 10)
+    parts = [
+        msgspec.structs.replace(first, parent_id="several"),
+        msgspec.structs.replace(first, request_id="several.1", parent_id="several", choice=1),
+        msgspec.structs.replace(first, request_id="several-r1", parent_id="several", round=1),
+    ]
+    columns = GENERATION_ROWS.to_columns(parts, range(1, 4))
+    await store.insert(GENERATION_ROWS, columns, "several")
+    await merge_generations(store, ["several"])
+    (row,) = await ask(store, "request_details", id="several")
+    assert row["num_generations"] == 3
+    rows = await ask(store, "request_generations", id="several")
+    assert [(one["choice"], one["round"]) for one in rows] == [(0, 0), (0, 1), (1, 0)]
+    for name in ("prompt_tokens", "completion_tokens", "device_us"):
+        assert row[name] == sum(one[name] for one in rows)
+    assert Decimal(row["cost"]) == sum(Decimal(one["cost"]) for one in rows)
+    rows = await ask(store, "request_timeline", id="several")
+    ended = [(row["choice"], row["round"]) for row in rows if row["event"] == "ended"]
+    assert sorted(ended) == [(0, 0), (0, 1), (1, 0)]
+    assert [row["event"] for row in rows].count("received") == 1
 
 
 async def test_a_request_of_the_former_version_has_a_timeline(store: Store) -> None:

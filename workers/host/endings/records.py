@@ -43,9 +43,10 @@ def request_record(
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
     that were pulled. ``finish_reason`` is what the client is told: ``tool_calls`` where its answer
-    calls tools, in the model's ``tool_format``. A request that never ran costs nothing and has no
-    price version. If all that is known of earlier attempts is device time, the row has a price
-    version for that and no prompt tokens, so that cost and tokens agree."""
+    calls tools, in the model's ``tool_format``. A part of a request that never ran counts no
+    prompt. A request that never ran costs nothing and has no price version. If all that is known of
+    earlier attempts is device time, the row has a price version for that and no prompt tokens, so
+    that cost and tokens agree."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage() or Usage()
     timing, ran = generation.timing, generation.ran
     assert outcome is not None
@@ -63,11 +64,12 @@ def request_record(
     reason = outcome.finish_reason
     if reason is not None and read is not None:
         reason = read.finish_reason(reason)
+    has_prompt = ran or not (device_us or job.part)
     answer = timing.answer(outcome.status, received_ns, num_own_tokens)
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
-        prompt_tokens=generation.num_paid_prompt_tokens if ran or not device_us else 0,
+        prompt_tokens=generation.num_paid_prompt_tokens if has_prompt else 0,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         queue_ms=since_ms(received_ns, timing.started_ns),

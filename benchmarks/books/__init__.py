@@ -1,0 +1,1 @@
+"""Whether all figures of one load are the same wherever they are told."""

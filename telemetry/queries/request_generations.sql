@@ -1,0 +1,31 @@
+-- The generations of one request: its choices or inputs, rounds of server tools, attempts at a line of a
+-- batch. They add up to the request. One row if it had no other; none if there is no such request.
+-- param id: the request's id
+SELECT
+    generation_id,
+    choice,
+    round,
+    attempt,
+    model_served,
+    worker,
+    status,
+    finish_reason,
+    error_code,
+    prompt_tokens,
+    cached_tokens,
+    completion_tokens,
+    queue_ms,
+    ttft_ms,
+    tpot_ms,
+    total_ms,
+    toString(g.cost) AS cost,
+    currency,
+    device_us,
+    toString(g.device_cost) AS device_cost,
+    energy_j,
+    epoch,
+    length(lives) AS num_lives,
+    done_at
+FROM generations AS g
+WHERE request_id = {id:String}
+ORDER BY attempt, choice, round
