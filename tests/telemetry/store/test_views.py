@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
 
+from millrace.registry.rollouts import versions
+from millrace.registry.routing.router import (
+    ABSENT,
+    CONTEXT,
+    PINNED,
+    PLAIN,
+    SATURATED,
+    SESSION,
+    TIER,
+)
+from millrace.registry.routing.score import Cue
 from millrace.schemas.config import ClickHouseConfig
-from millrace.telemetry.store.declaration import INTERNAL, load_declaration
+from millrace.schemas.engines import CostMethod, WorkerRole
+from millrace.schemas.jobs import Source, Tier
+from millrace.schemas.records import Status
+from millrace.schemas.tenants import LimitSet
+from millrace.telemetry.store.declaration import INTERNAL, load_declaration, load_values
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.views import STATE, Changes, Existing
@@ -51,6 +67,43 @@ async def test_every_table_and_column_says_what_it_is(store: Store) -> None:
         )
         == []
     )
+
+
+_NUMBERS = re.compile(r"(Nullable\()?(U?Int|Float|Decimal)|AggregateFunction")
+_TEXTS = ("String", "LowCardinality(String)")
+_UNITS = {"ms": "ms", "us": "us", "j": "J", "bytes": "bytes", "tokens": "tokens"}
+
+
+async def test_a_column_says_its_unit_and_when_it_is_null_or_empty(store: Store) -> None:
+    existing = Existing.of(await store.rows(STATE))
+    for table, declared in load_declaration().items():
+        for name, (kind, _) in existing[table].columns.items():
+            column, where = declared.columns[name], (table, name)
+            assert column.what.endswith("."), where
+            assert bool(column.unit) == bool(_NUMBERS.match(kind)), where
+            assert bool(column.null) == kind.startswith("Nullable"), where
+            assert bool(column.empty) == (kind in _TEXTS), where
+            suffix = name.rpartition("_")[2]
+            assert _UNITS.get(suffix, "") in column.unit, where
+
+
+def test_the_declared_values_are_those_of_the_code() -> None:
+    """A value that the code gains needs its meaning in ``telemetry/columns/values.toml``."""
+    reasons = {*Cue, PLAIN, PINNED, SESSION, TIER, CONTEXT, ABSENT, SATURATED, versions.REASON}
+    of_code: dict[str, Iterable[str]] = {
+        "source": Source,
+        "tier": Tier,
+        "status": Status,
+        "cost_method": CostMethod,
+        "role": WorkerRole,
+        "limit": LimitSet.__struct_fields__,
+        "route_reason": reasons,
+    }
+    assert {name: set(values) for name, values in load_values().items()} == {
+        name: set(map(str, values)) for name, values in of_code.items()
+    }
+    columns = [column for table in load_declaration().values() for column in table.columns.values()]
+    assert {column.values for column in columns if column.values} == of_code.keys()
 
 
 async def test_what_differs_is_made_again_and_nothing_else(spoiled: Store) -> None:
