@@ -9,7 +9,7 @@ from millrace.schemas.control import TelemetryQuery
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS
-from millrace.telemetry.store.tables_page import tables_page
+from millrace.telemetry.store.tables_page import MARKDOWN, ROWS, as_json, as_markdown, described
 from tests.support.repository import ROOT
 from tests.telemetry.answered import rows_of
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
@@ -74,5 +74,6 @@ async def test_saved_queries_tell_times_as_such(store: Store) -> None:
 
 async def test_the_page_of_tables_is_of_today(store: Store) -> None:
     """Made by ``python -m millrace.telemetry.store.tables_page``."""
-    made = await tables_page(store)
-    assert (ROOT / "docs" / "tables.md").read_text(encoding="utf-8") == made
+    rows = await described(store)
+    assert (ROOT / MARKDOWN).read_text(encoding="utf-8") == as_markdown(rows)
+    assert (ROOT / ROWS).read_text(encoding="utf-8") == as_json(rows)
