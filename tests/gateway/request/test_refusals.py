@@ -20,6 +20,7 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.metrics import Metrics
 from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
 from millrace.gateway.tenancy.caller import Caller
+from millrace.runtime.metrics_server import render
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
@@ -143,7 +144,7 @@ async def test_what_http_refuses(front: RunningGateway, book: Book, store: Tenan
     assert {one.key_id for one in book.records if one.status == 401} == {"", revoked.key_id}
     # Nothing that a client wrote is in them.
     assert b"secret" not in b"".join(codec.encode(one) for one in book.records)
-    shown = front.gateway.metrics.render().decode()
+    shown = render(front.gateway.metrics.registry).decode()
     sample = 'millrace_refused_requests_total{code="requests_per_minute",route="%s",status="429"} 2'
     assert sample % chat in shown
 
