@@ -7,6 +7,7 @@ of several systems can be laid side by side.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -45,7 +46,7 @@ class Histogram:
         self._counts[place] += count
         self._sum += value * count
         if trace_id:
-            self._exemplars[place] = Exemplar({"trace_id": trace_id}, value)
+            self._exemplars[place] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         """One series of ``family``."""
