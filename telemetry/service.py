@@ -26,6 +26,7 @@ from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.sink.sink import Sink
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
+from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.stores import RecordStores, UnstoredRecords
 
@@ -86,9 +87,10 @@ class TelemetryService:
 
     def serve_http(self) -> HttpServer | None:
         """The HTTP interface over an embedded store; a server has its own. Raises ConfigError."""
-        if not self._config.clickhouse.path:
+        reader = self.store.reader
+        if not isinstance(reader, StreamingReader):
             return None
-        return HttpServer(self.store.reader, self._config.clickhouse)
+        return HttpServer(reader, self._config.clickhouse)
 
     def stop(self) -> None:
         """Have ``run`` store what is in hand and return."""

@@ -12,7 +12,6 @@ from millrace.cli.endpoints import add_data_argument
 from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import MillraceError, ParameterError
 
-_FORMAT_CLAUSE = re.compile(r"\bFORMAT\s+\w+\s*;?\s*\Z", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _MAX_SHOWN_CHARS = 2_000
 _STDIN = "-"
@@ -126,10 +125,10 @@ def _checked(query: str) -> str:
     from millrace.telemetry.store.sql_guard import require_reading
 
     try:
-        sql = require_reading(query)
+        statement = require_reading(query)
     except QueryError as error:
         why = error.message.rpartition(": ")[2].removesuffix("(READONLY)").strip()
         raise MillraceError(f"one reading statement is run at a time: {why}") from error
-    if _FORMAT_CLAUSE.search(sql):
+    if statement.output_format:
         raise MillraceError("leave FORMAT out of the query and use --format")
-    return sql
+    return statement.text

@@ -143,6 +143,31 @@ class ClickHouseConfig(TlsFiles, frozen=True, kw_only=True):
     serve_port: int = 8123
     """Port of that interface."""
 
+    analyst_username: str = "analyst"
+    """Name of a second user of that interface, who reads all tables but ``transcripts``."""
+
+    analyst_password: Secret = ""
+    """Password of ``analyst_username``; empty: there is no such user."""
+
+    max_query_s: int = 60
+    """Seconds after which a query of that interface is ended."""
+
+    max_query_memory_bytes: int = 512 * 1024 * 1024
+    """Memory of one query; a query that needs more is ended. GROUP BY and ORDER BY use the disk
+    from half of it on."""
+
+    max_queries_memory_bytes: int = 1024 * 1024 * 1024
+    """Memory of all queries together; above it the query with the most memory is ended."""
+
+    max_queries: int = 12
+    """Queries of that interface that run at once; others wait."""
+
+    max_queries_per_user: int = 6
+    """Queries of one user at one address that run at once."""
+
+    max_query_wait_s: float = 10.0
+    """How long a query waits for its turn before it is refused."""
+
 
 class StorageConfig(Section, frozen=True, kw_only=True):
     """Free space on the disks of the stores whose folders this process can see (``millrace up``

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError
+from millrace.telemetry.store.reading import User
 
 _AUTHENTICATION_FAILED = 516
 _ACCESS_DENIED = 497
@@ -43,7 +44,17 @@ class AccessCheck:
                 "only. Set it, and have clients send it with clickhouse.username."
             )
         self._host = config.serve_host
-        self._user, self._password = config.username.encode(), config.password.encode()
+        self._users: dict[User, tuple[bytes, bytes]] = {
+            "full": (config.username.encode(), config.password.encode())
+        }
+        if config.analyst_password:
+            if config.analyst_username == config.username:
+                raise ConfigError(
+                    "clickhouse.analyst_username is clickhouse.username: give the analyst another "
+                    "name."
+                )
+            analyst = config.analyst_username.encode(), config.analyst_password.encode()
+            self._users["analyst"] = analyst
 
     def refusal_of_origin(self, scope: Scope) -> Refusal | None:
         """For a request of a web page, or for a name that may be somebody else's."""
@@ -61,9 +72,9 @@ class AccessCheck:
             )
         return None
 
-    def refusal_of_user(self, scope: Scope, arguments: Mapping[str, str]) -> Refusal | None:
-        """For a request without the right name and password. Both are compared in a time that
-        says nothing of how much of them was right."""
+    def user_of(self, scope: Scope, arguments: Mapping[str, str]) -> User | Refusal:
+        """The user whose name and password a request has. Both are compared in a time that says
+        nothing of how much of them was right."""
         given = _credentials(scope, arguments)
         if given is None:
             return _refusal(
@@ -73,11 +84,15 @@ class AccessCheck:
                 "X-ClickHouse-User and X-ClickHouse-Key, or user and password in the address. "
                 "(AUTHENTICATION_FAILED)",
             )
-        user, password = given
-        right_user = hmac.compare_digest(user.encode(), self._user)
-        right_password = hmac.compare_digest(password.encode(), self._password)
-        if right_user and right_password:
-            return None
+        name, password = given
+        found: User | None = None
+        for user, (right_name, right_password) in self._users.items():
+            has_name = hmac.compare_digest(name.encode(), right_name)
+            has_password = hmac.compare_digest(password.encode(), right_password)
+            if has_name and has_password:
+                found = user
+        if found is not None:
+            return found
         return _refusal(
             403,
             _AUTHENTICATION_FAILED,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from urllib.parse import parse_qsl
 
 import uvicorn
@@ -30,14 +30,14 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, Refusal, header_of
 from millrace.telemetry.store.reading import (
-    QUOTE_INTEGERS,
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
     EscapedText,
     QueryError,
-    Reader,
+    Question,
+    StreamingReader,
 )
-from millrace.telemetry.store.sql_guard import READONLY, require_reading
+from millrace.telemetry.store.sql_guard import require_reading
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
 # Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 81, 115})
-_CANNOT_PARSE_BOOL = 467
-_BOOLEANS = {"0": False, "false": False, "1": True, "true": True}
 _PARAMETER_PREFIX = "param_"
 _CONTENT_TYPES = (
     ("JSONEachRow", "application/x-ndjson"),
@@ -88,7 +86,7 @@ _ACCEPTED = frozenset(
 class HttpInterface:
     """A bare ASGI application."""
 
-    def __init__(self, reader: Reader, config: ClickHouseConfig) -> None:
+    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
         """Raises ConfigError where there is no password to ask for."""
         self._reader = reader
         self._access = AccessCheck(config)
@@ -114,9 +112,9 @@ class HttpInterface:
 
     async def _query(self, scope: Scope, receive: Receive, send: Send) -> None:
         arguments = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-        refusal = self._access.refusal_of_user(scope, arguments)
-        if refusal is not None:
-            await _refuse(send, refusal)
+        user = self._access.user_of(scope, arguments)
+        if isinstance(user, Refusal):
+            await _refuse(send, user)
             return
         query_id = shown(arguments.get("query_id") or str(uuid.uuid4()))
         headers = {
@@ -133,14 +131,17 @@ class HttpInterface:
         try:
             body = await _read_body(with_decoded_body(scope, receive))
             sql = "\n".join(part for part in (arguments.get("query", ""), body) if part)
-            _require_known(arguments)
-            result = await self._reader.read(
-                require_reading(sql),
-                _parameters(arguments),
-                output_format,
-                database or None,
-                quotes_integers=_quotes_integers(arguments),
+            question = Question(
+                sql=require_reading(sql).text,
+                parameters=_parameters(arguments),
+                output_format=output_format,
+                database=database or None,
+                settings=_settings(arguments),
+                query_id=query_id,
+                user=user,
+                client=scope["client"][0] if scope.get("client") else "",
             )
+            await _while_connected(receive, self._stream(send, question, headers))
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
             await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
@@ -148,15 +149,31 @@ class HttpInterface:
         except QueryError as error:
             headers["X-ClickHouse-Exception-Code"] = str(error.number)
             await _answer(send, _status(error.number), f"{error.message}\n".encode(), headers)
-            return
-        headers |= {"X-ClickHouse-Format": output_format, "X-ClickHouse-Summary": "{}"}
-        await _answer(send, 200, result, headers, _content_type(output_format))
+
+    async def _stream(self, send: Send, question: Question, headers: Mapping[str, str]) -> None:
+        """Send the answer as it comes. An error behind its beginning stands at its end, and the
+        connection closes before the answer is complete."""
+        async with self._reader.stream(question) as answer:
+            more = {
+                **headers,
+                "X-ClickHouse-Format": answer.output_format,
+                "Content-Type": _content_type(answer.output_format),
+            }
+            await _start(send, 200, more)
+            try:
+                async for chunk in answer:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except QueryError as error:
+                text = f"\n{error.message}\n".encode()
+                await send({"type": "http.response.body", "body": text, "more_body": True})
+                return
+            await send({"type": "http.response.body", "body": b""})
 
 
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
-    def __init__(self, reader: Reader, config: ClickHouseConfig) -> None:
+    def __init__(self, reader: StreamingReader, config: ClickHouseConfig) -> None:
         interface = HttpInterface(reader, config)
         self._socket = _listen(config.serve_host, config.serve_port)
         host, port = self._socket.getsockname()[:2]
@@ -227,25 +244,13 @@ def _parameters(arguments: Mapping[str, str]) -> dict[str, str | int | float]:
     }
 
 
-def _quotes_integers(arguments: Mapping[str, str]) -> bool:
-    text = arguments.get(QUOTE_INTEGERS, "0").lower()
-    if text not in _BOOLEANS:
-        why = f"Cannot parse {text!r:.60} as the boolean {QUOTE_INTEGERS}: use 0 or 1."
-        raise QueryError.refusing(_CANNOT_PARSE_BOOL, f"{why} (CANNOT_PARSE_BOOL)")
-    return _BOOLEANS[text]
-
-
-def _require_known(arguments: Mapping[str, str]) -> None:
-    """Settings are refused by name: the connection's own bounds hold."""
-    for name in arguments:
-        if (
-            name not in _ACCEPTED
-            and name != QUOTE_INTEGERS
-            and not name.startswith(_PARAMETER_PREFIX)
-        ):
-            raise QueryError.refusing(
-                READONLY, f"Cannot modify '{name}' setting in readonly mode. (READONLY)"
-            )
+def _settings(arguments: Mapping[str, str]) -> dict[str, str]:
+    """All other arguments are settings of the statement."""
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in _ACCEPTED and not name.startswith(_PARAMETER_PREFIX)
+    }
 
 
 def _status(number: int) -> int:
@@ -280,13 +285,37 @@ async def _answer(
     content_type: str = "text/plain; charset=UTF-8",
 ) -> None:
     lines = {"Content-Type": content_type, "Content-Length": str(len(body)), **(headers or {})}
+    await _start(send, status, lines)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     await send(
         {
             "type": "http.response.start",
             "status": status,
             "headers": [
-                (k.lower().encode(), v.encode("latin-1", "replace")) for k, v in lines.items()
+                (k.lower().encode(), v.encode("latin-1", "replace")) for k, v in headers.items()
             ],
         }
     )
-    await send({"type": "http.response.body", "body": body})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do the work, and end it when the client closes its connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.wait((working, leaving))
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,48 @@ from xml.sax.saxutils import escape
 import chdb
 
 from millrace.runtime.imports import without
-from millrace.telemetry.store.reading import quote
+from millrace.telemetry.store.reading import ReadLimits, quote
 
 # What its Arrow tables are made with, of which nothing here is: a sixth of a second of a start.
 with without("pyarrow"):
     import chdb.state
 
 # At rest the engine would look at its memory twenty times a second, and for each table every ten
-# seconds at what might be merged, which an insert has it do at once.
+# seconds at what might be merged, which an insert has it do at once. Its caches are bounded: they
+# count as memory of the process. The memory that it gives its users includes what inserts take.
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
   <memory_worker_period_ms>1000</memory_worker_period_ms>
   <background_processing_pool_thread_sleep_seconds>60</background_processing_pool_thread_sleep_seconds>
   <background_processing_pool_task_sleep_seconds_when_no_work_min>60</background_processing_pool_task_sleep_seconds_when_no_work_min>
+  <max_server_memory_usage>{max_server_memory_usage}</max_server_memory_usage>
+  <mark_cache_size>67108864</mark_cache_size>
+  <primary_index_cache_size>67108864</primary_index_cache_size>
+  <index_mark_cache_size>16777216</index_mark_cache_size>
+  <query_condition_cache_size>8388608</query_condition_cache_size>
+  <query_cache><max_size_in_bytes>1</max_size_in_bytes></query_cache>
 </clickhouse>
 """
-# The engine has each connection be "default", with no password: the password is the door's.
+# The engine has each connection be "default", with no password: the password is the door's. What a
+# connection may do is in its roles: it begins with all of them and may leave some for good.
 _USERS = """<clickhouse>
-  <profiles><default/></profiles>
+  <profiles>
+    <default>
+{settings}
+      <constraints>
+{constraints}
+      </constraints>
+    </default>
+  </profiles>
   <quotas><default/></quotas>
+  <roles>
+    <owner><grants>
+{owner}
+    </grants></owner>
+    <analyst><grants>
+{analyst}
+    </grants></analyst>
+  </roles>
   <users>
     <default>
       <password/>
@@ -47,7 +70,9 @@ _USERS = """<clickhouse>
       <profile>default</profile>
       <quota>default</quota>
       <grants>
-{grants}
+        <query>GRANT SHOW DATABASES ON *.*</query>
+        <query>GRANT owner</query>
+        <query>GRANT analyst</query>
       </grants>
     </default>
   </users>
@@ -57,8 +82,37 @@ _OWN = (
     "SHOW, SELECT, INSERT, ALTER, CREATE DATABASE, CREATE TABLE, CREATE VIEW, DROP, TRUNCATE, "
     "OPTIMIZE"
 )
+# The role of an analyst, who sees nothing of these tables.
+ANALYST = "analyst"
+_PRIVATE_TABLES = ("transcripts",)
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
+# What the process needs beside queries: Python, inserts, merges, caches.
+_MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
+# Settings that keep their value whatever a statement says: they name files that the engine would
+# read or write, have it read another language than the guard does, show its insides, or lift the
+# bounds.
+_CONSTANT = (
+    "ai_function_allow_insecure_endpoint",
+    "allow_introspection_functions",
+    "allow_python_table_function",
+    "dialect",
+    "format_schema",
+    "format_schema_message_name",
+    "format_schema_source",
+    "format_template_resultset",
+    "format_template_row",
+    "max_memory_usage_for_user",
+    "memory_overcommit_ratio_denominator",
+    "memory_usage_overcommit_max_wait_microseconds",
+    "output_format_schema",
+    "polyglot_dialect",
+    "promql_database",
+    "promql_table",
+    "send_logs_level",
+    "use_query_cache",
+)
+_MIB = 1024 * 1024
 
 
 class OpenEngineError(RuntimeError):
@@ -66,24 +120,57 @@ class OpenEngineError(RuntimeError):
 
 
 @contextmanager
-def engine_options(*databases: str) -> Iterator[dict[str, str]]:
-    """chDB's options for an engine whose queries reach these databases and nothing else. The
-    engine reads them as it starts: while it runs, they change nothing."""
+def engine_options(*databases: str, limits: ReadLimits | None = None) -> Iterator[dict[str, str]]:
+    """chDB's options for an engine whose queries reach these databases and nothing else, within the
+    limits. The engine reads them as it starts: while it runs, they change nothing."""
+    limits = limits or ReadLimits()
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as directory:
-        grants = [f"GRANT {_OWN} ON {quote(name)}.*" for name in databases]
-        # Clients begin in "default" or "system", and ask for names.
-        grants.append("GRANT SHOW DATABASES ON *.*")
-        lines = "\n".join(f"        <query>{escape(grant)}</query>" for grant in grants)
-        (Path(directory) / "users.xml").write_text(_USERS.format(grants=lines))
+        (Path(directory) / "users.xml").write_text(_users(databases, limits))
         config = Path(directory) / "config.xml"
-        config.write_text(_CONFIG)
+        memory_bytes = limits.max_memory_of_all_bytes + _MEMORY_BESIDE_QUERIES
+        config.write_text(_CONFIG.format(max_server_memory_usage=memory_bytes))
         yield {"config-file": str(config)}
 
 
-def connect(path: str, *databases: str) -> Any:
+def _users(databases: Sequence[str], limits: ReadLimits) -> str:
+    settings = {
+        "allow_introspection_functions": 0,
+        "max_memory_usage_for_user": limits.max_memory_of_all_bytes,
+        "max_untracked_memory": _MIB,
+        "output_format_parquet_row_group_size_bytes": 16 * _MIB,
+        "max_temporary_data_on_disk_size_for_user": 8 * 1024 * _MIB,
+    }
+    bounds = {
+        "max_memory_usage": limits.max_memory_bytes,
+        "max_execution_time": max(limits.max_execution_s, limits.max_query_s),
+        "max_threads": limits.max_threads,
+        "max_untracked_memory": _MIB,
+        "max_bytes_before_external_group_by": limits.max_memory_bytes,
+        "max_bytes_before_external_sort": limits.max_memory_bytes,
+        "output_format_parquet_row_group_size_bytes": 64 * _MIB,
+    }
+    owner = [f"GRANT {_OWN} ON {quote(name)}.*" for name in databases]
+    analyst = [f"GRANT SHOW, SELECT ON {quote(name)}.*" for name in databases]
+    analyst += [
+        f"REVOKE SHOW, SELECT ON {quote(name)}.{table}"
+        for name in databases
+        for table in _PRIVATE_TABLES
+    ]
+    return _USERS.format(
+        settings="\n".join(f"<{name}>{value}</{name}>" for name, value in settings.items()),
+        constraints="\n".join(
+            [f"<{name}><min>1</min><max>{most}</max></{name}>" for name, most in bounds.items()]
+            + [f"<{name}><const/></{name}>" for name in _CONSTANT]
+        ),
+        owner="\n".join(f"<query>{escape(grant)}</query>" for grant in owner),
+        analyst="\n".join(f"<query>{escape(grant)}</query>" for grant in analyst),
+    )
+
+
+def connect(path: str, *databases: str, limits: ReadLimits | None = None) -> Any:
     """A connection to the store at ``path``. Raises RuntimeError for a store that another process
     has, OpenEngineError where this process had an engine without restrictions before."""
-    with engine_options(*databases) as options:
+    with engine_options(*databases, limits=limits) as options:
         # The engine knows its path by the resolved spelling, as clickhouse_connect opens it.
         connection = chdb.connect(  # type: ignore[no-untyped-call]
             f"{os.path.realpath(path)}?{urlencode(options)}"

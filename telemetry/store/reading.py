@@ -6,13 +6,16 @@ import asyncio
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Literal
 
 import msgspec
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
+from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import MillraceError
 
 UNKNOWN_ERROR = 1002
@@ -25,26 +28,79 @@ QUOTE_INTEGERS = "output_format_json_quote_64bit_integers"
 Parameters = Mapping[str, str | int | float]
 
 
+User = Literal["full", "analyst"]
+
+
 class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """``max_waiting`` is how many queries may wait for one of ``max_running``."""
+    """What queries may take. Those of the HTTP interface are bounded together, and apart from the
+    ``max_running`` saved queries that the operations page and alerts ask, of which ``max_waiting``
+    may wait."""
 
     max_running: int = 4
     max_waiting: int = 64
     max_execution_s: int = 30
     max_result_bytes: int = 256 * 1024 * 1024
-    max_memory_bytes: int = 2 * 1024 * 1024 * 1024
+    max_memory_bytes: int = 512 * 1024 * 1024
+    max_memory_of_all_bytes: int = 1024 * 1024 * 1024
+    max_threads: int = 2
+    max_queries: int = 12
+    max_queries_per_user: int = 6
+    max_queries_waiting: int = 64
+    max_query_wait_s: float = 10.0
+    max_query_s: int = 60
+
+    @classmethod
+    def of(cls, config: ClickHouseConfig) -> ReadLimits:
+        """The limits that the configuration sets."""
+        return cls(
+            max_memory_bytes=config.max_query_memory_bytes,
+            max_memory_of_all_bytes=config.max_queries_memory_bytes,
+            max_queries=config.max_queries,
+            max_queries_per_user=config.max_queries_per_user,
+            max_query_wait_s=config.max_query_wait_s,
+            max_query_s=config.max_query_s,
+        )
 
     def settings(self) -> dict[str, int | str]:
-        """As settings of ClickHouse. ``final``: duplicates that have not merged are never seen."""
+        """Of saved queries, as settings of ClickHouse. ``final``: duplicates that have not merged
+        are never seen."""
         return {
             "final": 1,
             "max_execution_time": self.max_execution_s,
             "max_result_bytes": self.max_result_bytes,
             "max_memory_usage": self.max_memory_bytes,
-            "max_threads": 2,
+            "max_threads": self.max_threads,
             # Times with their zone: 2026-11-01T08:30:00Z.
             "date_time_output_format": "iso",
         }
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A statement of the HTTP interface. ``output_format`` holds unless the statement has a FORMAT
+    clause. ``settings`` are set for this statement alone. ``user`` says which tables it may read:
+    an analyst reads all but the transcripts. ``client`` tells users apart whose number of queries
+    is bounded."""
+
+    sql: str
+    parameters: Parameters = {}
+    output_format: str = "TabSeparated"
+    database: str | None = None
+    settings: Mapping[str, str] = {}
+    query_id: str = ""
+    user: User = "full"
+    client: str = ""
+
+
+class Answer:
+    """The bytes of an answer, in the output format that was used. The first chunk is there when the
+    answer is."""
+
+    def __init__(self, output_format: str, chunks: AsyncIterator[bytes]) -> None:
+        self.output_format = output_format
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._chunks
 
 
 class QueryError(MillraceError, code="query_failed", http_status=400):
@@ -81,6 +137,12 @@ def escaped(text: str) -> EscapedText:
     return EscapedText(_TO_ESCAPE.sub(lambda match: _ESCAPES[match[0]], text))
 
 
+def literal(text: str) -> str:
+    """A text as SQL."""
+    inner = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{inner}'"
+
+
 def quote(identifier: str) -> str:
     """An identifier as SQL."""
     inner = identifier.replace("\\", "\\\\").replace("`", "\\`")
@@ -88,7 +150,8 @@ def quote(identifier: str) -> str:
 
 
 class Reader(ABC):
-    """Runs queries that change nothing, each in a thread, with a bounded queue before them."""
+    """Runs saved queries, which change nothing, each in a thread, with a bounded queue before
+    them."""
 
     def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
@@ -100,12 +163,11 @@ class Reader(ABC):
         sql: str,
         parameters: Parameters,
         output_format: str,
-        database: str | None = None,
         *,
         quotes_integers: bool = False,
     ) -> bytes:
-        """The result in the asked format, unless the query says FORMAT. A parameter's text is what
-        it is, unless it is an EscapedText. With ``quotes_integers`` formats of JSON have 64-bit
+        """The result of a saved query in the asked format. A parameter's text is what it is, unless
+        it is an EscapedText. With ``quotes_integers`` formats of JSON have 64-bit
         integers as strings: most readers of JSON round numbers above 2^53. Raises QueryError, at
         once when too many wait already.
         """
@@ -117,7 +179,7 @@ class Reader(ABC):
             )
         self._num_inside += 1
         call = asyncio.get_running_loop().run_in_executor(
-            self._pool, self._run, sql, parameters, output_format, database, quotes_integers
+            self._pool, self._run, sql, parameters, output_format, quotes_integers
         )
         call.add_done_callback(self._leave)
         return await call
@@ -128,7 +190,6 @@ class Reader(ABC):
         sql: str,
         parameters: Parameters,
         output_format: str,
-        database: str | None,
         quotes_integers: bool,
     ) -> bytes:
         """As ``read``, in one of ``max_running`` threads."""
@@ -139,6 +200,15 @@ class Reader(ABC):
     async def close(self) -> None:
         """Wait for the queries inside, which their time limit bounds."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+
+class StreamingReader(Reader):
+    """A reader that also answers statements of users, who may ask anything."""
+
+    @abstractmethod
+    def stream(self, question: Question) -> AbstractAsyncContextManager[Answer]:
+        """The answer, of any size: the engine waits while its reader takes nothing. Leaving the
+        context ends the query. Raises QueryError, also while the answer is read."""
 
 
 class ServerReader(Reader):
@@ -156,7 +226,6 @@ class ServerReader(Reader):
         sql: str,
         parameters: Parameters,
         output_format: str,
-        database: str | None,
         quotes_integers: bool,
     ) -> bytes:
         try:
@@ -167,7 +236,6 @@ class ServerReader(Reader):
                 parameters=dict(parameters),
                 settings={**self._settings, QUOTE_INTEGERS: int(quotes_integers)},
                 fmt=output_format,
-                transport_settings={"database": database} if database else None,
             )
         except (ClickHouseError, OSError) as error:
             raise QueryError.of(str(error)) from error

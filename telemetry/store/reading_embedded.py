@@ -1,125 +1,304 @@
-"""Queries to the embedded engine, each on a connection that can never write again."""
+"""Queries to the embedded engine, each on a connection of its own that can never write."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from chdb import ChdbError
 
-from millrace.telemetry.store.embedded_engine import connect, connect_again
+from millrace.telemetry.store import own_processes
+from millrace.telemetry.store.admission import Admission
+from millrace.telemetry.store.answer_pipe import AnswerPipe
+from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
 from millrace.telemetry.store.reading import (
     QUOTE_INTEGERS,
+    Answer,
     Parameters,
     QueryError,
-    Reader,
+    Question,
     ReadLimits,
+    StreamingReader,
     escaped,
+    literal,
     quote,
 )
-from millrace.telemetry.store.sql_guard import require_plain_names, require_reading
+from millrace.telemetry.store.sql_guard import Statement, require_plain_names, require_reading
 
 _UNKNOWN_FORMAT = 73
-# What chDB makes Python's objects of: no bytes to hand on.
-_OBJECTS = frozenset({"arrowtable", "dataframe", "datastore"})
+_SAME_ID = 216
+_FORMAT = re.compile(r"[A-Za-z]\w*")
+_SETTING = re.compile(r"[a-z]\w*", re.IGNORECASE)
 _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
+_KILL_AGAIN_S = 0.2
+_GRACE_S = 2.0
 
 
-class EmbeddedReader(Reader):
-    """A pool of read-only connections to the store that this process has open.
+class EmbeddedReader(StreamingReader):
+    """Read-only connections to the store that this process has open.
 
-    ``readonly`` is set last on each connection and cannot be unset on it, so that connections that
-    quote 64-bit integers are others.
+    A connection serves one statement: a statement that failed or was left leaves rows in it.
+    Opening one takes half a millisecond.
     """
 
     def __init__(self, path: str, database: str, limits: ReadLimits) -> None:
         super().__init__(limits)
         self._database = database
         self._path = path
-        self._known: dict[str, str] = {}
-        # Idle connections by whether they quote integers. One stays open, and with it the engine.
-        self._idle: dict[bool, queue.SimpleQueue[Any]] = {
-            quotes: queue.SimpleQueue() for quotes in (False, True)
-        }
-        self._idle[False].put(self._set_up(connect(path, database), quotes_integers=False))
+        self._known: dict[str, Statement] = {}
+        self._admission = Admission(
+            limits.max_queries,
+            limits.max_queries_per_user,
+            limits.max_queries_waiting,
+            limits.max_query_wait_s,
+        )
+        self._threads = ThreadPoolExecutor(limits.max_queries, thread_name_prefix="store-query")
+        # Ends queries, whatever the other threads do.
+        self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
+        self._queries: dict[str, Question] = {}
+        self._left: set[asyncio.Task[None]] = set()
+        # It holds the engine open.
+        self._held = connect(path, database, limits=limits)
 
-    def _set_up(self, connection: Any, *, quotes_integers: bool) -> Any:
-        settings = {
-            **self._limits.settings(),
-            QUOTE_INTEGERS: int(quotes_integers),
-            "allow_introspection_functions": 0,
-            "allow_ddl": 0,
-            "readonly": 1,
-        }
-        for name, value in settings.items():
-            connection.query(f"SET {name} = {value!r}")
-        return connection
-
-    def _connection(self, *, quotes_integers: bool) -> Any:
-        """A connection for this thread alone. Each kind has at most one connection a thread."""
+    @asynccontextmanager
+    async def stream(self, question: Question) -> AsyncIterator[Answer]:
+        question = _with_id(question)
+        if question.query_id in self._queries:
+            raise QueryError.refusing(
+                _SAME_ID,
+                f"Query with id = {question.query_id:.200} is already running. "
+                "(QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING)",
+            )
+        self._queries[question.query_id] = question
+        user = f"{question.user} at {question.client}"
         try:
-            return self._idle[quotes_integers].get_nowait()
-        except queue.Empty:
-            return self._set_up(connect_again(self._path), quotes_integers=quotes_integers)
+            await self._admission.enter(user)
+        except BaseException:
+            del self._queries[question.query_id]
+            raise
+
+        def over(_: asyncio.Future[None] | None) -> None:
+            del self._queries[question.query_id]
+            self._admission.leave(user)
+
+        loop = asyncio.get_running_loop()
+        try:
+            pipe = AnswerPipe()
+        except BaseException:
+            over(None)
+            raise
+        call = loop.run_in_executor(self._threads, self._write, question, pipe)
+
+        call.add_done_callback(over)
+        # The engine's own limit does not hold while it waits for a reader that takes nothing.
+        limit_s = self._limits.max_query_s + _GRACE_S
+        expiry = loop.call_later(limit_s, self._leave_early, pipe, question.query_id, call)
+        try:
+            chunks = pipe.chunks(call)
+            first = await anext(chunks)
+            yield Answer(pipe.output_format, _all(first, chunks))
+        finally:
+            expiry.cancel()
+            self._leave_early(pipe, question.query_id, call)
+
+    def _leave_early(self, pipe: AnswerPipe, query_id: str, call: asyncio.Future[None]) -> None:
+        """End a query that has not ended."""
+        pipe.leave()
+        if not call.done():
+            ending = asyncio.create_task(self._end(query_id, call))
+            self._left.add(ending)
+            ending.add_done_callback(self._left.discard)
+
+    async def _end(self, query_id: str, call: asyncio.Future[None]) -> None:
+        """Kill a query until it is over: it may not have begun."""
+        loop = asyncio.get_running_loop()
+        while not call.done():
+            await loop.run_in_executor(self._ender, self._kill, [query_id])
+            await asyncio.wait([call], timeout=_KILL_AGAIN_S)
+        call.exception()
+
+    def _write(self, question: Question, pipe: AnswerPipe) -> None:
+        """Have the engine write the answer into the pipe, in a thread."""
+        try:
+            if pipe.is_left:
+                return
+            connection = self._connection(self._bounds_of(question), question)
+            try:
+                statement = self._statement(question.sql)
+                output_format = statement.output_format or question.output_format
+                if not _FORMAT.fullmatch(output_format):
+                    raise QueryError.refusing(
+                        _UNKNOWN_FORMAT, f"Unknown format {output_format:.100}. (UNKNOWN_FORMAT)"
+                    )
+                values = _values(question.parameters)
+                require_plain_names(statement.text, values)
+                ids: list[str] = []
+                if own_processes.is_kill(statement):
+                    head, ids = self._find(connection, statement, question, values)
+                else:
+                    database = question.database or self._database
+                    head = own_processes.with_known_ids(statement, database)
+                pipe.output_format = output_format
+                connection.query(
+                    f"{head} {pipe.clause} FORMAT {output_format} {statement.tail}",
+                    "Null",
+                    params=values,
+                )
+                if ids:
+                    self._kill(ids)
+            finally:
+                connection.close()
+        except (ChdbError, RuntimeError) as error:
+            raise QueryError.of(str(error)) from error
+        finally:
+            pipe.end()
+
+    def _find(
+        self, connection: Any, statement: Statement, question: Question, values: Parameters
+    ) -> tuple[str, list[str]]:
+        """The answer to KILL QUERY as a query, and the ids of what it ends: of the user's own kind
+        of queries."""
+        known = [
+            query_id
+            for query_id, other in list(self._queries.items())
+            if question.user in {"full", other.user} and query_id != question.query_id
+        ]
+        kill = own_processes.Kill(statement)
+        rows: bytes = connection.query(kill.find(known), "LineAsString", params=values).bytes()
+        ids = rows.decode().splitlines()
+        return own_processes.found(ids), [] if kill.is_test else ids
+
+    def _kill(self, query_ids: list[str]) -> None:
+        connection = connect_again(self._path)
+        try:
+            connection.query(own_processes.kill_statement(query_ids))
+        finally:
+            connection.close()
+
+    def _bounds_of(self, question: Question) -> dict[str, int | str]:
+        """The settings of a statement: its own, none of them above its bound."""
+        limits = self._limits
+        spilling = limits.max_memory_bytes // 2
+        bounds = {
+            "max_execution_time": limits.max_query_s,
+            "max_memory_usage": limits.max_memory_bytes,
+            "max_threads": limits.max_threads,
+            "max_bytes_before_external_group_by": spilling,
+            "max_bytes_before_external_sort": spilling,
+        }
+        given = dict(question.settings)
+        for name, bound in bounds.items():
+            value = given.get(name, "")
+            if value.isdecimal() and not 0 < int(value) <= bound:
+                given[name] = str(bound)
+        return {
+            "final": 1,
+            "date_time_output_format": "iso",
+            **bounds,
+            **given,
+            own_processes.QUERY_ID_SETTING: question.query_id,
+        }
+
+    def _connection(self, settings: Mapping[str, int | str], question: Question | None) -> Any:
+        """A connection for one statement. What is set last on it makes it read-only."""
+        for name in settings:
+            if not _SETTING.fullmatch(name):
+                raise QueryError.refusing(115, f"Unknown setting {name:.100}. (UNKNOWN_SETTING)")
+        connection = connect_again(self._path)
+        try:
+            database = question.database if question else None
+            connection.query(f"USE {quote(database or self._database)}")
+            values = [f"{name} = {literal(str(value))}" for name, value in settings.items()]
+            connection.query(f"SET {', '.join(values)}")
+            if question and question.user == "analyst":
+                connection.query(f"SET ROLE {ANALYST}")
+            connection.query("SET allow_ddl = 0, readonly = 2" if question else "SET readonly = 1")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _run(
         self,
         sql: str,
         parameters: Parameters,
         output_format: str,
-        database: str | None,
         quotes_integers: bool,
     ) -> bytes:
-        if output_format.lower() in _OBJECTS:
-            raise QueryError.refusing(
-                _UNKNOWN_FORMAT, f"Unknown format {output_format}. (UNKNOWN_FORMAT)"
+        values = _values(parameters)
+        try:
+            connection = self._connection(
+                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers)}, None
             )
-        try:
-            connection = self._connection(quotes_integers=quotes_integers)
+            try:
+                statement = self._statement(sql)
+                result: bytes = connection.query(
+                    statement.text, output_format, params=values
+                ).bytes()
+            finally:
+                connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
-        values = {
-            name: escaped(value) if isinstance(value, str) else value
-            for name, value in parameters.items()
-        }
-        try:
-            statement = self._checked(connection, sql)
-            require_plain_names(statement, values)
-            connection.query(f"USE {quote(database or self._database)}")
-            result: bytes = connection.query(statement, output_format, params=values).bytes()
-        except (ChdbError, RuntimeError) as error:
-            raise QueryError.of(str(error)) from error
-        finally:
-            self._idle[quotes_integers].put(connection)
         return result or b""
 
-    def _checked(self, connection: Any, sql: str) -> str:
+    def _statement(self, sql: str) -> Statement:
         """The statement to run. Those that pages ask again and again are looked at once."""
         statement = self._known.get(sql)
         if statement is None:
-            statement = require_reading(_normal_form(connection, sql))
+            statement = require_reading(self._normal_form(sql))
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             if len(sql) <= _MAX_KNOWN_CHARS:
                 self._known[sql] = statement
         return statement
 
+    def _normal_form(self, sql: str) -> str:
+        """The one statement as the engine itself reads it, in its own spelling, without comments.
+        What is looked at and what is run are this text, so that no way of writing it tells them
+        apart. Raises QueryError for what is not one statement."""
+        connection = connect_again(self._path)
+        try:
+            written: bytes = connection.query(
+                _NORMAL_FORM, "RawBLOB", params={"statement": escaped(sql)}
+            ).bytes()
+        except (ChdbError, RuntimeError) as error:
+            raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
+        finally:
+            connection.close()
+        return written.decode()
+
     async def close(self) -> None:
         await super().close()
-        for idle in self._idle.values():
-            while not idle.empty():
-                idle.get().close()
+        for query_id in list(self._queries):
+            await asyncio.to_thread(self._kill, [query_id])
+        await asyncio.gather(*self._left)
+        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._ender.shutdown)
+        self._held.close()
 
 
-def _normal_form(connection: Any, sql: str) -> str:
-    """The one statement as the engine itself reads it, in its own spelling, without comments. What
-    is looked at and what is run are this text, so that no way of writing it tells them apart.
-    Raises QueryError for what is not one statement."""
-    parameters = {"statement": escaped(sql)}
-    try:
-        written: bytes = connection.query(_NORMAL_FORM, "RawBLOB", params=parameters).bytes()
-    except (ChdbError, RuntimeError) as error:
-        raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
-    return written.decode()
+async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
+
+
+def _with_id(question: Question) -> Question:
+    if question.query_id:
+        return question
+    return msgspec.structs.replace(question, query_id=str(uuid.uuid4()))
+
+
+def _values(parameters: Parameters) -> dict[str, Any]:
+    return {
+        name: escaped(value) if isinstance(value, str) else value
+        for name, value in parameters.items()
+    }

@@ -106,6 +106,7 @@ class Store:
         if bool(config.url) == bool(config.path):
             raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
         connect: Callable[..., Client]
+        limits = limits or ReadLimits.of(config)
         if config.path:
             await asyncio.to_thread(Path(config.path).mkdir, parents=True, exist_ok=True)
             if is_taken(Path(config.path)):
@@ -113,11 +114,11 @@ class Store:
                     f"another process has the store at {config.path} open: a telemetry process, or "
                     "a command that reads it. End it first."
                 )
-            connect = functools.partial(_connect_embedded, config)
+            connect = functools.partial(_connect_embedded, config, limits)
         else:
             connect = server_connect(config)
         try:
-            return await asyncio.to_thread(cls._open, config, connect, limits or ReadLimits())
+            return await asyncio.to_thread(cls._open, config, connect, limits)
         except ImportError as error:
             raise ConfigError(
                 "clickhouse.path needs the embedded engine: install millrace[embedded], or set "
@@ -217,11 +218,11 @@ def _is_full(error: Exception) -> bool:
     return any(words in text for words in _NO_ROOM)
 
 
-def _connect_embedded(config: ClickHouseConfig, **options: Any) -> Client:
+def _connect_embedded(config: ClickHouseConfig, limits: ReadLimits, **options: Any) -> Client:
     # The engine is an extra, which a telemetry process on a server does without.
     from millrace.telemetry.store.embedded_engine import engine_options
 
-    with engine_options(config.database) as restrictions:
+    with engine_options(config.database, limits=limits) as restrictions:
         return clickhouse_connect.get_client(
             interface="chdb", path=config.path, chdb_options=restrictions, **options
         )

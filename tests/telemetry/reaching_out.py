@@ -129,7 +129,7 @@ _SQL = (
     "SET ROLE NONE",
     "USE system",
     "EXECUTE AS default SELECT 1",
-    "KILL QUERY WHERE 1",
+    "KILL MUTATION WHERE 1",
     "SYSTEM SHUTDOWN",
     "SYSTEM FLUSH LOGS",
     "SYSTEM RELOAD CONFIG",

@@ -17,9 +17,9 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError
 from millrace.telemetry.http.interface import HttpInterface
 from millrace.telemetry.store.embedded_engine import connect
-from millrace.telemetry.store.reading import QueryError
 from millrace.telemetry.store.store import Store
 from tests.telemetry.reaching_out import REACHING_OUT, SECRET
+from tests.telemetry.stores import streaming
 
 CONFIG = ClickHouseConfig(username="reader", password="pä55")
 RIGHT = ("reader", "pä55")
@@ -31,7 +31,7 @@ def basic(user: str, password: str) -> str:
 
 @pytest.fixture
 async def client(store: Store) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(HttpInterface(store.reader, CONFIG))
+    transport = httpx.ASGITransport(HttpInterface(streaming(store), CONFIG))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8123") as made:
         yield made
 
@@ -97,7 +97,7 @@ async def test_credentials_that_make_no_sense_are_none(
 
 def test_without_a_password_nothing_is_served(store: Store) -> None:
     with pytest.raises(ConfigError, match=r"clickhouse\.password"):
-        HttpInterface(store.reader, ClickHouseConfig())
+        HttpInterface(streaming(store), ClickHouseConfig())
 
 
 @pytest.mark.parametrize("path", ["/", "/ping"])
@@ -224,7 +224,11 @@ async def test_an_engine_that_was_open_before_is_not_served(tmp_path: Path) -> N
     assert b"OpenEngineError" in error
 
 
-@pytest.mark.parametrize("form", ["dataframe", "ArrowTable", "DataStore", "Nope"])
-async def test_a_format_that_is_no_bytes_is_refused(store: Store, form: str) -> None:
-    with pytest.raises(QueryError, match="Unknown format"):
-        await store.reader.read("SELECT 1", {}, form)
+@pytest.mark.parametrize("form", ["dataframe", "ArrowTable", "DataStore", "Nope", "TSV x", ""])
+async def test_a_format_that_is_no_bytes_is_refused(client: httpx.AsyncClient, form: str) -> None:
+    params = {"default_format": form}
+    answer = await client.post("/", params=params, content="SELECT 1", auth=RIGHT)
+    if form:
+        assert (answer.status_code, "Unknown format" in answer.text) == (400, True), answer.text
+    else:
+        assert answer.text == "1\n"

@@ -23,6 +23,7 @@ from millrace.telemetry.store.store import Store
 from tests.support.certificates import Authority, Pair
 from tests.support.servers import free_port
 from tests.support.system import DEAD_PROXIES
+from tests.telemetry.stores import streaming
 from tests.telemetry.tls_proxy import tls_proxy
 
 
@@ -38,7 +39,7 @@ async def door(store: Store) -> AsyncIterator[ClickHouseConfig]:
     config = ClickHouseConfig(
         url=f"http://127.0.0.1:{port}", serve_port=port, password="correct-horse"
     )
-    server = HttpServer(store.reader, config)
+    server = HttpServer(streaming(store), config)
     running = asyncio.create_task(server.run())
     yield config
     server.stop()

@@ -1,0 +1,148 @@
+"""Statements of users on the embedded engine: answers that stream, and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from millrace.telemetry.store.reading import Answer, QueryError, Question, ReadLimits
+from millrace.telemetry.store.reading_embedded import EmbeddedReader
+from millrace.telemetry.store.store import Store
+from tests.support.waiting import eventually
+
+_ENDLESS = "SELECT number FROM numbers(100000000000)"
+
+
+@pytest.fixture
+async def reader(store: Store, store_path: Path) -> AsyncIterator[EmbeddedReader]:
+    made = EmbeddedReader(str(store_path), "millrace", ReadLimits())
+    yield made
+    async with asyncio.timeout(10):
+        await made.close()
+
+
+async def whole(reader: EmbeddedReader, sql: str, **more: object) -> bytes:
+    async with reader.stream(Question(sql=sql, **more)) as answer:  # type: ignore[arg-type]
+        return await drained(answer)
+
+
+async def drained(answer: Answer) -> bytes:
+    return b"".join([chunk async for chunk in answer])
+
+
+async def nothing_runs(reader: EmbeddedReader) -> None:
+    ask = "SELECT count() FROM system.processes WHERE query LIKE '%numbers(100000000000)%'"
+
+    async def is_over() -> bool:
+        return await whole(reader, f"{ask} AND query NOT LIKE '%processes%'") == b"0\n"
+
+    await eventually(is_over, what="the query's end")
+
+
+async def test_an_answer_streams_as_one_document(reader: EmbeddedReader) -> None:
+    sql = "SELECT number, toString(number) AS text FROM numbers(300000)"
+    async with reader.stream(Question(sql=f"{sql} FORMAT JSON", output_format="CSV")) as answer:
+        assert answer.output_format == "JSON"
+        chunks = [chunk async for chunk in answer]
+    assert len(chunks) > 10
+    assert len(json.loads(b"".join(chunks))["data"]) == 300_000
+    lines = (await whole(reader, sql, output_format="CSVWithNames")).splitlines()
+    assert (lines[0], lines[-1], len(lines)) == (b'"number","text"', b'299999,"299999"', 300_001)
+
+
+async def test_an_error_is_raised_before_a_short_answer_and_behind_a_long_one(
+    reader: EmbeddedReader,
+) -> None:
+    with pytest.raises(QueryError) as raised:
+        async with reader.stream(Question(sql="SELECT throwIf(number = 9) FROM numbers(10)")):
+            pytest.fail("there is no answer")
+    assert raised.value.number == 395
+    sql = "SELECT throwIf(number = 3000000) FROM numbers(10000000)"
+    async with reader.stream(Question(sql=sql)) as answer:
+        with pytest.raises(QueryError) as raised:
+            await drained(answer)
+    assert raised.value.number == 395
+    assert await whole(reader, "SELECT 1") == b"1\n"
+
+
+async def test_a_query_ends_when_its_reader_leaves(reader: EmbeddedReader) -> None:
+    async with reader.stream(Question(sql=_ENDLESS)) as answer:
+        assert (await anext(aiter(answer))).startswith(b"0\n1\n")
+    await nothing_runs(reader)
+
+    async def ask() -> None:
+        await whole(reader, f"SELECT sum(number) FROM ({_ENDLESS})")
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await nothing_runs(reader)
+
+
+async def test_a_query_is_seen_and_killed_by_its_id(reader: EmbeddedReader) -> None:
+    sql = f"SELECT sum(number) FROM ({_ENDLESS})"
+    asking = asyncio.create_task(whole(reader, sql, query_id="it's mine", user="analyst"))
+    ask = "SELECT query FROM system.processes WHERE query_id = 'it\\'s mine'"
+
+    async def is_seen() -> bool:
+        seen = await whole(reader, ask)
+        return seen.startswith(f"{sql} FORMAT".encode())
+
+    await eventually(is_seen)
+    with pytest.raises(QueryError, match="already running"):
+        await whole(reader, "SELECT 1", query_id="it's mine")
+    kill = "KILL QUERY WHERE query_id = 'it\\'s mine'"
+    assert (await whole(reader, f"{kill} TEST")).startswith(b"waiting\tit\\'s mine\t")
+    assert not asking.done()
+    assert (await whole(reader, f"{kill} SYNC", user="analyst")).startswith(b"waiting\t")
+    with pytest.raises(QueryError) as raised:
+        await asking
+    assert raised.value.number == 394
+    await nothing_runs(reader)
+
+
+async def test_an_analyst_reads_all_but_the_transcripts(reader: EmbeddedReader) -> None:
+    for sql in (
+        "SELECT * FROM transcripts",
+        "SELECT count() FROM merge('millrace', '.*')",
+        "DESCRIBE TABLE transcripts",
+        "SHOW CREATE TABLE transcripts",
+        "EXPLAIN SELECT * FROM transcripts",
+    ):
+        await whole(reader, sql) if "merge" not in sql else None
+        with pytest.raises(QueryError) as raised:
+            await whole(reader, sql, user="analyst")
+        assert raised.value.number == 497, sql
+    assert await whole(reader, "SELECT count() FROM requests", user="analyst") == b"0\n"
+    assert b"transcripts" not in await whole(reader, "SHOW TABLES", user="analyst")
+
+
+async def test_settings_are_of_one_statement_and_within_bounds(reader: EmbeddedReader) -> None:
+    sql = "SELECT getSetting('max_threads'), getSetting('max_memory_usage'), 1 AS n FORMAT TSV"
+    limit = 512 * 1024 * 1024
+    for given, seen in (
+        ({}, f"2\t{limit}\t1\n"),
+        ({"max_threads": "1", "max_memory_usage": "1000000000000"}, f"1\t{limit}\t1\n"),
+        ({"max_memory_usage": "0"}, f"2\t{limit}\t1\n"),
+        ({"max_memory_usage": "300000000"}, "2\t300000000\t1\n"),
+        ({}, f"2\t{limit}\t1\n"),
+    ):
+        assert await whole(reader, sql, settings=given) == seen.encode()
+    for clause in (
+        "max_memory_usage = 0",
+        "max_memory_usage = 1000000000000",
+        "max_execution_time = 0",
+        "readonly = 0",
+        "dialect = 'prql'",
+        "output_format_schema = '/x'",
+    ):
+        with pytest.raises(QueryError):
+            await whole(reader, f"SELECT 1 SETTINGS {clause}")
+    with pytest.raises(QueryError) as raised:
+        await whole(reader, "SELECT 1", settings={"no_such": "1"})
+    assert (raised.value.number, "no_such" in raised.value.message) == (115, True)
